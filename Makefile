@@ -1,0 +1,38 @@
+# `make` lists the targets. All of them work in .venv, which scripts/bootstrap makes when it is not there yet.
+# More words for pytest: make test PYTEST_ARGS='-k order -x'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test test-long bench clean
+BIN := .venv/bin
+PYTEST_ARGS ?=
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
+
+setup: ## make .venv with the tested versions (a minute or two; nothing to do the second time)
+	@scripts/bootstrap
+
+demo: setup ## one rank, then two, train on this machine; measured, verified, explained (under two minutes)
+	$(BIN)/shoal demo
+
+check: setup ## ruff, formatting, mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check ## check, then every test but the long ones
+	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+
+# pytest ends with 5 when no test matched, which is no failure here.
+test-long: setup ## the long tests
+	$(BIN)/pytest -m long $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+bench: setup ## every benchmark; one of them alone: .venv/bin/python benchmarks/NAME.py
+	@for file in benchmarks/[a-z]*.py; do \
+		[ -e "$$file" ] || { echo "there are no benchmarks yet"; continue; }; \
+		echo "$(BIN)/python $$file"; $(BIN)/python "$$file" || exit; \
+	done
+
+clean: ## remove .venv, runs/, caches and built packages (everything in runs/ is lost)
+	rm -rf .venv runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(wildcard src tests benchmarks examples) -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,76 @@
+"""`shoal bench`: measured tables and plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import print_json, print_scaling, shown
+from shoal.cli.progress import make_display
+from shoal.config.load import build_config
+from shoal.errors import UsageError
+from shoal.report.explain_scaling import explain
+from shoal.report.scaling import efficiency
+from shoal.trials.scaling import ScalingResult, measure_scaling
+from shoal.trials.training import closing, default_out
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measured tables and plots."""
+
+
+@app.command()
+def scaling(
+    preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
+    ranks: Annotated[str, typer.Option(help="Rank counts to measure.")] = "1,2,4",
+    steps: Annotated[int, typer.Option(min=4, help="Steps a run; the second half is measured.")] = 60,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; the median round counts.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/scaling-TIME")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """Tokens per second on 1, 2, 4 … ranks, and why the curve bends."""
+    config = build_config(preset, flags={"train": {"steps": steps}}, sets=set_ or [])
+    with closing(make_display) as watch:
+        result = measure_scaling(config, parse_ranks(ranks), out or default_out("scaling"), watch, repeat)
+    if json:
+        print_json(scaling_document(result))
+        return
+    print_scaling(result.points)
+    typer.echo(f"\npicture: {shown(result.picture)}\nreport:  {shown(result.report)}")
+
+
+def parse_ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ranks {text!r} is not a list of numbers", fix="write for example: --ranks 1,2,4") from None
+
+
+def scaling_document(result: ScalingResult) -> dict[str, object]:
+    base = result.points[0]
+    rows = [
+        {
+            "ranks": point.ranks,
+            "threads": point.threads,
+            "tokens_per_s": point.tokens_per_s,
+            "speedup": point.tokens_per_s / base.tokens_per_s,
+            "efficiency": efficiency(point, base),
+            "step_s": point.step_s,
+            "allreduce_ms": None if point.allreduce_s is None else 1e3 * point.allreduce_s,
+            "phases": point.phases,
+        }
+        for point in result.points
+    ]
+    return {
+        "rows": rows,
+        "explanation": explain(result.points),
+        "picture": str(result.picture),
+        "report": str(result.report),
+        "runs": {str(count): str(run.path) for count, run in result.runs.items()},
+    }

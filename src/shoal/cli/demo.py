@@ -1,0 +1,53 @@
+"""`shoal demo`: the main job, from nothing to a report, in under two minutes on two cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.cli.bench import scaling_document
+from shoal.cli.output import print_json, print_scaling, run_rows, shown, stdout_console
+from shoal.cli.progress import make_display
+from shoal.config.load import build_config
+from shoal.trials.scaling import ScalingResult, measure_scaling
+from shoal.trials.training import closing, default_out
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=4, help="Steps of each training.")] = 100,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/demo-TIME")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """The main job: one rank, then two, trained, measured, verified and explained."""
+    Console(stderr=True, highlight=False).print(
+        "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
+    )
+    config = build_config("grammar", flags={"train": {"steps": steps}}, sets=set_ or [])
+    with closing(make_display) as watch:
+        result = measure_scaling(config, [1, 2], out or default_out("demo"), watch)
+    if json:
+        print_json({**scaling_document(result), "manifest": result.manifest.model_dump(mode="json")})
+    else:
+        _print(result)
+
+
+def _print(result: ScalingResult) -> None:
+    console = stdout_console()
+    console.print()
+    print_scaling(result.points)
+    console.print("\n[bold]two ranks[/]")
+    for name, value in run_rows(result.manifest):
+        console.print(f"  {name:12} {value}", soft_wrap=True)
+    two_ranks = result.runs[2]
+    console.print(
+        f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
+        f"report:   {shown(result.report)}\nnext:     shoal sample {shown(two_ranks.path)}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,109 @@
+"""Results on stdout: a JSON document for scripts, a small table for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.config.manifest import Manifest
+from shoal.report.explain_scaling import explain
+from shoal.report.scaling import ScalingPoint, efficiency
+from shoal.runfolder import RunFolder
+from shoal.units import format_si
+
+
+def stdout_console() -> Console:
+    return Console(highlight=False)
+
+
+def print_json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def shown(path: Path) -> str:
+    """As short as it can be typed from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def print_run(run: RunFolder, manifest: Manifest) -> None:
+    console = stdout_console()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in run_rows(manifest):
+        table.add_row(name, value)
+    console.print(table)
+    folder = shown(run.path)
+    console.print(f"\n{manifest.lesson_notes}\n", soft_wrap=True)
+    console.print(f"run folder: {folder}\nnext: shoal report {folder}   shoal sample {folder}", soft_wrap=True)
+
+
+def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    rows = [
+        ("loss", f"{_number(manifest.final_loss, '.4f')} (validation {_number(manifest.val_loss, '.4f')})"),
+        ("speed", f"{_number(manifest.tokens_per_sec.get(manifest.world_size), ',.0f')} tokens/s"),
+    ]
+    if manifest.world_size > 1:
+        rows += [
+            ("all-reduce", f"{_number(manifest.allreduce_p50_ms, '.1f')} ms a step, p95 {_p95(manifest)}"),
+            ("on the wire", f"{_wire(manifest)} a rank and step"),
+            ("replicas", replica_verdict(manifest)),
+        ]
+    return rows
+
+
+def replica_verdict(manifest: Manifest) -> str:
+    if manifest.byte_equivalent is None:
+        return "not compared"
+    if manifest.byte_equivalent:
+        return f"all {manifest.world_size} identical to the bit"
+    return f"they DIFFER, by up to {_number(manifest.max_abs_diff, '.3g')}"
+
+
+def print_scaling(points: list[ScalingPoint]) -> None:
+    console = stdout_console()
+    table = Table("ranks", "threads", "tokens/s", "against one", "efficiency", "step", "all-reduce", "not hidden")
+    for column in table.columns:
+        column.justify = "right"
+    base = points[0]
+    for point in points:
+        table.add_row(*_scaling_row(point, base))
+    console.print(table)
+    console.print(explain(points), soft_wrap=True)
+
+
+def _scaling_row(point: ScalingPoint, base: ScalingPoint) -> tuple[str, ...]:
+    waiting = point.phases.get("exposed", 0.0) + point.phases.get("wait", 0.0)
+    return (
+        str(point.ranks),
+        str(point.threads or "–"),
+        f"{point.tokens_per_s:,.0f}",
+        f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
+        f"{100 * efficiency(point, base):.0f}%",
+        f"{1e3 * point.step_s:.0f} ms",
+        f"{1e3 * (point.allreduce_s or 0.0):.1f} ms" if point.ranks > 1 else "–",
+        f"{1e3 * waiting:.1f} ms" if point.ranks > 1 else "–",
+    )
+
+
+def _p95(manifest: Manifest) -> str:
+    return f"{_number(manifest.allreduce_p95_ms, '.1f')} ms"
+
+
+def _wire(manifest: Manifest) -> str:
+    if manifest.wire_bytes_per_step is None or manifest.theoretical_bytes_per_step is None:
+        return "not counted"
+    return (
+        f"{format_si(manifest.wire_bytes_per_step, 'B')} "
+        f"(2(N-1)/N of the gradients is {format_si(manifest.theoretical_bytes_per_step, 'B')})"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,128 @@
+"""Live progress of a training: a bar on a terminal, plain lines elsewhere. On stderr, so stdout stays the result's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from shoal.config.schema import Config
+from shoal.events import Event
+from shoal.trials.training import Display
+from shoal.units import format_count, format_duration, format_share
+
+_PLAIN_EVERY_S = 10.0
+
+
+class StepLine:
+    """What one line says of the training so far; rates are smoothed so that they can be read."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._step_s: float | None = None
+        self._share = 0.0
+
+    def update(self, event: Event) -> str:
+        step_s = float(event["step_s"])
+        self._step_s = step_s if self._step_s is None else 0.9 * self._step_s + 0.1 * step_s
+        waiting = float(event.get("exposed_s", 0.0)) + float(event.get("wait_s", 0.0))
+        self._share = 0.9 * self._share + 0.1 * waiting / step_s
+        left_s = (self.steps - int(event["step"])) * self._step_s
+        return (
+            f"loss {event['loss']:.3f}  {event['tokens'] / self._step_s:,.0f} tokens/s  "
+            f"all-reduce {format_share(self._share, 1)}  {format_duration(left_s)} left"
+        )
+
+
+class PlainDisplay:
+    """For logs and pipes: a line now and then, none of them rewritten."""
+
+    def __init__(self, console: Console, steps: int, title: str) -> None:
+        self._console = console
+        self._line = StepLine(steps)
+        self._title = title
+        self._said_at = time.monotonic()
+
+    def __call__(self, events: list[Event]) -> None:
+        for event in events:
+            for text in announcements(event, self._title):
+                self._console.print(text, soft_wrap=True)
+            if is_main_step(event):
+                self._step(event)
+
+    def close(self) -> None:
+        pass
+
+    def _step(self, event: Event) -> None:
+        text = self._line.update(event)
+        last = event["step"] == self._line.steps
+        if last or event["step"] == 1 or time.monotonic() - self._said_at > _PLAIN_EVERY_S:
+            self._said_at = time.monotonic()
+            self._console.print(f"step {event['step']}/{self._line.steps}  {text}", soft_wrap=True)
+
+
+class BarDisplay:
+    def __init__(self, console: Console, steps: int, title: str) -> None:
+        self._line = StepLine(steps)
+        self._title = title
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._task: TaskID | None = None
+
+    def __call__(self, events: list[Event]) -> None:
+        for event in events:
+            for text in announcements(event, self._title):
+                self._progress.console.print(text, soft_wrap=True)
+            if is_main_step(event):
+                self._step(event)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _step(self, event: Event) -> None:
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._line.steps)
+        self._progress.update(self._task, completed=event["step"], description=self._line.update(event))
+
+
+def make_display(config: Config, quiet: bool = False) -> Display:
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    kind = BarDisplay if console.is_terminal else PlainDisplay
+    return kind(console, config.train.steps, config.run.preset)
+
+
+def is_main_step(event: Event) -> bool:
+    return bool(event["event"] == "step" and event["rank"] == 0)
+
+
+def announcements(event: Event, title: str) -> Iterable[str]:
+    """Lines for what happens beside the steps."""
+    kind, rank = event["event"], event["rank"]
+    if kind == "start" and rank == 0:
+        yield start_line(event, title)
+        if event["resumed_from"]:
+            yield f"going on after step {event['resumed_from']}"
+    elif kind == "shard":
+        yield f"rank {rank}: {event['size']:,} of {event['total']:,} samples, first: {escape(event['first'])}"
+    elif kind == "eval" and rank == 0:
+        yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"
+    elif kind == "warning":
+        yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
+
+
+def start_line(event: Event, title: str) -> str:
+    ranks = event["world_size"]
+    return (
+        f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'} × {event['threads']} "
+        f"{'thread' if event['threads'] == 1 else 'threads'} ({event['device']}, {event['backend']}); "
+        f"{event['tokens_per_step']:,} tokens a step in micro-batches of {event['micro_batch']}"
+    )

@@ -1,0 +1,120 @@
+"""`shoal train`: train a model data-parallel."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli.output import print_json, print_run
+from shoal.cli.progress import make_display
+from shoal.cluster.node import local_node
+from shoal.cluster.spec import parse_on
+from shoal.config.load import build_config
+from shoal.config.presets import Overrides, depth_overrides
+from shoal.config.schema import Config
+from shoal.errors import UsageError
+from shoal.launch.plan import Meeting, plan_ranks
+from shoal.trials.training import closing, default_out, train_new, train_on
+
+app = typer.Typer(add_completion=False)
+
+# Which setting each flag stands for; the flag's own name is the parameter's below.
+FLAGS = {
+    "on": "run.on",
+    "launcher": "run.launcher",
+    "threads": "run.threads",
+    "data": "data.path",
+    "tokenizer": "data.tokenizer",
+    "steps": "train.steps",
+    "global_batch": "train.global_batch",
+    "micro_batch": "train.micro_batch",
+    "scaling": "train.scaling",
+    "device": "train.device",
+    "seq_len": "model.seq_len",
+    "sync": "sync.mode",
+    "wire": "sync.wire",
+    "measure": "sync.measure",
+}
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.")] = "grammar",
+    on: Annotated[str | None, typer.Option(help="Where to run: local:N.", show_default="local:2")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file or a folder of them.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="char, byte or bpe.")] = None,
+    depth: Annotated[int | None, typer.Option(help="One dial for the model's size; 12 is GPT-2.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step of the whole world.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank computes at once.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
+    sync: Annotated[str | None, typer.Option(help="ddp, or stock for plain DDP with its defaults.")] = None,
+    wire: Annotated[str | None, typer.Option(help="Gradients travel as fp32 or fp16.")] = None,
+    measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
+) -> None:
+    """Train a model data-parallel; the gradients are exchanged in every step.
+
+    Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run.
+    """
+    given = locals()
+    if resume is not None:
+        refuse_with_resume(given)
+        with closing(make_display) as watch:
+            run, manifest = train_on(resume, watch, steps)
+    else:
+        settings = build_config(preset, config, flags_to_overrides(given), set_ or [])
+        if dry_run:
+            print_plan(settings, out or default_out(preset))
+            return
+        with closing(make_display) as watch:
+            run, manifest = train_new(settings, out or default_out(preset), watch)
+    if json:
+        print_json(manifest.model_dump(mode="json"))
+    else:
+        print_run(run, manifest)
+
+
+def flags_to_overrides(given: dict[str, Any]) -> Overrides:
+    overrides: Overrides = depth_overrides(given["depth"]) if given.get("depth") is not None else {}
+    for flag, key in FLAGS.items():
+        if (value := given.get(flag)) is not None:
+            section, name = key.split(".")
+            overrides.setdefault(section, {})[name] = value
+    return overrides
+
+
+def refuse_with_resume(given: dict[str, Any]) -> None:
+    """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
+    allowed = {"steps", "resume", "json", "preset", "dry_run"}
+    extra = [name for name, value in given.items() if name not in allowed and value]
+    if extra:
+        flag = extra[0].rstrip("_").replace("_", "-")
+        raise UsageError(
+            f"--{flag} does not go with --resume",
+            why="a resumed run goes on with the configuration it was started with",
+            fix=f"leave it out, or start a new run without --resume {given['resume']}",
+        )
+
+
+def print_plan(config: Config, out: Path) -> None:
+    """Commands as they could be typed; port and descriptor are placeholders, the real ones are found at launch."""
+    node = local_node(parse_on(config.run.on).ranks)
+    meeting = Meeting(node.address, 0, -1)
+    for command in plan_ranks(config.run, out, node, meeting, resume=False):
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
+        typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")

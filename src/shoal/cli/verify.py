@@ -1,0 +1,73 @@
+"""`shoal verify`: do all replicas agree, and was every sample used exactly once?"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import print_json, stdout_console
+from shoal.errors import ShoalError
+from shoal.events import read_events
+from shoal.report.finish import finish
+from shoal.report.ledger import LedgerReport, check_ledger
+from shoal.report.replicas import ReplicaReport, compare_replicas
+from shoal.runfolder import RunFolder
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+) -> None:
+    """Do all replicas agree, bit for bit? Was every sample used exactly once?
+
+    Exit code 0 when they do, 1 when they don't.
+    """
+    folder = RunFolder.open(run)
+    replicas = compare_replicas(folder.state_files(), len(folder.event_files()))
+    ledger = check_ledger(read_events(folder.commits) if folder.commits.exists() else ())
+    with contextlib.suppress(ShoalError):
+        # A read-only folder can be verified too; the verdict is then only printed.
+        finish(folder, replicas)
+    if json:
+        print_json({**replicas.model_dump(mode="json"), "ledger": ledger.model_dump(mode="json")})
+    else:
+        _print(replicas, ledger)
+    if not (replicas.byte_equivalent and ledger.ok):
+        raise typer.Exit(1)
+
+
+def _print(replicas: ReplicaReport, ledger: LedgerReport) -> None:
+    console = stdout_console()
+    if replicas.byte_equivalent:
+        console.print(
+            f"[green]identical[/]: {replicas.ranks} replicas, {replicas.tensors} tensors each, equal to the bit "
+            f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})"
+        )
+    else:
+        nearness = "within 1e-5" if replicas.equal else "not even within 1e-5"
+        console.print(
+            f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
+            f"{min(replicas.digests)}, first in {replicas.first_difference}; largest difference "
+            f"{replicas.max_abs_diff:.3g}, {nearness}"
+        )
+    console.print(ledger_verdict(ledger))
+
+
+def ledger_verdict(ledger: LedgerReport) -> str:
+    if not ledger.steps:
+        return "[yellow]no ledger[/]: no step was committed"
+    if ledger.ok:
+        redone = f", {ledger.redone} steps redone after a resume" if ledger.redone else ""
+        return (
+            f"[green]complete[/]: {ledger.steps} steps, {ledger.samples:,} samples, none skipped or used twice{redone}"
+        )
+    return (
+        f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
+        f"twice, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
+    )

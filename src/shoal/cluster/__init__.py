@@ -1,0 +1,1 @@
+"""Where ranks run: start this there, read that there."""

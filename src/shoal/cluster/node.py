@@ -1,0 +1,56 @@
+"""A node: one machine of a cluster, and how a process is started on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shoal.control.route import interface_of
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Node:
+    """`slots` is how many ranks it takes, `cores` how many cores they share."""
+
+    name: str
+    address: str
+    interface: str
+    slots: int
+    cores: int
+
+
+def local_node(slots: int) -> Node:
+    return Node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots, physical_cores())
+
+
+def physical_cores() -> int:
+    """Cores this process may use; two hardware threads of one core share its arithmetic, so they count once."""
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except AttributeError:
+        usable = os.cpu_count() or 1
+    return min(usable, psutil.cpu_count(logical=False) or usable)
+
+
+def start_process(
+    argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C at the terminal reaches the launcher, which then asks the ranks to finish."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )

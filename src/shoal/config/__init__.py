@@ -1,0 +1,1 @@
+"""The configuration of a run: schema, presets, loading and saving. Torch-free."""

@@ -1,0 +1,118 @@
+"""From preset, TOML file and `--set` to one validated `Config`, and back to `config.toml`.
+
+Later beats earlier: schema defaults, preset, file, dials and flags, `--set`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shoal.config.presets import Overrides, did_you_mean, preset
+from shoal.config.schema import Config
+from shoal.errors import ConfigError
+
+
+def build_config(
+    preset_name: str = "grammar",
+    file: Path | None = None,
+    flags: Overrides | None = None,
+    sets: Iterable[str] = (),
+) -> Config:
+    layers = [preset(preset_name), {"run": {"preset": preset_name}}]
+    if file is not None:
+        layers.append(read_toml(file))
+    layers.append(flags or {})
+    layers.extend(parse_set(assignment) for assignment in sets)
+    return validate(merge(layers), source=str(file) if file else "the command line")
+
+
+def validate(values: Mapping[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, source) from None
+
+
+def merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Section by section; unknown sections are kept for validation to refuse."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            if isinstance(values, Mapping) and isinstance(merged.get(section, {}), dict):
+                merged[section] = {**merged.get(section, {}), **values}
+            else:
+                merged[section] = values
+    return merged
+
+
+def parse_set(assignment: str) -> Overrides:
+    """`train.steps=200`; the value is TOML where it parses as TOML, otherwise a plain string."""
+    key, equals, text = assignment.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(
+            f"--set {assignment!r} is not of the form section.key=value",
+            fix="write for example: --set train.steps=200",
+        )
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return {section: {name: value}}
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {file}", fix=f"check the path: ls {file.parent}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}", fix="see https://toml.io for the format") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", fix=f"look at it: ls -ld {file}") from None
+
+
+def load_config(file: Path) -> Config:
+    """A saved `config.toml`, whole."""
+    return validate(read_toml(file), source=str(file))
+
+
+def to_toml(config: Config) -> str:
+    """Flat sections of scalars are all a `Config` has, so this writes just those; an unset key is left out."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json").items():
+        lines.append(f"[{section}]")
+        lines.extend(f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    # JSON's strings, booleans and numbers are TOML's too, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def known_keys() -> list[str]:
+    return [
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key in field.annotation.model_fields  # type: ignore[union-attr]
+    ]
+
+
+def _explain(error: ValidationError, source: str) -> ConfigError:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        why = did_you_mean(key, known_keys() if "." in key else Config.model_fields)
+        return ConfigError(f"unknown setting {key} in {source}", why=why, fix="shoal train --help lists the settings")
+    seen = first["msg"].removeprefix("Value error, ")
+    if key and "." in key:
+        seen = f"{key}={first['input']!r}: {seen[0].lower()}{seen[1:]}"
+    return ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=f"correct it, or: --set {key}=…")

@@ -1,0 +1,92 @@
+"""The manifest of a run: what ran where and what came of it, in one flat file that outlives its machine.
+
+None means "not measured" throughout; a loss that was measured and is no number is written as "NaN".
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """Unknown fields are dropped when reading, so that an older shoal reads a newer manifest."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings", extra="ignore", protected_namespaces=())
+
+
+class NodeRecord(Record):
+    """One machine; `threads` is what each of its ranks computes with."""
+
+    name: str
+    cpu: str | None = None
+    cores: int | None = None
+    memory_bytes: int | None = None
+    arch: str | None = None
+    os: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    ranks: int
+    interface: str | None = None
+    link_mbps: float | None = None
+
+
+class Levers(Record):
+    """The choices that trade communication against work. `accumulation` is micro-batches a rank does per exchange."""
+
+    accumulation: int | None
+    bucket_mb: float
+    overlap: bool
+    wire: str
+
+
+class Manifest(Record):
+    """Times are medians over the second half of the run. Bytes are per step and rank."""
+
+    shoal_manifest: int = 1
+    created: str | None
+    status: Literal["finished", "interrupted", "failed", "unfinished"]
+
+    lab: str
+    preset: str
+    seed: int
+    launcher: str
+    backend: str | None
+    world_size: int
+    nodes: list[NodeRecord]
+    versions: dict[str, str]
+
+    model_params: int | None
+    data_source: str
+    data_digest: str | None = None
+    steps: int
+    steps_planned: int
+    global_batch: int
+    micro_batch: int | None
+    scaling: str
+    sync: str
+    wire: str
+    measure: str
+    levers: Levers
+
+    final_loss: float | None
+    val_loss: float | None
+
+    step_s_measured: float | None
+    step_s_predicted: float | None = None
+    phases: dict[str, float]
+    allreduce_mean_ms: float | None
+    allreduce_p50_ms: float | None
+    allreduce_p95_ms: float | None
+    wire_bytes_per_step: float | None
+    theoretical_bytes_per_step: float | None
+
+    tokens_per_sec: dict[int, float]
+    tokens_per_sec_1proc: float | None
+    tokens_per_sec_2proc: float | None
+
+    byte_equivalent: bool | None = None
+    max_abs_diff: float | None = None
+
+    lesson_notes: str

@@ -1,0 +1,69 @@
+"""Presets: named starting points, each only what differs from the defaults of the schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from shoal.errors import ConfigError
+
+Overrides = dict[str, dict[str, Any]]
+
+HEAD_WIDTH = 64
+
+PRESETS: dict[str, Overrides] = {
+    # The demo: depth 3 on the dial, learns English verb forms from a generated corpus in a minute on two cores.
+    "grammar": {},
+    # nanoGPT's CPU setting for tiny Shakespeare; 2,000 steps of it reach a validation loss of 1.88 there.
+    "shakespeare-char": {
+        "model": {"layers": 4, "heads": 4, "width": 128, "seq_len": 64},
+        "data": {"tokenizer": "char"},
+        "train": {
+            "steps": 2000,
+            "global_batch": 12,
+            "lr": 1e-3,
+            "warmup_steps": 100,
+            "eval_every": 250,
+            "checkpoint_every": 250,
+        },
+    },
+    # GPT-2 small as published: 124,439,808 parameters with its own vocabulary and context.
+    "gpt2-124m": {
+        "model": {"layers": 12, "heads": 12, "width": 768, "seq_len": 1024, "vocab_size": 50_257},
+        "data": {"tokenizer": "bpe", "bpe_vocab": 8192},
+        "train": {
+            "global_batch": 4,
+            "micro_batch": 1,
+            "lr": 6e-4,
+            "warmup_steps": 20,
+            "beta2": 0.95,
+            "eval_sequences": 8,
+        },
+    },
+}
+
+NEEDS_TEXT = frozenset({"shakespeare-char"})
+
+
+def preset(name: str) -> Overrides:
+    if name not in PRESETS:
+        raise ConfigError(
+            f"there is no preset {name!r}",
+            why=did_you_mean(name, PRESETS) or "a preset is a named starting configuration",
+            fix=f"use one of: {', '.join(PRESETS)}",
+        )
+    return PRESETS[name]
+
+
+def depth_overrides(depth: int) -> Overrides:
+    """One dial: width and heads follow from depth, 64 wide a head and a head a layer, as GPT-2 (depth 12) does."""
+    if depth < 1:
+        raise ConfigError(f"--depth {depth}: a model has at least one layer", fix="use --depth 3 (the demo's size)")
+    return {"model": {"layers": depth, "heads": depth, "width": HEAD_WIDTH * depth}}
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'train.steps'?`, or nothing when nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else ""

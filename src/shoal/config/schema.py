@@ -1,0 +1,134 @@
+"""The configuration of a run: one small model per component.
+
+Each part is handed only its own section. The command line builds the whole once, validates it before any process
+starts and saves it as `config.toml` in the run folder, where the workers read it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+DEFAULT_SEED = 35_000
+
+
+class Section(BaseModel):
+    """Frozen, and refuses a key it does not know: a typo must not silently train something else."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The shape of the GPT.
+
+    `vocab_size` 0 takes the tokenizer's; set it to keep a published size (GPT-2 has 50,257) whatever the text needs.
+    """
+
+    layers: Positive = 3
+    heads: Positive = 3
+    width: Positive = 192
+    seq_len: Positive = 64
+    vocab_size: NotNegative = 0
+    dropout: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> ModelConfig:
+        if self.width % self.heads:
+            raise ValueError(f"model.width={self.width} must be a multiple of model.heads={self.heads}")
+        return self
+
+
+class DataConfig(Section):
+    """What to train on. Without `path` the built-in English-verb corpus is generated.
+
+    `sharding`: `cursor` deals one global shuffled order over whoever is in the world, so the training does not depend
+    on the number of ranks. `modulo` is the classroom way: a rank only sees samples with `index % world_size == rank`.
+    """
+
+    path: Path | None = None
+    tokenizer: Literal["char", "byte", "bpe"] = "char"
+    bpe_vocab: Annotated[int, Field(ge=257, le=65_536)] = 512
+    val_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.1
+    sharding: Literal["cursor", "modulo"] = "cursor"
+    sentences: Annotated[int, Field(ge=100)] = 40_000
+    seed: NotNegative = DEFAULT_SEED
+    cache_dir: Path | None = None
+
+
+class TrainConfig(Section):
+    """The optimisation. Batches are counted in sequences of `model.seq_len` tokens.
+
+    `global_batch` is what one step of the whole world uses; each rank's share is derived from it. With `scaling="weak"`
+    it is what *each rank* uses, and the world's batch grows with the number of ranks. `micro_batch` unset is chosen so
+    that all ranks get equal work; set it lower when a rank runs out of memory.
+    `lr` belongs to `base_batch` and scales linearly with the world's real batch.
+    """
+
+    steps: Positive = 100
+    global_batch: Positive = 24
+    micro_batch: Positive | None = None
+    scaling: Literal["strong", "weak"] = "strong"
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    base_batch: Positive | None = None
+    warmup_steps: NotNegative = 10
+    min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    eval_every: Positive = 50
+    eval_sequences: Positive = 240
+    checkpoint_every: Positive = 50
+    keep_checkpoints: Positive = 3
+    gc_every: Positive = 100
+    seed: NotNegative = DEFAULT_SEED
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class SyncConfig(Section):
+    """How replicas agree.
+
+    `mode="stock"` is plain `DistributedDataParallel` with its defaults, to compare with. `wire="fp16"` halves the bytes
+    of a gradient exchange at the price of its precision. `measure`: `hook` times every all-reduce where it happens,
+    inside DDP's overlap; `barrier` switches the overlap off and puts barriers around backward and all-reduce, which
+    gives clean figures and a slower step; `off` times only the step as a whole. Raise `timeout_s` when a healthy but
+    slow peer is taken for dead.
+    """
+
+    mode: Literal["ddp", "stock"] = "ddp"
+    wire: Literal["fp32", "fp16"] = "fp32"
+    measure: Literal["hook", "barrier", "off"] = "hook"
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+    @model_validator(mode="after")
+    def _stock_is_stock(self) -> SyncConfig:
+        if self.mode == "stock" and self.wire != "fp32":
+            raise ValueError(f"sync.wire={self.wire} needs sync.mode=ddp: stock DDP sends fp32")
+        if self.mode == "stock" and self.measure == "barrier":
+            raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
+        return self
+
+
+class RunConfig(Section):
+    """Where and how the ranks are started. `threads` unset is the node's cores divided by its ranks."""
+
+    preset: str = "grammar"
+    on: str = "local:2"
+    launcher: Literal["shoal", "torchrun", "spawn"] = "shoal"
+    threads: Positive | None = None
+
+
+class Config(Section):
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    sync: SyncConfig = SyncConfig()
+    run: RunConfig = RunConfig()

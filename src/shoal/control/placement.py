@@ -1,0 +1,101 @@
+"""Placement: which rank a process is and where its world meets, as environment variables.
+
+The names are torchrun's, so that any script written for torchrun finds what it expects, plus three of our own. This is
+the only place that reads or writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank's place in a world.
+
+    `store_fd` is a listening socket inherited from the launcher: rank 0 serves the store on it, so nobody guesses a
+    port. `store_is_served` says that somebody outside the ranks (torchrun's agent, a parent process) already serves it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str = "local"
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    store_fd: int | None = None
+    store_is_served: bool = False
+    restarts: int = 0
+    launcher: str = ""
+
+    def to_env(self) -> dict[str, str]:
+        env = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "SHOAL_NODE": self.node,
+            "SHOAL_LAUNCHER": self.launcher,
+        }
+        if self.store_fd is not None:
+            env["SHOAL_STORE_FD"] = str(self.store_fd)
+        if self.store_is_served:
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        return env
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Placement:
+        """Where the environment says we are; with no `RANK` at all, alone in a world of one."""
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        placement = cls(
+            rank=_integer(env, "RANK"),
+            world_size=_integer(env, "WORLD_SIZE"),
+            local_rank=_integer(env, "LOCAL_RANK", env.get("RANK")),
+            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")),
+            node=env.get("SHOAL_NODE", "local"),
+            node_rank=_integer(env, "GROUP_RANK", "0"),
+            master_addr=env.get("MASTER_ADDR", ""),
+            master_port=_integer(env, "MASTER_PORT", "0"),
+            store_fd=_integer(env, "SHOAL_STORE_FD") if "SHOAL_STORE_FD" in env else None,
+            store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restarts=_integer(env, "TORCHELASTIC_RESTART_COUNT", "0"),
+            launcher=env.get("SHOAL_LAUNCHER", ""),
+        )
+        placement._check()
+        return placement
+
+    def _check(self) -> None:
+        """A world that was asked for must be able to form: never a quiet solo run."""
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(
+                f"RANK={self.rank} does not fit WORLD_SIZE={self.world_size}",
+                why="ranks count from 0 to WORLD_SIZE - 1",
+                fix="start the script with: shoal run, or torchrun",
+            )
+        if self.world_size > 1 and not (self.master_addr and self.master_port):
+            raise UsageError(
+                f"WORLD_SIZE={self.world_size}, but MASTER_ADDR or MASTER_PORT is not set",
+                why="without them the ranks cannot find each other, and each would train alone",
+                fix="start the script with torchrun, or set both to the address of rank 0",
+            )
+
+
+def _integer(env: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = env.get(name, default)
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(
+            f"the environment variable {name} is {text!r}, not a number",
+            why="a launcher sets it for every rank",
+            fix="start the script with torchrun, or unset RANK and WORLD_SIZE to run alone",
+        ) from None

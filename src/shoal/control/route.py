@@ -1,0 +1,38 @@
+"""Which of our addresses and interfaces leads to a peer, as the kernel's routing table has it."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+
+def source_address(peer: str) -> str:
+    """Our own address on the route to `peer`. Connecting a UDP socket picks the route and sends nothing."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that carries one of our addresses, for `GLOO_SOCKET_IFNAME`."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == address for entry in addresses):
+            return name
+    return None
+
+
+def interface_to(peer: str) -> str | None:
+    """None when the peer's name does not resolve or there is no route: the caller then leaves the choice to gloo."""
+    try:
+        return interface_of(source_address(socket.gethostbyname(peer)))
+    except OSError:
+        return None
+
+
+def link_mbps(interface: str | None) -> int | None:
+    """The card's own word on its speed; virtual interfaces and loopback have none."""
+    stats = psutil.net_if_stats().get(interface or "")
+    return stats.speed if stats and stats.speed > 0 else None

@@ -1,0 +1,1 @@
+"""What training costs, by arithmetic alone: sizes, collectives, step time. No I/O, no torch."""

@@ -1,0 +1,1 @@
+"""Text in, token windows out: corpora, tokenizers, encoded files, order and shards."""

@@ -1,0 +1,155 @@
+"""From a `DataConfig` to encoded training and validation text on disk, made once and reused while nothing changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from shoal.config.schema import DataConfig
+from shoal.data.cache import Index, cache_root, obtain
+from shoal.data.corpus import digest_files, find_texts, read_texts, stamps
+from shoal.data.grammar import GRAMMAR_VERSION, Sentence, generate, write_corpus
+from shoal.data.order import window_count
+from shoal.data.tokenfile import FORMAT_VERSION, write_tokens
+from shoal.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
+from shoal.data.tokenizer import digest as tokenizer_digest
+from shoal.errors import DataError
+from shoal.units import format_si
+
+TRAIN = "train.tokens"
+VAL = "val.tokens"
+TOKENIZER = "tokenizer.json"
+# Raise it when the same text and settings would be split or encoded in another way than before.
+PREPARE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Encoded text, ready to map. `digest` is the same on every node that has the same data and tokenizer."""
+
+    folder: Path
+    train: Path
+    val: Path
+    tokenizer: Path
+    vocab_size: int
+    train_tokens: int
+    val_tokens: int
+    digest: str
+    source: str
+    sentences: int | None
+
+
+def prepare(config: DataConfig) -> Prepared:
+    root = cache_root(config.cache_dir)
+    if config.path is None:
+        entry = root / _key(config, f"grammar {GRAMMAR_VERSION} {config.sentences} {config.seed}")
+        index = obtain(entry, partial(_build_grammar, config))
+        return _prepared(entry, index, f"{config.sentences} generated English sentences", config.sentences)
+    files = find_texts(config.path)
+    seen = stamps(files)
+    entry = root / _key(config, digest_files(files))
+    index = obtain(entry, partial(_build_text, config, config.path, files, seen))
+    return _prepared(entry, index, _describe(config.path, seen), None)
+
+
+def _key(config: DataConfig, content: str) -> str:
+    """Only what changes the encoded files, so that nothing else encodes a large text again."""
+    merges = config.bpe_vocab if config.tokenizer == "bpe" else None
+    parts = [content, config.tokenizer, merges, config.val_fraction, PREPARE_VERSION, FORMAT_VERSION]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _describe(path: Path, seen: Sequence[tuple[int, int]]) -> str:
+    size = format_si(sum(size for size, _ in seen), "B")
+    return f"{path} ({size})" if len(seen) == 1 else f"{path} ({len(seen)} files, {size})"
+
+
+def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> Prepared:
+    return Prepared(
+        folder=entry,
+        train=entry / TRAIN,
+        val=entry / VAL,
+        tokenizer=entry / TOKENIZER,
+        vocab_size=index["vocab_size"],
+        train_tokens=index["train_tokens"],
+        val_tokens=index["val_tokens"],
+        digest=index["digest"],
+        source=source,
+        sentences=sentences,
+    )
+
+
+def _build_grammar(config: DataConfig, folder: Path) -> Index:
+    sentences = generate(config.sentences, config.seed)
+    train, val = write_corpus(folder, sentences, config.val_fraction, config.seed)
+    return _encode(config, folder, _lines(train), _lines(val))
+
+
+def _lines(sentences: Sequence[Sentence]) -> str:
+    return "\n".join(sentence.text for sentence in sentences)
+
+
+def _build_text(
+    config: DataConfig, path: Path, files: Sequence[Path], seen: Sequence[tuple[int, int]], folder: Path
+) -> Index:
+    text = "\n".join(read_texts(path))
+    # The cache key is the digest of what was there a moment ago.
+    if (find_texts(path), stamps(files)) != (files, seen):
+        raise DataError(
+            f"{path} changed while it was being read",
+            why="something is still writing to it",
+            fix="run the same command again when the text is complete",
+        )
+    return _encode(config, folder, *split_text(text, config.val_fraction))
+
+
+def split_text(text: str, val_fraction: float) -> tuple[str, str]:
+    """The tail is for validation; the cut moves back to the end of a line, by no more than the tail's own length."""
+    held_out = max(round(len(text) * val_fraction), 1)
+    cut = len(text) - held_out
+    cut = text.rfind("\n", max(cut - held_out, 0), cut) + 1 or cut
+    return text[:cut], text[cut:]
+
+
+def _encode(config: DataConfig, folder: Path, train: str, val: str) -> Index:
+    # Characters of validation must be known too; merges are learned from the training text alone.
+    known = train + val if config.tokenizer == "char" else train
+    tokenizer = build_tokenizer(config.tokenizer, known, config.bpe_vocab)
+    save_tokenizer(tokenizer, folder / TOKENIZER)
+    return {"vocab_size": tokenizer.vocab_size, **_write_parts(tokenizer, folder, train, val)}
+
+
+def _write_parts(tokenizer: Tokenizer, folder: Path, train: str, val: str) -> Index:
+    made_with = tokenizer_digest(tokenizer)
+    headers = [
+        write_tokens(folder / name, tokenizer.encode(text), vocab_size=tokenizer.vocab_size, tokenizer=made_with)
+        for name, text in ((TRAIN, train), (VAL, val))
+    ]
+    identity = " ".join([made_with, *(header.sha256 for header in headers)])
+    return {
+        "train_tokens": headers[0].count,
+        "val_tokens": headers[1].count,
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+    }
+
+
+def check_enough(prepared: Prepared, seq_len: int, global_batch: int) -> None:
+    """Refuses a corpus shorter than one batch before any process is started."""
+    _check_part("training", prepared, prepared.train_tokens, seq_len, global_batch)
+    _check_part("validation", prepared, prepared.val_tokens, seq_len, 1)
+
+
+def _check_part(part: str, prepared: Prepared, tokens: int, seq_len: int, needed: int) -> None:
+    found = window_count(tokens, seq_len)
+    if found >= needed:
+        return
+    smaller = f"--global-batch {found}" if found else f"--seq-len {max((tokens - 1) // needed, 1)}"
+    raise DataError(
+        f"the {part} text has {found} sequences of {seq_len} tokens, {needed} are needed ({prepared.source})",
+        why=f"its {tokens} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
+        fix=f"use {smaller}, or more text: --set data.path=LONGER.txt",
+    )

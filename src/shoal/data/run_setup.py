@@ -1,0 +1,102 @@
+"""A run folder ready to train in: configuration resolved, text encoded, everything that can be checked checked.
+
+Called once per run by the launcher, or by rank 0 where the worker was started by plain torchrun. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.config.load import load_config, to_toml
+from shoal.config.presets import NEEDS_TEXT
+from shoal.config.schema import Config
+from shoal.cost.batch import micro_batch, world_batch
+from shoal.data.prepare import Prepared, check_enough, prepare
+from shoal.errors import ConfigError, DataError
+from shoal.runfolder import RunFolder, write_atomically
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """`data.json`: where this node has the encoded text, and which text it is."""
+
+    train: str
+    val: str
+    digest: str
+    source: str
+
+
+def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
+    """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
+    micro_batch(config.train, world_size)
+    prepared = _prepare(config)
+    resolved = _with_vocabulary(config, prepared.vocab_size)
+    check_enough(prepared, resolved.model.seq_len, world_batch(resolved.train, world_size))
+    run = RunFolder.create(out)
+    try:
+        write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
+        write_atomically(run.data, json.dumps(asdict(_facts(prepared)), indent=1))
+        write_atomically(run.config, to_toml(resolved))
+    except OSError as error:
+        raise DataError(
+            f"cannot write into {run.path}: {error.strerror}",
+            why="the folder could be made, but the disk is full or read-only",
+            fix=f"free space or choose another --out: df -h {run.path}",
+        ) from error
+    return run
+
+
+def reopen_run(path: Path, steps: int | None = None) -> RunFolder:
+    """For `--resume`: the same configuration, and the same text or none at all."""
+    run = RunFolder.open(path)
+    config = load_config(run.config)
+    prepared = _prepare(config)
+    if prepared.digest != read_facts(run).digest:
+        raise DataError(
+            f"the text of {run.path} has changed since the run began",
+            why=f"its digest was {read_facts(run).digest[:12]}, now it is {prepared.digest[:12]}",
+            fix=f"restore {prepared.source}, or start a new run",
+        )
+    if steps is not None:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    write_atomically(run.data, json.dumps(asdict(_facts(prepared)), indent=1))
+    write_atomically(run.config, to_toml(config))
+    return run
+
+
+def read_facts(run: RunFolder) -> DataFacts:
+    try:
+        return DataFacts(**json.loads(run.data.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{run.data} cannot be used: {error}",
+            why="it says where the encoded text lies and is written when a run is created",
+            fix="start a new run with shoal train",
+        ) from error
+
+
+def _prepare(config: Config) -> Prepared:
+    if config.data.path is None and config.run.preset in NEEDS_TEXT:
+        raise ConfigError(
+            f"the preset {config.run.preset} needs a text to train on",
+            why="it is made for one particular text, which does not come with shoal",
+            fix="name a text file or a folder of them: --data FILE",
+        )
+    return prepare(config.data)
+
+
+def _with_vocabulary(config: Config, needed: int) -> Config:
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise ConfigError(
+            f"model.vocab_size={size} is too small: the {config.data.tokenizer} tokenizer has {needed} tokens",
+            why="every token needs an embedding",
+            fix="leave model.vocab_size out, or set it higher",
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+
+
+def _facts(prepared: Prepared) -> DataFacts:
+    return DataFacts(str(prepared.train), str(prepared.val), prepared.digest, prepared.source)

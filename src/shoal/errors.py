@@ -1,0 +1,84 @@
+"""Every error shoal raises on purpose.
+
+    ShoalError              exit 3   something went wrong while working
+    ├── UsageError          exit 2   the command line, the configuration or an input file is wrong
+    │   ├── ConfigError              an unknown key, a value out of range, settings that contradict each other
+    │   └── DataError                a text, token file or run folder that cannot be used
+    ├── CheckFailed         exit 1   the answer to the question asked is "no"
+    ├── CheckpointError     exit 3   a checkpoint is missing or broken
+    ├── RunFailed           exit 3   a rank failed, or the world did not form
+    │   └── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
+    └── Interrupted         exit 130 somebody pressed Ctrl-C; what was asked to be saved is saved
+
+A message has three parts: what was seen, why that is (or probably is), and what to type next. The command line
+prints them in one place (`shoal.cli.main`), a worker in its log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ShoalError(Exception):
+    """What was seen, the likely cause, and the next command."""
+
+    exit_code = 3
+
+    def __init__(self, seen: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(seen)
+        self.seen = seen
+        self.why = why
+        self.fix = fix
+
+    def render(self) -> str:
+        lines = [f"error: {self.seen}"]
+        if self.why:
+            lines.append("  why:  " + self.why.replace("\n", "\n        "))
+        if self.fix:
+            lines.append(f"  next: {self.fix}")
+        return "\n".join(lines) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the `fault` event of a rank and for `--json`."""
+        return {"error": type(self).__name__, "seen": self.seen, "why": self.why, "fix": self.fix}
+
+
+class UsageError(ShoalError):
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    pass
+
+
+class DataError(UsageError):
+    pass
+
+
+class CheckFailed(ShoalError):
+    exit_code = 1
+
+
+class CheckpointError(ShoalError):
+    pass
+
+
+class RunFailed(ShoalError):
+    pass
+
+
+class PeerLost(RunFailed):
+    pass
+
+
+class Interrupted(ShoalError):
+    exit_code = 130
+
+
+def from_dict(fault: dict[str, Any]) -> ShoalError:
+    """The error a rank wrote into its `fault` event, as the same class again."""
+    kinds: dict[str, type[ShoalError]] = {
+        kind.__name__: kind for kind in (UsageError, ConfigError, DataError, CheckFailed, CheckpointError, PeerLost)
+    }
+    kind = kinds.get(str(fault.get("error")), RunFailed)
+    return kind(str(fault.get("seen", "")), why=str(fault.get("why", "")), fix=str(fault.get("fix", "")))

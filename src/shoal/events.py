@@ -1,0 +1,102 @@
+"""Events: one JSON line each, appended by one process to a file of its own.
+
+A line is one `write` on a descriptor opened for appending, so a reader never sees half of one from a live writer; a
+process killed in mid-write may leave a torn last line, and `read_events` passes over it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """The one writer of one event file.
+
+    A full or vanished disk must not end a training that could still checkpoint elsewhere: a failed append is reported
+    once on stderr and the event is dropped.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._rank = rank
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._complained = False
+        self._end_torn_line()
+
+    def write(self, event: str, **fields: Any) -> None:
+        record = {"event": event, "rank": self._rank, "time": round(time.time(), 6), **fields}
+        self.append(record)
+
+    def append(self, record: Event) -> None:
+        line = json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n"
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            self._complain(error)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _end_torn_line(self) -> None:
+        """A resumed run appends to the file of a killed one: its half line must not swallow our first."""
+        size = os.fstat(self._fd).st_size
+        if not size:
+            return
+        with self.path.open("rb") as file:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                os.write(self._fd, b"\n")
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            sys.stderr.write(f"shoal: cannot write {self.path}: {error.strerror}; events are lost from here on\n")
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every whole record of a file, in order; a torn or foreign line is passed over."""
+    with path.open("rb") as file:
+        for line in file:
+            record = parse_event(line)
+            if record is not None:
+                yield record
+
+
+def parse_event(line: bytes) -> Event | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class EventTail:
+    """Reads what was appended since the last look; for live displays."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def skip_to_end(self) -> None:
+        """A resumed run appends to old files: only what comes now is news."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
+    def poll(self) -> list[Event]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                block = file.read()
+        except FileNotFoundError:
+            return []
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [event for line in whole.splitlines() if (event := parse_event(line)) is not None]

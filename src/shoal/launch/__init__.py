@@ -1,0 +1,1 @@
+"""From a plan to running ranks, and from their end to a verdict."""

@@ -1,0 +1,165 @@
+"""Starts the processes of a plan, watches them, and sees to it that none is left.
+
+Ctrl-C once asks every rank to finish its step and save; twice ends them now. When one rank fails the others are given a
+moment to notice by themselves, so that their logs say so, and are then ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from shoal.cluster.node import Node, start_process
+from shoal.config.schema import RunConfig
+from shoal.errors import Interrupted, RunFailed
+from shoal.events import Event, EventTail, read_events
+from shoal.launch.plan import Command, Meeting, plan_ranks
+from shoal.launch.verdict import Ending, failure
+from shoal.runfolder import RunFolder
+
+POLL_S = 0.05
+GRACE_AFTER_FAILURE_S = 3.0
+INTERRUPTED = 130
+
+Watch = Callable[[list[Event]], None]
+
+
+def run_ranks(config: RunConfig, run: RunFolder, node: Node, watch: Watch, resume: bool = False) -> None:
+    """Runs the world to its end. Raises what went wrong, or `Interrupted`; returns when every rank ended well."""
+    tails = [EventTail(run.events(rank)) for rank in range(node.slots)]
+    for tail in tails:
+        tail.skip_to_end()
+    began = time.time()
+    with bind(node.address) as meeting:
+        commands = plan_ranks(config, run.path, node, meeting, resume)
+        world = _World(run, commands, meeting)
+    with world, _signals(world):
+        while world.running():
+            watch([event for tail in tails for event in tail.poll()])
+            time.sleep(POLL_S)
+        watch([event for tail in tails for event in tail.poll()])
+    if world.interrupts:
+        raise Interrupted(
+            "interrupted" + (": saved what was done" if world.interrupts == 1 else ": ended at once"),
+            fix=f"go on from the last checkpoint: shoal train --resume {run.path}",
+        )
+    if error := failure(world.endings, _faults(run, began), _log_tails(world, run)):
+        raise error
+
+
+@contextlib.contextmanager
+def bind(address: str) -> Iterator[Meeting]:
+    """A listening socket on a free port of one address; rank 0 inherits it, and we let go of it once it has."""
+    with socket.create_server((address, 0)) as listener:
+        yield Meeting(address, listener.getsockname()[1], listener.fileno())
+
+
+@dataclass
+class _World:
+    """The processes of one run. Leaving the `with` block leaves none of them."""
+
+    run: RunFolder
+    commands: list[Command]
+    meeting: Meeting
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    endings: list[Ending] = field(default_factory=list)
+    interrupts: int = 0
+    _failed_at: float | None = None
+
+    def __post_init__(self) -> None:
+        """Started here, while the meeting's socket is still open for rank 0 to inherit."""
+        try:
+            for command in self.commands:
+                fds = (self.meeting.fd,) if command.serves_store else ()
+                log = self.run.log(command.node.name, command.name)
+                self.processes[command.name] = start_process(command.argv, command.env, log, fds)
+        except OSError as error:
+            self._kill_all()
+            raise RunFailed(
+                f"cannot start {command.name} on {command.node.name}: {error.strerror}",
+                why="the machine is out of processes or memory, or the run folder is not writable",
+                fix="check: ulimit -u; df -h",
+            ) from error
+
+    def __enter__(self) -> _World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+
+    def running(self) -> bool:
+        for command in self.commands:
+            self._reap(command)
+        if self._failed_at is not None and time.monotonic() - self._failed_at > GRACE_AFTER_FAILURE_S:
+            self._kill_all()
+        return len(self.endings) < len(self.commands)
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.interrupts > 1:
+            self._kill_all()
+            return
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+
+    def _reap(self, command: Command, by_us: bool = False) -> None:
+        code = self.processes[command.name].poll()
+        if code is None or any(ending.name == command.name for ending in self.endings):
+            return
+        ending = Ending(command.name, command.node.name, command.ranks, code, len(self.endings), by_us)
+        self.endings.append(ending)
+        if code != 0 and self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _kill_all(self) -> None:
+        """The whole session of each process, so a launcher's own children go too."""
+        for command in self.commands:
+            process = self.processes.get(command.name)
+            if process is None or process.poll() is not None:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._reap(command, by_us=True)
+
+
+@contextlib.contextmanager
+def _signals(world: _World) -> Iterator[None]:
+    before = {signum: signal.signal(signum, world.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _faults(run: RunFolder, since: float) -> dict[int, Event]:
+    """The first fault each rank wrote in this launch; a resumed run's older ones are history."""
+    faults: dict[int, Event] = {}
+    for rank, path in run.event_files().items():
+        for event in read_events(path):
+            if event.get("event") == "fault" and event.get("time", 0) >= since:
+                faults.setdefault(rank, event)
+    return faults
+
+
+def _log_tails(world: _World, run: RunFolder) -> dict[str, str]:
+    return {command.name: tail_of(run.log(command.node.name, command.name)) for command in world.commands}
+
+
+def tail_of(log: Path, lines: int = 12, most_bytes: int = 8192) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - most_bytes))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""

@@ -1,0 +1,68 @@
+"""From how the processes ended to one sentence: who failed first, why, and what the others only suffered. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shoal.errors import PeerLost, RunFailed, ShoalError, from_dict
+from shoal.events import Event
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one process ended; `order` counts the endings as the launcher saw them."""
+
+    name: str
+    node: str
+    ranks: tuple[int, ...]
+    code: int
+    order: int
+    by_us: bool = False
+
+
+def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str]) -> ShoalError | None:
+    """The error that explains the run's failure, or None when every process ended well."""
+    failed = [ending for ending in endings if ending.code != 0 and not ending.by_us]
+    if not failed:
+        return None
+    first = min(failed, key=lambda ending: (_is_consequence(ending, faults), ending.order))
+    error = _explain(first, _fault_of(first, faults))
+    suffered = sorted(rank for ending in failed if ending is not first for rank in ending.ranks)
+    if suffered:
+        names = ", ".join(map(str, suffered))
+        error.why += f"{'; ' if error.why else ''}rank {names} then ended because a peer was gone"
+    if tail := log_tail.get(first.name, "").strip():
+        error.why += f"\nthe end of its log:\n{tail}"
+    return error
+
+
+def _is_consequence(ending: Ending, faults: Mapping[int, Event]) -> bool:
+    fault = _fault_of(ending, faults)
+    return fault is not None and fault.get("error") == PeerLost.__name__
+
+
+def _fault_of(ending: Ending, faults: Mapping[int, Event]) -> Event | None:
+    """A process that stands for several ranks: the first fault that is nobody else's consequence."""
+    own = [faults[rank] for rank in ending.ranks if rank in faults]
+    return min(own, key=lambda fault: (fault.get("error") == PeerLost.__name__, fault.get("time", 0)), default=None)
+
+
+def _explain(ending: Ending, fault: Event | None) -> ShoalError:
+    who = f"rank {ending.ranks[0]}" if len(ending.ranks) == 1 else ending.name
+    if fault is not None:
+        error = from_dict(fault)
+        if isinstance(error, RunFailed) and "rank" not in error.seen:
+            error.seen = f"rank {fault.get('rank', ending.ranks[0])} on {ending.node}: {error.seen}"
+        return error
+    return RunFailed(f"{who} on {ending.node} {_how(ending.code)}", fix="read its log, or run again with --debug")
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return f"was killed ({name}): somebody did, or the kernel for lack of memory (sudo dmesg | grep -i oom)"
+    return f"was killed by {name}"

@@ -1,0 +1,144 @@
+"""From configuration, summary and verdicts to the manifest. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+from shoal.config.manifest import Levers, Manifest, NodeRecord
+from shoal.config.schema import Config
+from shoal.data.run_setup import DataFacts
+from shoal.report.explain_run import explain_single
+from shoal.report.explain_scaling import explain
+from shoal.report.ranklog import is_number
+from shoal.report.replicas import ReplicaReport
+from shoal.report.scaling import ScalingPoint
+from shoal.report.summary import Summary
+
+
+def compose_manifest(
+    config: Config,
+    summary: Summary,
+    replicas: ReplicaReport | None = None,
+    scaling: list[ScalingPoint] | None = None,
+    data: DataFacts | None = None,
+) -> Manifest:
+    """Facts come from what the ranks recorded, and from the configuration where they recorded nothing."""
+    start = summary.start
+    speeds = _speeds(summary, scaling or [])
+    allreduce = summary.allreduce_s
+    return Manifest(
+        created=_iso(summary.started_at),
+        status=summary.status,
+        lab=config.run.preset,
+        preset=config.run.preset,
+        seed=config.train.seed,
+        launcher=_text(start, "launcher") or config.run.launcher,
+        backend=_text(start, "backend"),
+        world_size=summary.world_size,
+        nodes=_nodes(summary),
+        versions=_versions(start),
+        model_params=_whole(start, "params"),
+        data_source=data.source if data else str(config.data.path or "generated English sentences"),
+        data_digest=data.digest if data else None,
+        steps=summary.steps_done,
+        steps_planned=config.train.steps,
+        global_batch=_whole(start, "global_batch") or config.train.global_batch,
+        micro_batch=_whole(start, "micro_batch") or config.train.micro_batch,
+        scaling=config.train.scaling,
+        sync=config.sync.mode,
+        wire=config.sync.wire,
+        measure=config.sync.measure,
+        levers=_levers(config, start),
+        final_loss=summary.final_loss,
+        val_loss=summary.final_val_loss,
+        step_s_measured=summary.step_s.median if summary.step_s else None,
+        phases=summary.phases,
+        allreduce_mean_ms=allreduce.mean * 1e3 if allreduce else None,
+        allreduce_p50_ms=allreduce.median * 1e3 if allreduce else None,
+        allreduce_p95_ms=allreduce.p95 * 1e3 if allreduce else None,
+        wire_bytes_per_step=summary.wire_bytes_per_step,
+        theoretical_bytes_per_step=summary.theoretical_bytes_per_step,
+        tokens_per_sec=speeds,
+        tokens_per_sec_1proc=speeds.get(1),
+        tokens_per_sec_2proc=speeds.get(2),
+        byte_equivalent=replicas.byte_equivalent if replicas else None,
+        max_abs_diff=replicas.max_abs_diff if replicas else None,
+        lesson_notes=lesson_notes(summary, scaling or []),
+    )
+
+
+def lesson_notes(summary: Summary, scaling: list[ScalingPoint]) -> str:
+    """Why N ranks are faster or slower than one where that was measured; where the time went, always."""
+    alone = explain_single(summary)
+    return f"{explain(scaling)} {alone}" if len(scaling) > 1 else alone
+
+
+def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
+    """Verdicts that only a check can give survive a new composition, as long as the run has not gone on since."""
+    if stored is None or (stored.steps, stored.created) != (fresh.steps, fresh.created):
+        return fresh
+    kept: dict[str, Any] = {}
+    if fresh.byte_equivalent is None:
+        kept |= {"byte_equivalent": stored.byte_equivalent, "max_abs_diff": stored.max_abs_diff}
+    if fresh.step_s_predicted is None:
+        kept["step_s_predicted"] = stored.step_s_predicted
+    return fresh.model_copy(update=kept)
+
+
+def _speeds(summary: Summary, scaling: list[ScalingPoint]) -> dict[int, float]:
+    """Every rank count that was measured; the run's own speed stands where the experiment has no point for it."""
+    own = {summary.world_size: summary.tokens_per_s} if summary.tokens_per_s else {}
+    return dict(sorted({**own, **{point.ranks: point.tokens_per_s for point in scaling}}.items()))
+
+
+def _nodes(summary: Summary) -> list[NodeRecord]:
+    first = {rank.node: rank for rank in reversed(summary.ranks.values())}
+    ranks_on = Counter(rank.node for rank in summary.ranks.values())
+    records = []
+    for name, rank in sorted(first.items()):
+        hardware, start = rank.hardware, rank.start
+        record = NodeRecord(
+            name=name,
+            cpu=_text(hardware, "cpu"),
+            cores=_whole(hardware, "cores"),
+            memory_bytes=_whole(hardware, "memory_bytes"),
+            arch=_text(hardware, "arch"),
+            os=_text(hardware, "os"),
+            device=_text(start, "device"),
+            threads=_whole(start, "threads"),
+            ranks=ranks_on[name],
+            interface=_text(start, "interface"),
+            link_mbps=start["link_mbps"] if is_number(start.get("link_mbps")) else None,
+        )
+        records.append(record)
+    return records
+
+
+def _levers(config: Config, start: dict[str, Any]) -> Levers:
+    return Levers(
+        accumulation=_whole(start, "share"),
+        bucket_mb=config.sync.bucket_mb,
+        overlap=config.sync.measure != "barrier",
+        wire=config.sync.wire,
+    )
+
+
+def _versions(start: dict[str, Any]) -> dict[str, str]:
+    found = start.get("versions")
+    return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}
+
+
+def _whole(record: dict[str, Any], key: str) -> int | None:
+    value = record.get(key)
+    return int(value) if is_number(value) else None
+
+
+def _text(record: dict[str, Any], key: str) -> str | None:
+    value = record.get(key)
+    return str(value) if value is not None else None
+
+
+def _iso(time: float | None) -> str | None:
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds") if time is not None else None

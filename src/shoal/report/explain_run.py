@@ -1,0 +1,80 @@
+"""Where the time of one run's steps went, in words, from its own numbers."""
+
+from __future__ import annotations
+
+from shoal.report.summary import Spread, Summary
+from shoal.report.wording import join, ms, percent, ranks, speed
+from shoal.units import format_si
+
+_NAMES = {
+    "compute": "forward and backward",
+    "exposed": "communication that backward did not hide",
+    "wait": "waiting for the slowest rank",
+    "optimizer": "the optimizer",
+    "data": "loading data",
+    "other": "everything else",
+}
+_WORTH_NAMING = 0.01
+
+
+def explain_single(summary: Summary) -> str:
+    """One paragraph: the split of a step, the cost of the all-reduce, bytes against theory, and who was slowest."""
+    if summary.step_s is None:
+        return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
+    sentences = [
+        _speed(summary, summary.step_s),
+        _split(summary, summary.step_s),
+        _allreduce(summary),
+        _bytes(summary),
+        _slowest(summary, summary.step_s),
+    ]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _speed(summary: Summary, step_s: Spread) -> str:
+    where = f"On {ranks(summary.world_size)} a step took {ms(step_s.median)}"
+    rate = f", which is {speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
+    window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
+    return f"{where}{rate}{window}."
+
+
+def _split(summary: Summary, step_s: Spread) -> str:
+    if not summary.phases:
+        return "Its phases were not measured (sync.measure=off)."
+    parts = {name: seconds for name, seconds in _parts(summary).items() if seconds >= _WORTH_NAMING * step_s.median}
+    named = sorted(parts.items(), key=lambda part: -part[1])
+    shares = [f"{percent(seconds / step_s.median)} into {_NAMES[name]}" for name, seconds in named]
+    return f"Of this time went {join(shares)}." if shares else ""
+
+
+def _parts(summary: Summary) -> dict[str, float]:
+    phases = dict(summary.phases)
+    return {"compute": phases.pop("forward", 0.0) + phases.pop("backward", 0.0), **phases}
+
+
+def _allreduce(summary: Summary) -> str:
+    cost = summary.allreduce_s
+    if summary.world_size < 2 or cost is None:
+        return ""
+    hidden = max(cost.median - summary.phases.get("exposed", 0.0), 0.0)
+    behind = f", {ms(hidden)} of it hidden behind backward" if hidden >= _WORTH_NAMING * cost.median else ""
+    return f"The all-reduce took {ms(cost.median)} a step (mean {ms(cost.mean)}, p95 {ms(cost.p95)}){behind}."
+
+
+def _bytes(summary: Summary) -> str:
+    measured, theory = summary.wire_bytes_per_step, summary.theoretical_bytes_per_step
+    if not measured or not theory:
+        return ""
+    compared = f"{measured / theory - 1:+.1%} against"
+    return f"Each rank sent {format_si(measured, 'B')} a step, {compared} the {format_si(theory, 'B')} of 2(N−1)/N·S."
+
+
+def _slowest(summary: Summary, step_s: Spread) -> str:
+    """Who waited least was waited for; said only where the wait is worth naming and the ranks differ in it."""
+    waits = {rank: one.phases["wait"].median for rank, one in summary.ranks.items() if "wait" in one.phases}
+    if len(waits) < 2:
+        return ""
+    slowest, other = min(waits, key=lambda rank: waits[rank]), max(waits, key=lambda rank: waits[rank])
+    if waits[other] - waits[slowest] < 3 * _WORTH_NAMING * step_s.median:
+        return ""
+    return f"Rank {slowest} was the slowest: rank {other} waited {ms(waits[other])} a step for it."

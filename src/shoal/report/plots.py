@@ -1,0 +1,108 @@
+"""The scaling figure: how fast each rank count was, and where a step's time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.errors import ShoalError
+from shoal.report.palette import IDEAL, MEASURED
+from shoal.report.scaling import ScalingPoint, efficiency, in_order
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Forward and backward are one block here: the figure is about what comes on top of the computing.
+STACK = {
+    "compute": ("forward + backward", "#0072b2"),
+    "exposed": ("exposed communication", "#d55e00"),
+    "wait": ("wait for the slowest", "#e69f00"),
+    "optimizer": ("optimizer", "#009e73"),
+    "other": ("data and other", "#999999"),
+}
+
+
+def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
+    """Writes `scaling.png`, 1200 pixels wide."""
+    if not points:
+        raise ValueError("a scaling figure needs at least one point")
+    figure = draw_scaling(in_order(points))
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot write {path}: {error.strerror or error}",
+            why="the figure goes beside the other files of the run",
+            fix=f"make room or permissions there: df -h {path.parent}",
+        ) from None
+
+
+def draw_scaling(points: list[ScalingPoint]) -> Figure:
+    # Imported here because matplotlib takes longer to import than most commands take to run; `Figure` without pyplot
+    # draws with Agg, needs no display and leaves no global state behind.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10, 4.4), layout="constrained")
+        speed, split = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        _draw_speed(speed, points)
+        _draw_split(split, points)
+    return figure
+
+
+def step_parts(point: ScalingPoint) -> dict[str, float]:
+    """A step in milliseconds by the parts of the stack; what no phase accounts for is in `other`, so it adds up."""
+    parts = {"compute": point.compute_s}
+    parts |= {phase: point.phases.get(phase, 0.0) for phase in ("exposed", "wait", "optimizer")}
+    parts["other"] = max(point.step_s - sum(parts.values()), 0.0)
+    return {name: seconds * 1e3 for name, seconds in parts.items()}
+
+
+def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
+    ranks = [point.ranks for point in points]
+    base = points[0]
+    ideal = [base.tokens_per_s * count / base.ranks for count in ranks]
+    axes.plot(ranks, ideal, color=IDEAL, linestyle="--", label="ideal")
+    axes.plot(ranks, [point.tokens_per_s for point in points], color=MEASURED, marker="o", lw=2, label="measured")
+    for point in points:
+        reached = efficiency(point, base)
+        note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
+        _note(axes, note, (point.ranks, point.tokens_per_s), 8 if reached > 1 else -9)  # away from the ideal line
+    axes.set_title("Speed, with efficiency against the ideal", loc="left", fontweight="bold", fontsize=10)
+    highest = max(*ideal, *(point.tokens_per_s for point in points))
+    axes.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, ylim=(0, highest * 1.25))
+    axes.margins(x=0.16)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", alpha=0.25)
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_split(axes: Axes, points: list[ScalingPoint]) -> None:
+    names = [str(point.ranks) for point in points]
+    bottoms = [0.0] * len(points)
+    for part, (label, colour) in STACK.items():
+        heights = [step_parts(point)[part] for point in points]
+        bars = axes.bar(names, heights, 0.55, bottom=bottoms, color=colour, label=label)
+        largest = max(point.step_s for point in points) * 1e3
+        labels = [f"{height:.3g}" if height > 0.06 * largest else "" for height in heights]
+        axes.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for position, total in enumerate(bottoms):
+        _note(axes, f"{total:.3g}", (position, total), 3)
+    axes.set_title("Time of a step", loc="left", fontweight="bold", fontsize=10)
+    middle, half = (len(points) - 1) / 2, max(len(points), 3) / 2
+    axes.set(xlabel="ranks", ylabel="milliseconds per step", xlim=(middle - half, middle + half))
+    axes.margins(y=0.12)
+    handles, texts = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1], texts[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1
+    )
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: int) -> None:
+    """Above the point for a positive offset, in printer's points, below it for a negative one."""
+    vertical = "bottom" if offset > 0 else "top"
+    place = axes.annotate(text, at, (0, offset), textcoords="offset points", ha="center", va=vertical, fontsize=9)
+    place.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})

@@ -1,0 +1,128 @@
+"""What one rank wrote, column by column.
+
+A long run has millions of steps, so a step is kept as a dozen numbers in flat arrays and never as a dictionary.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.events import Event
+
+Floats = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+
+PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
+TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), "allreduce_s")
+COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes")
+
+
+def _columns() -> dict[str, array[float]]:
+    return {name: array("d") for name in COLUMNS}
+
+
+@dataclass
+class RankLog:
+    """One rank's events, read in order.
+
+    A resumed run appends to the same file: the last record of a step wins, and what is said about speed is about the
+    steps since the last start, because world, threads and machine may have been different before.
+    """
+
+    rank: int
+    start: Event = field(default_factory=dict)
+    shard: Event = field(default_factory=dict)
+    started_at: float | None = None
+    ended: str | None = None
+    fault: Event | None = None
+    warnings: list[Event] = field(default_factory=list)
+    val_loss: dict[int, float] = field(default_factory=dict)
+    _row: dict[int, int] = field(default_factory=dict)
+    _values: dict[str, array[float]] = field(default_factory=_columns)
+    _measured_from: int = 0
+    _restarted: bool = True
+
+    def add(self, event: Event) -> None:
+        match event.get("event"):
+            case "start":
+                self._begin(event)
+            case "shard":
+                self.shard = event
+            case "step":
+                self._add_step(event)
+            case "eval":
+                self._add_eval(event)
+            case "fault":
+                self.fault = event
+            case "warning":
+                self.warnings.append(event)
+            case "end":
+                self.ended = str(event.get("status"))
+
+    @property
+    def steps(self) -> Steps:
+        return np.array(sorted(self._row), dtype=np.int64)
+
+    def column(self, name: str) -> Floats:
+        """One value a step, in the order of `steps`; NaN where a step did not record it."""
+        rows = [self._row[step] for step in sorted(self._row)]
+        return np.frombuffer(self._values[name], dtype=np.float64)[rows] if rows else np.empty(0)
+
+    def measured(self) -> Steps:
+        """Positions (in `steps`) of the second half of the steps since the last start: the first half warms up."""
+        positions = np.flatnonzero(self.steps >= self._measured_from)
+        return positions[len(positions) // 2 :]
+
+    def _begin(self, event: Event) -> None:
+        self.start, self.ended, self.fault = event, None, None
+        if self.started_at is None and is_number(event.get("time")):
+            self.started_at = float(event["time"])
+        # The mark is set by the first step to come, so that resuming a finished run, which has no step left to do,
+        # does not throw away what was measured.
+        self._restarted = True
+
+    def _add_step(self, event: Event) -> None:
+        step = event.get("step")
+        if not is_step(step):
+            return
+        if self._restarted:
+            self._measured_from, self._restarted = step, False
+        row = self._row.setdefault(step, len(self._row))
+        for name, values in self._values.items():
+            value = as_float(event.get(name))
+            if row < len(values):
+                values[row] = value
+            else:
+                values.append(value)
+
+    def _add_eval(self, event: Event) -> None:
+        if is_step(event.get("step")) and is_number(event.get("val_loss")):
+            self.val_loss[event["step"]] = float(event["val_loss"])
+
+
+def collect(events: Iterable[Event]) -> dict[int, RankLog]:
+    """The events of all ranks, in any interleaving, as one log per rank."""
+    logs: dict[int, RankLog] = {}
+    for event in events:
+        rank = event.get("rank")
+        if isinstance(rank, int) and not isinstance(rank, bool):
+            logs.setdefault(rank, RankLog(rank)).add(event)
+    return dict(sorted(logs.items()))
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def as_float(value: Any) -> float:
+    return float(value) if is_number(value) else float("nan")

@@ -1,0 +1,111 @@
+"""Do all replicas agree, bit for bit?
+
+Ranks of a data-parallel run apply the same summed gradient to the same weights, so their final states are the same
+bytes. One differing bit means that some rank trained another model, and nothing else in a run would show it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from shoal.errors import DataError
+from shoal.report.statefile import StateFile, as_floats, open_state
+
+TOLERANCE = 1e-5
+
+
+class ReplicaReport(BaseModel):
+    """The verdict on a run's replicas, each compared with the lowest rank.
+
+    `equal` allows differences up to `TOLERANCE`; `byte_equivalent` allows none, so a zero that changed its sign counts
+    and two NaNs of the same bits do not. `max_abs_diff` is infinite where no number can say how far apart two states
+    are: a tensor missing on one side, of another shape or type, or a NaN against a number.
+    """
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    equal: bool
+    byte_equivalent: bool
+    max_abs_diff: float
+    first_difference: str | None
+    ranks: int
+    tensors: int
+    differing_ranks: list[int]
+    digests: dict[int, str]
+
+
+def compare_replicas(files: dict[int, Path], expected_ranks: int | None = None) -> ReplicaReport:
+    """Digests first; only files that differ are read a second time, to name what differs and by how much.
+
+    Files are read block by block, so memory does not grow with the model. `expected_ranks`, when known, makes a state
+    that was never written an error instead of a smaller comparison.
+    """
+    _refuse_missing(files, expected_ranks)
+    states = {rank: open_state(path) for rank, path in sorted(files.items())}
+    digests = {rank: digest(state) for rank, state in states.items()}
+    reference = states[min(states)]
+    differing = [rank for rank, value in digests.items() if value != digests[min(states)]]
+    differences = [found for rank in differing for found in compare_states(reference, states[rank])]
+    largest = max((distance for _, distance in differences), default=0.0)
+    return ReplicaReport(
+        equal=largest <= TOLERANCE,
+        byte_equivalent=not differing,
+        max_abs_diff=largest,
+        first_difference=min((name for name, _ in differences), default=None),
+        ranks=len(states),
+        tensors=len(reference.tensors),
+        differing_ranks=differing,
+        digests=digests,
+    )
+
+
+def digest(state: StateFile) -> str:
+    """SHA-256 of names, types, shapes and bytes; a file's metadata is left out, which may name its rank."""
+    value = hashlib.sha256()
+    for name, tensor in state.tensors.items():
+        value.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
+        for block in state.blocks(tensor):
+            value.update(block)
+    return value.hexdigest()
+
+
+def compare_states(ours: StateFile, theirs: StateFile) -> Iterator[tuple[str, float]]:
+    """Every tensor that differs in any bit, with the largest distance between its numbers."""
+    for name in sorted(ours.tensors.keys() | theirs.tensors.keys()):
+        a, b = ours.tensors.get(name), theirs.tensors.get(name)
+        if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+            yield name, math.inf
+            continue
+        pairs = zip(ours.blocks(a), theirs.blocks(b), strict=True)
+        distances = [max_distance(x, y, a.dtype) for x, y in pairs if x != y]
+        if distances:
+            yield name, max(distances)
+
+
+def max_distance(ours: bytes, theirs: bytes, dtype: str) -> float:
+    """The largest distance between two blocks of numbers; infinite where it is not a number."""
+    a, b = as_floats(ours, dtype), as_floats(theirs, dtype)
+    if a is None or b is None:
+        return math.inf
+    same = (a == b) | (np.isnan(a) & np.isnan(b))  # inf - inf is not a number, but the two are the same
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.where(same, 0.0, np.abs(a - b))
+    return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0.0))
+
+
+def _refuse_missing(files: dict[int, Path], expected_ranks: int | None) -> None:
+    missing = sorted(set(range(expected_ranks or 0)) - files.keys())
+    if files and not missing:
+        return
+    who = f"rank {', '.join(map(str, missing))} wrote" if files else "this run has"
+    raise DataError(
+        f"{who} no state-rank-N.safetensors, so there is nothing to compare",
+        why="each rank writes its state when the run ends; this one is still running or ended early",
+        fix="finish it, then verify again: shoal train --resume RUN",
+    )

@@ -1,0 +1,206 @@
+"""From events to figures. Pure: the readers of files are elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from shoal.cost.collectives import ring_bytes
+from shoal.errors import PeerLost
+from shoal.events import Event
+from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Steps, collect
+
+# "unfinished" is alive, or dead without a last word: the folder alone cannot tell the two apart.
+Status = Literal["finished", "interrupted", "failed", "unfinished"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    mean: float
+    median: float
+    p95: float
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank: who it was, and where its time went over the measured steps."""
+
+    rank: int
+    start: Event
+    shard: Event
+    steps: Steps
+    series: dict[str, Floats]
+    step_s: Spread | None
+    phases: dict[str, Spread]
+    allreduce_s: Spread | None
+
+    @property
+    def node(self) -> str:
+        return str(self.start.get("node", "unknown"))
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        found = self.start.get("hardware")
+        return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in figures. What was never recorded is None, an empty dictionary or an empty curve."""
+
+    status: Status
+    world_size: int
+    ranks: dict[int, RankSummary]
+    started_at: float | None
+    steps_done: int
+    measured: tuple[int, int] | None
+    tokens_per_step: float | None
+    step_s: Spread | None
+    tokens_per_s: float | None
+    phases: dict[str, float]
+    allreduce_s: Spread | None
+    wire_bytes_per_step: float | None
+    theoretical_bytes_per_step: float | None
+    loss_steps: Steps
+    loss: Floats
+    val_loss: dict[int, float]
+    faults: list[Event]
+    warnings: list[Event]
+
+    @property
+    def start(self) -> Event:
+        """What the first rank said of the whole run when it started."""
+        return next((rank.start for rank in self.ranks.values() if rank.start), {})
+
+    @property
+    def final_loss(self) -> float | None:
+        return float(self.loss[-1]) if len(self.loss) else None
+
+    @property
+    def final_val_loss(self) -> float | None:
+        return self.val_loss[max(self.val_loss)] if self.val_loss else None
+
+
+def summarize(events: Iterable[Event]) -> Summary:
+    """Figures are medians, means and 95th percentiles over the second half of the steps since the last start."""
+    logs = _present(collect(events))
+    ranks = {rank: _summarize_rank(log) for rank, log in logs.items()}
+    longest = max(logs.values(), key=lambda log: len(log.steps), default=RankLog(0))
+    world_size = _world_size(logs)
+    step_s = spread(_pooled(logs, "step_s"))
+    tokens = spread(_pooled(logs, "tokens"))
+    return Summary(
+        status=_status(logs, world_size),
+        world_size=world_size,
+        ranks=ranks,
+        started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
+        steps_done=int(longest.steps[-1]) if len(longest.steps) else 0,
+        measured=_measured_range(longest),
+        tokens_per_step=tokens.median if tokens else None,
+        step_s=step_s,
+        tokens_per_s=tokens.median / step_s.median if tokens and step_s and step_s.median > 0 else None,
+        phases=_mean_phases(ranks.values()),
+        allreduce_s=spread(_pooled(logs, "allreduce_s")),
+        wire_bytes_per_step=_wire_bytes(logs),
+        theoretical_bytes_per_step=_theory(longest.start, world_size),
+        loss_steps=longest.steps,
+        loss=longest.column("loss"),
+        val_loss={step: loss for log in logs.values() for step, loss in sorted(log.val_loss.items())},
+        faults=_causes_first([log.fault for log in logs.values() if log.fault is not None]),
+        warnings=[warning for log in logs.values() for warning in log.warnings],
+    )
+
+
+def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """The rows of `timings.jsonl`: one per step and rank, with the times that were recorded."""
+    logs = collect(events)
+    for rank, log in logs.items():
+        columns = {name: log.column(name) for name in TIMES}
+        for position, step in enumerate(log.steps.tolist()):
+            times = {name: round(float(values[position]), 6) for name, values in columns.items()}
+            yield {"step": step, "rank": rank, **{name: time for name, time in times.items() if np.isfinite(time)}}
+
+
+def spread(values: Floats) -> Spread | None:
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    return Spread(float(values.mean()), float(np.median(values)), float(np.percentile(values, 95)))
+
+
+def _present(logs: dict[int, RankLog]) -> dict[int, RankLog]:
+    """Without the ranks of an earlier, larger world: a run resumed on fewer ranks leaves their files behind."""
+    world_size = _world_size(logs)
+    return {rank: log for rank, log in logs.items() if log.start.get("world_size", world_size) == world_size}
+
+
+def _world_size(logs: dict[int, RankLog]) -> int:
+    sizes = [log.start.get("world_size") for log in logs.values()]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), len(logs))
+
+
+def _summarize_rank(log: RankLog) -> RankSummary:
+    measured = log.measured()
+    series = {name: log.column(name) for name in TIMES}
+    spreads = {name: spread(values[measured]) for name, values in series.items()}
+    return RankSummary(
+        rank=log.rank,
+        start=log.start,
+        shard=log.shard,
+        steps=log.steps,
+        series=series,
+        step_s=spreads["step_s"],
+        phases={phase: found for phase in PHASES if (found := spreads[f"{phase}_s"]) is not None},
+        allreduce_s=spreads["allreduce_s"],
+    )
+
+
+def _pooled(logs: dict[int, RankLog], name: str) -> Floats:
+    """The measured steps of all ranks together."""
+    return np.concatenate([np.empty(0), *(log.column(name)[log.measured()] for log in logs.values())])
+
+
+def _measured_range(log: RankLog) -> tuple[int, int] | None:
+    steps = log.steps[log.measured()]
+    return (int(steps[0]), int(steps[-1])) if len(steps) else None
+
+
+def _mean_phases(ranks: Collection[RankSummary]) -> dict[str, float]:
+    """Each phase's median, averaged over the ranks that have it."""
+    medians = {phase: [rank.phases[phase].median for rank in ranks if phase in rank.phases] for phase in PHASES}
+    return {phase: sum(values) / len(values) for phase, values in medians.items() if values}
+
+
+def _wire_bytes(logs: dict[int, RankLog]) -> float | None:
+    """Bytes per step and rank. The counter belongs to the node's interface, so its ranks share what it counted."""
+    ranks_on = Counter(str(log.start.get("node")) for log in logs.values())
+    found = []
+    for log in logs.values():
+        counted = spread(log.column("wire_bytes")[log.measured()])
+        if counted is not None:
+            found.append(counted.median / ranks_on[str(log.start.get("node"))])
+    return sum(found) / len(found) if found else None
+
+
+def _theory(start: Event, world_size: int) -> float | None:
+    grad_bytes = start.get("grad_bytes")
+    return ring_bytes(world_size, grad_bytes) if isinstance(grad_bytes, int) and world_size else None
+
+
+def _causes_first(faults: list[Event]) -> list[Event]:
+    """A rank that lost its peer is a consequence: the peer's own fault comes before it."""
+    return sorted(faults, key=lambda fault: fault.get("error") == PeerLost.__name__)
+
+
+def _status(logs: dict[int, RankLog], world_size: int) -> Status:
+    if any(log.fault for log in logs.values()):
+        return "failed"
+    ends = [log.ended for log in logs.values()]
+    if "interrupted" in ends:
+        return "interrupted"
+    everybody = bool(ends) and len(ends) >= world_size and all(end == "finished" for end in ends)
+    return "finished" if everybody else "unfinished"

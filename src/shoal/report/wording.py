@@ -1,0 +1,36 @@
+"""Measured numbers as words, the same in every text of a report."""
+
+from __future__ import annotations
+
+_SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def ms(seconds: float) -> str:
+    """Three digits are what a median of a few dozen steps is good for."""
+    value = seconds * 1e3
+    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.0f}%"
+
+
+def speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f} tokens/s"
+
+
+def tokens(number: float) -> str:
+    return f"{number:,.0f} tokens"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranks(number: int) -> str:
+    word = _SMALL[number] if number < len(_SMALL) else str(number)
+    return f"{word} rank" if number == 1 else f"{word} ranks"
+
+
+def join(items: list[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,0 +1,123 @@
+"""The run folder: the only bridge between training and every reader. Names of files live here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import DataError, UsageError
+from shoal.events import Event, read_events
+
+_EVENTS = re.compile(r"rank-(\d+)\.jsonl")
+_STATE = re.compile(r"state-rank-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """A new, empty folder; an existing one that holds anything is never written into."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise UsageError(
+                    f"the output folder {path} already exists and is not empty",
+                    why="a run never overwrites another one",
+                    fix=f"choose another --out, or continue that run: shoal train --resume {path}",
+                )
+            (path / "events").mkdir()
+        except OSError as error:
+            raise UsageError(
+                f"cannot create the output folder {path}: {error.strerror}",
+                why="the run writes its events, logs and checkpoints there",
+                fix="choose a folder you may write to: --out FOLDER",
+            ) from None
+        return cls(path.resolve())
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        run = cls(path.resolve())
+        if not run.config.is_file():
+            raise DataError(
+                f"{path} is not a run folder: it has no {run.config.name}",
+                why="shoal train writes one for every run, under runs/ unless --out says otherwise",
+                fix="ls runs/",
+            )
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def timings(self) -> Path:
+        return self.path / "timings.jsonl"
+
+    @property
+    def commits(self) -> Path:
+        return self.path / "commits.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def data(self) -> Path:
+        """Where this node keeps the encoded text, and its digest."""
+        return self.path / "data.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def events(self, rank: int) -> Path:
+        return self.path / "events" / f"rank-{rank}.jsonl"
+
+    def state(self, rank: int) -> Path:
+        return self.path / f"state-rank-{rank}.safetensors"
+
+    def log(self, node: str, rank: int | str) -> Path:
+        """`rank` may be a launcher's name where one process speaks for all ranks of a node."""
+        stem = f"rank-{rank}" if isinstance(rank, int) else rank
+        return self.path / "logs" / node / f"{stem}.log"
+
+    def event_files(self) -> dict[int, Path]:
+        return _numbered(self.path / "events", _EVENTS)
+
+    def state_files(self) -> dict[int, Path]:
+        return _numbered(self.path, _STATE)
+
+    def read_all_events(self) -> Iterator[Event]:
+        """Every rank's events, rank after rank."""
+        for path in self.event_files().values():
+            yield from read_events(path)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of either."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))

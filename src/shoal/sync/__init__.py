@@ -1,0 +1,1 @@
+"""How replicas agree: the world, gradient exchange, the step's shared figures. Imports torch."""

@@ -1,0 +1,167 @@
+"""The world: who takes part in training now. Made once per generation, passed explicitly, never global."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shoal.control.placement import Placement
+from shoal.control.route import interface_to
+from shoal.errors import RunFailed, UsageError
+
+# gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
+# then, so a connection that is not there in seconds never will be.
+_CONNECT_TIMEOUT_S = 4.0
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's view of its process group. Unpacks to `(rank, world_size)` for scripts that want just these."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: str
+    generation: int
+    backend: str
+    device: torch.device
+    interface: str | None
+    group: dist.ProcessGroup
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.rank, self.size))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_node_main(self) -> bool:
+        """One rank of every node keeps that node's checkpoints, ledger and interface counters."""
+        return self.local_rank == 0
+
+    @property
+    def members(self) -> list[int]:
+        return list(range(self.size))
+
+
+def choose_device(wanted: str, placement: Placement) -> torch.device:
+    """A GPU of its own for every local rank, or the CPU for all: two ranks on one GPU are slower than one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and gpus < placement.local_world_size:
+        raise UsageError(
+            f"{placement.local_world_size} ranks on {placement.node} want a GPU each, but torch sees {gpus}",
+            why="every rank needs a GPU of its own, and torch must be a CUDA build",
+            fix="use fewer ranks there, or --device cpu",
+        )
+    if wanted == "cpu" or gpus < placement.local_world_size:
+        return torch.device("cpu")
+    return torch.device("cuda", placement.local_rank)
+
+
+def join(
+    placement: Placement,
+    device: torch.device,
+    backend: str | None = None,
+    join_timeout_s: float = 60.0,
+    timeout_s: float = 60.0,
+) -> World:
+    """Meets the other ranks and forms the group, or says who did not come. Every wait has a deadline.
+
+    Before the group exists peers may still be importing torch, so the store waits `join_timeout_s`; afterwards a
+    collective that takes longer than `timeout_s` means that somebody is gone.
+    """
+    interface = _choose_interface(placement)
+    store = dist.PrefixStore(f"shoal/{placement.restarts}", _open_store(placement, join_timeout_s))
+    _meet(store, placement, join_timeout_s)
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        chosen,
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if chosen == "gloo" else timeout_s),
+    )
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - init_process_group has just made it
+    if chosen == "gloo":
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return World(
+        rank=placement.rank,
+        size=placement.world_size,
+        local_rank=placement.local_rank,
+        local_size=placement.local_world_size,
+        node=placement.node,
+        generation=0,
+        backend=chosen,
+        device=device,
+        interface=interface,
+        group=group,
+    )
+
+
+def leave(world: World) -> None:
+    """After a barrier, so that no rank closes its sockets while a peer still needs them."""
+    barrier(world)
+    dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    dist.barrier(group=world.group)
+
+
+def _choose_interface(placement: Placement) -> str | None:
+    """gloo publishes what the host name resolves to, 127.0.1.1 on Debian, unless told: tell it the way to the peers."""
+    if placement.world_size == 1:
+        return None
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(placement.master_addr)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
+    if placement.world_size == 1:
+        return dist.HashStore()
+    serves = placement.rank == 0 and not placement.store_is_served
+    try:
+        return dist.TCPStore(
+            placement.master_addr,
+            placement.master_port,
+            world_size=None,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=placement.store_fd if serves else None,
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise RunFailed(
+            f"rank {placement.rank} cannot reach the store at {placement.master_addr}:{placement.master_port}",
+            why=str(error).splitlines()[0],
+            fix="check that rank 0 is running and that no firewall stands between the machines",
+        ) from error
+
+
+def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
+    """Everybody writes its name and waits for all names, so that a missing rank can be named."""
+    names = [f"here/{rank}" for rank in range(placement.world_size)]
+    store.set(names[placement.rank], placement.node)
+    try:
+        store.wait(names, timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistError) as error:
+        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+        raise RunFailed(
+            f"the world did not form: rank {', '.join(map(str, missing)) or '?'} of {placement.world_size} "
+            f"did not come within {timeout_s:.0f} s",
+            why="those processes were not started, died early, or cannot reach "
+            f"{placement.master_addr}:{placement.master_port}",
+            fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",
+        ) from error

@@ -1,0 +1,103 @@
+"""From the first step to the last: evaluation, checkpoints and garbage collection at their time, and a clean end."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shoal.data.run_setup import read_facts
+from shoal.data.tokenfile import open_tokens
+from shoal.errors import CheckpointError, RunFailed
+from shoal.runfolder import RunFolder
+from shoal.sync.world import barrier
+from shoal.train.build import snapshot
+from shoal.train.checkpoint import CheckpointFolder
+from shoal.train.evaluate import evaluate
+from shoal.train.state import digest, moments, weights
+from shoal.train.trainer import Trainer
+
+
+class Loop:
+    def __init__(self, trainer: Trainer, run: RunFolder) -> None:
+        self._trainer = trainer
+        self._run = run
+        self._validation = open_tokens(Path(read_facts(run).val)).tokens
+        self._checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
+        self._saved_step = trainer.progress.step
+        self._evaluated_step = -1
+
+    def run(self) -> bool:
+        """Trains to the end, or until somebody wants to stop; True when the end was reached."""
+        train = self._trainer.config.train
+        # Collected at the same step on every rank: left to itself, one rank's collection makes all others wait.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        stopped = False
+        while self._trainer.progress.step < train.steps and not stopped:
+            stopped = self._trainer.step()
+            self._between_steps(self._trainer.progress.step)
+        barrier(self._trainer.world)
+        self._trainer.recorder.commit()
+        self._end(finished := self._trainer.progress.step >= train.steps)
+        return finished
+
+    def _between_steps(self, step: int) -> None:
+        train = self._trainer.config.train
+        if step % train.eval_every == 0:
+            self._evaluate(step)
+        if step % train.checkpoint_every == 0:
+            self._checkpoint(step)
+        if step % train.gc_every == 0:
+            gc.collect()
+
+    def _evaluate(self, step: int) -> None:
+        trainer = self._trainer
+        began = time.perf_counter()
+        micro_batch = trainer.batches.shard.deal.micro_batch
+        loss = evaluate(trainer.model, self._validation, trainer.config, micro_batch, trainer.world)
+        self._evaluated_step = step
+        trainer.recorder.event("eval", step=step, val_loss=loss, eval_s=round(time.perf_counter() - began, 6))
+
+    def _checkpoint(self, step: int, must: bool = False) -> None:
+        """A full disk does not end a training that may still be saved later; at the very end it does."""
+        if not self._trainer.world.is_node_main or step == self._saved_step:
+            return
+        began = time.perf_counter()
+        try:
+            self._checkpoints.save(snapshot(self._trainer))
+        except CheckpointError as error:
+            if must:
+                raise
+            self._trainer.recorder.warn(error)
+            return
+        self._saved_step = step
+        self._trainer.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
+
+    def _end(self, finished: bool) -> None:
+        trainer, step = self._trainer, self._trainer.progress.step
+        if finished and self._evaluated_step != step:
+            self._evaluate(step)
+        self._checkpoint(step, must=True)
+        if finished:
+            self._save_state(step)
+        trainer.recorder.event("end", step=step, status="finished" if finished else "interrupted")
+
+    def _save_state(self, step: int) -> None:
+        """Every rank's own state, for `shoal verify` to compare."""
+        trainer = self._trainer
+        state = {**weights(trainer.model), **moments(trainer.model, trainer.optimizer)}
+        path = self._run.state(trainer.world.rank)
+        try:
+            save_file(state, path)
+        except (OSError, SafetensorError) as error:
+            raise RunFailed(
+                f"the training is done, but its state cannot be written to {path}: {error}",
+                why="the disk is full or read-only",
+                fix=f"free space (df -h {path.parent}), then: shoal train --resume {self._run.path}",
+            ) from error
+        trainer.recorder.event("digest", step=step, sha256=digest(state))

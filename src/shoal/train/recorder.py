@@ -1,0 +1,80 @@
+"""Everything a rank writes while it trains: its events, and on one rank per node the ledger."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shoal.errors import ShoalError
+from shoal.events import EventLog
+from shoal.runfolder import RunFolder
+from shoal.sync.world import World
+
+
+class Recorder:
+    def __init__(self, run: RunFolder, world: World) -> None:
+        self._events = EventLog(run.events(world.rank), world.rank)
+        self._ledger = EventLog(run.commits, world.rank) if world.is_node_main else None
+        self._world = world
+        self._pending: dict[str, Any] | None = None
+        self._wire = WireCounter(world.interface) if world.is_node_main else None
+
+    def event(self, name: str, **fields: Any) -> None:
+        self._events.write(name, **fields)
+
+    def step(self, step: int, phases: dict[str, float], **fields: Any) -> None:
+        seconds = {f"{name}_s": round(value, 7) for name, value in phases.items()}
+        if self._wire is not None and (crossed := self._wire.since_last()) is not None:
+            fields["wire_bytes"] = crossed
+        self._events.write("step", step=step, **fields, **seconds)
+
+    def propose(self, step: int, first: int, end: int, loss: float) -> None:
+        """This step is done here; whether everybody had it is known when the next exchange succeeds."""
+        self._pending = {
+            "step": step,
+            "samples": [first, end],
+            "members": self._world.members,
+            "generation": self._world.generation,
+            "loss": loss,
+            "time": round(time.time(), 6),
+        }
+
+    def commit(self) -> None:
+        if self._ledger is not None and self._pending is not None:
+            self._ledger.append(self._pending)
+        self._pending = None
+
+    def warn(self, error: ShoalError) -> None:
+        self._events.write("warning", **error.as_dict())
+
+    def close(self) -> None:
+        self._events.close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+
+class WireCounter:
+    """Bytes this node sent over the interface the ranks use, from the kernel's own counter."""
+
+    def __init__(self, interface: str | None) -> None:
+        self._interface = interface
+        self._file = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+        self._last = self._read()
+
+    def since_last(self) -> int | None:
+        now = self._read()
+        crossed = None if now is None or self._last is None else now - self._last
+        self._last = now
+        return crossed
+
+    def _read(self) -> int | None:
+        if self._interface is None:
+            return None
+        try:
+            return int(self._file.read_text())
+        except OSError:
+            counters = psutil.net_io_counters(pernic=True).get(self._interface)
+            return counters.bytes_sent if counters else None

@@ -1,0 +1,56 @@
+"""`python -m shoal.train.sample RUN`: sentences from a run's newest checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from shoal.config.load import load_config
+from shoal.data.tokenizer import load_tokenizer
+from shoal.errors import ShoalError
+from shoal.model.gpt import GPT
+from shoal.runfolder import RunFolder
+from shoal.train.checkpoint import CheckpointFolder
+from shoal.train.process import say
+from shoal.train.state import load_weights
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m shoal.train.sample")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--prompt", default="")
+    parser.add_argument("--count", type=int, default=5)
+    parser.add_argument("--length", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=35_000)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        sentences = write_sentences(RunFolder.open(options.run), options)
+    except ShoalError as error:
+        return say(error)
+    text = json.dumps({"sentences": sentences}, ensure_ascii=False) if options.json else "\n".join(sentences)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
+    """Each begins at a line's start and ends at the first line's end, or after `length` tokens."""
+    config = load_config(run.config)
+    checkpoint = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints).load_latest()
+    model = GPT(config.model).eval()
+    load_weights(model, checkpoint.model)
+    tokenizer = load_tokenizer(run.tokenizer)
+    start = torch.from_numpy(tokenizer.encode("\n" + options.prompt).astype("int64"))
+    generator = torch.Generator().manual_seed(options.seed)
+    rows = model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator)
+    texts = (tokenizer.decode(row.tolist()).removeprefix("\n") for row in rows)
+    return [text.split("\n")[0] for text in texts]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""One replica and its step: fetch, forward, backward, clip, update, record.
+
+Timing, wire format and shares arrive as objects: the step has no feature branches, and a world of one is no exception.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from shoal.config.schema import Config
+from shoal.data.batches import Batches, Rows
+from shoal.errors import RunFailed
+from shoal.model.gpt import GPT
+from shoal.sync.exchange import Shared, StepExchange
+from shoal.sync.gradients import CommTimes, GradientSync
+from shoal.sync.timer import StepTimer
+from shoal.sync.world import World
+from shoal.train.checkpoint import Progress
+from shoal.train.recorder import Recorder
+from shoal.train.schedule import learning_rate
+
+
+class StopWish:
+    """Somebody asked this rank to stop; the ranks agree on the step at which all of them do."""
+
+    wanted = False
+
+
+@dataclass
+class Trainer:
+    config: Config
+    world: World
+    model: GPT
+    optimizer: AdamW
+    sync: GradientSync
+    exchange: StepExchange
+    batches: Batches
+    timer: StepTimer
+    recorder: Recorder
+    stop: StopWish
+    peak_lr: float
+    progress: Progress
+
+    def step(self) -> bool:
+        """Trains one global batch; whether anybody in the world wants to stop after it."""
+        self.timer.start()
+        step = self.progress.step + 1
+        lr = learning_rate(step, self.peak_lr, self.config.train)
+        self._seed_dropout(step)
+        loss_sum, comm = self._forward_backward()
+        self.recorder.commit()
+        self.exchange.begin(loss_sum, comm, self.stop.wanted)
+        grad_norm = self._update(lr)
+        shared = self.exchange.finish()
+        self._advance(step, lr, grad_norm, comm, shared)
+        return shared.stop
+
+    @property
+    def global_tokens(self) -> int:
+        return self.batches.shard.deal.global_batch * self.config.model.seq_len
+
+    def _forward_backward(self) -> tuple[float, CommTimes]:
+        scale = self.sync.loss_scale(self.global_tokens)
+        loss_sum = 0.0
+        remaining = self.batches.shard.deal.micro_batches[self.world.rank]
+        for inputs, targets in self._fetch():
+            remaining -= 1
+            with self.sync.micro_batch(last=remaining == 0):
+                with self.timer.phase("forward"):
+                    loss = self.sync.module(inputs, targets)
+                with self.timer.phase("backward"):
+                    (loss * scale).backward()
+                    loss_sum += loss.item()
+        with self.timer.phase("backward"):
+            comm = self.sync.finish()
+        return loss_sum, comm
+
+    def _fetch(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = self.batches.micro_batches(self.progress.cursor)
+        while True:
+            with self.timer.phase("data"):
+                block = next(rows, None)
+                pair = None if block is None else split(block, self.world.device)
+            if pair is None:
+                return
+            yield pair
+
+    def _update(self, lr: float) -> float:
+        with self.timer.phase("optimizer"):
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            return float(norm)
+
+    def _advance(self, step: int, lr: float, grad_norm: float, comm: CommTimes, shared: Shared) -> None:
+        loss = shared.loss_sum / self.global_tokens
+        if not math.isfinite(loss):
+            raise RunFailed(
+                f"the loss became {loss} in step {step}",
+                why="the training diverged, most often because the learning rate is too high",
+                fix=f"go on from the last checkpoint with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
+            )
+        wait_s = min(max(shared.wait_s if comm.wait_s is None else comm.wait_s, 0.0), comm.tail_s)
+        self.timer.move("backward", "wait", wait_s)
+        self.timer.move("backward", "exposed", comm.tail_s - wait_s)
+        first = self.progress.cursor
+        end = first + self.batches.shard.deal.global_batch
+        self.progress = Progress(step, end, self.world.generation)
+        self.recorder.step(
+            step,
+            {**self.timer.finish(), "allreduce": comm.allreduce_s},
+            loss=loss,
+            tokens=self.global_tokens,
+            lr=lr,
+            grad_norm=grad_norm,
+        )
+        self.recorder.propose(step, first, end, loss)
+
+    def _seed_dropout(self, step: int) -> None:
+        """A function of rank and step instead of a running generator: resuming is exact without saving its state."""
+        if self.config.model.dropout:
+            torch.manual_seed((self.config.train.seed + self.world.rank) * 1_000_003 + step)
+
+
+def split(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and the same shifted by one as targets."""
+    block = torch.from_numpy(rows).to(device)
+    return block[:, :-1], block[:, 1:]

@@ -1,0 +1,160 @@
+"""A rank: `python -m shoal.train.worker`.
+
+shoal's launchers start it with `--run FOLDER` on a prepared run folder. Under plain torchrun it prepares one itself:
+
+    torchrun --nproc-per-node=2 -m shoal.train.worker grammar --out runs/mine --set train.steps=200
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from shoal.config.load import build_config, load_config
+from shoal.config.schema import Config
+from shoal.control.placement import Placement
+from shoal.control.route import link_mbps
+from shoal.data.run_setup import create_run, reopen_run
+from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
+from shoal.events import EventLog
+from shoal.runfolder import RunFolder
+from shoal.sync.world import World, barrier, choose_device, join, leave
+from shoal.train import facts
+from shoal.train.build import build_trainer, describe_shard, describe_start
+from shoal.train.loop import Loop
+from shoal.train.process import catch_stop_signals, die_with_parent, say
+from shoal.train.recorder import Recorder
+from shoal.train.trainer import StopWish
+
+INTERRUPTED = 130
+
+_SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m shoal.train.worker", description=__doc__.split("\n")[0])
+    parser.add_argument("preset", nargs="?", default="grammar")
+    parser.add_argument("--run", type=Path, help="a run folder that shoal prepared")
+    parser.add_argument("--out", type=Path, help="the run folder to create (or, with --resume, to go on in)")
+    parser.add_argument("--config", type=Path, help="a TOML file with settings")
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    die_with_parent()
+    stop = StopWish()
+    catch_stop_signals(stop)
+    try:
+        placement = Placement.from_env(os.environ)
+    except ShoalError as error:
+        return say(error)
+    try:
+        return _work(options, placement, stop)
+    except ShoalError as error:
+        _note_fault(options, placement, error)
+        return say(error)
+    except Exception as error:
+        _note_fault(options, placement, _as_fault(error, placement.rank))
+        traceback.print_exc()
+        return RunFailed.exit_code
+
+
+def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> int:
+    config = _config(options)
+    torch.set_num_threads(config.run.threads or max(1, facts.usable_cores() // placement.local_world_size))
+    device = choose_device(config.train.device, placement)
+    world = join(placement, device, join_timeout_s=config.sync.join_timeout_s, timeout_s=config.sync.timeout_s)
+    run = _run_folder(options, config, world)
+    finished = _train(load_config(run.config), run, world, stop, placement.launcher, options.resume)
+    leave(world)
+    if not placement.launcher and world.is_main:
+        # Nobody else is there to sum up: plain torchrun started us.
+        subprocess.run([sys.executable, "-m", "shoal.report.finish", str(run.path)], check=True)
+    return 0 if finished else INTERRUPTED
+
+
+def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launcher: str, resume: bool) -> bool:
+    recorder = Recorder(run, world)
+    trainer = build_trainer(config, run, world, recorder, stop, resume)
+    recorder.event(
+        "start",
+        world_size=world.size,
+        node=world.node,
+        local_rank=world.local_rank,
+        generation=world.generation,
+        pid=os.getpid(),
+        device=str(world.device),
+        backend=world.backend,
+        launcher=launcher or "torchrun",
+        threads=torch.get_num_threads(),
+        seed=config.train.seed,
+        interface=world.interface,
+        link_mbps=link_mbps(world.interface),
+        versions=facts.versions(),
+        hardware=facts.hardware(),
+        **describe_start(trainer),
+    )
+    shard = describe_shard(trainer, run)
+    recorder.event("shard", **shard)
+    sys.stdout.write(
+        f"rank {world.rank} of {world.size}: {shard['size']} of {shard['total']} samples, first: {shard['first']}\n"
+    )
+    sys.stdout.flush()
+    try:
+        return Loop(trainer, run).run()
+    finally:
+        recorder.close()
+
+
+def _config(options: argparse.Namespace) -> Config:
+    if options.run is not None:
+        return load_config(RunFolder.open(options.run).config)
+    if options.out is None:
+        raise UsageError("no run folder given", why="all ranks must write into the same one", fix="add --out runs/NAME")
+    if options.resume:
+        return load_config(RunFolder.open(options.out).config)
+    return build_config(options.preset, options.config, sets=options.sets)
+
+
+def _run_folder(options: argparse.Namespace, config: Config, world: World) -> RunFolder:
+    """Prepared by the launcher, or here by rank 0 while the others wait."""
+    if options.run is None and world.is_main:
+        if options.resume:
+            reopen_run(options.out)
+        else:
+            create_run(config, options.out, world.size)
+    barrier(world)
+    return RunFolder.open(options.run or options.out)
+
+
+def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalError) -> None:
+    folder = options.run or options.out
+    if folder is None or not (folder / "events").is_dir():
+        return
+    log = EventLog(RunFolder(folder).events(placement.rank), placement.rank)
+    log.write("fault", node=placement.node, **error.as_dict())
+    log.close()
+
+
+def _as_fault(error: Exception, rank: int) -> ShoalError:
+    """A broken connection means that somebody else is gone: the launcher must not take this rank for the culprit."""
+    text = str(error).strip().split("\n")[0]
+    if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER):
+        return PeerLost(f"rank {rank} lost a peer: {text}")
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return RunFailed(f"rank {rank} is out of memory: {text}", fix="use a smaller --micro-batch or --seq-len")
+    return RunFailed(f"rank {rank} raised {type(error).__name__}: {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Experiments made of the parts: one run, a demo, benches."""

@@ -1,0 +1,176 @@
+"""The words about scaling follow the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
+from shoal.errors import DataError
+from shoal.report.explain_run import explain_single
+from shoal.report.explain_scaling import account, explain
+from shoal.report.plots import plot_scaling, step_parts
+from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
+from shoal.report.summary import summarize
+
+ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)
+
+
+def test_communication_dominates() -> None:
+    two = point(2, 90, 1, forward=15, backward=30, exposed=35, optimizer=8, other=2, allreduce=50)
+    text = explain([ONE, two])
+    assert "Two ranks were faster than one rank: 17,067 tokens/s against 15,360 tokens/s" in text
+    assert "1.11 times the speed and an efficiency of 56%" in text
+    assert "would take 50 ms; it took 90 ms, 40 ms more" in text
+    assert "The largest cost, 35 ms (39% of the step), is communication that backward did not hide" in text
+    assert "the all-reduce took 50 ms, 15 ms of it hidden behind backward" in text
+
+
+def test_shared_cores_dominate() -> None:
+    text = explain([ONE, point(2, 105, 1, forward=29, backward=62, exposed=4, optimizer=8, other=2, allreduce=10)])
+    assert "Two ranks were slower than one rank" in text
+    assert "is computing: forward and backward took 91 ms where their share of the work gives 45 ms" in text
+    assert "each rank computed with 1 thread (2 with one rank), so more ranks divided the same computing power" in text
+
+
+def test_more_threads_than_cores_is_said_only_where_it_is_so() -> None:
+    crowded = point(2, 120, 2, forward=35, backward=73, exposed=2, optimizer=8, other=2)
+    assert "4 threads shared 2 cores" in explain([ONE, crowded])
+    roomy = crowded.model_copy(update={"cores": 8})
+    assert "shared" not in explain([ONE, roomy])
+    assert "4 threads in all instead of 2" in explain([ONE, roomy])
+
+
+def test_waiting_dominates() -> None:
+    text = explain([ONE, point(2, 85, 1, forward=15, backward=30, exposed=3, wait=27, optimizer=8, other=2)])
+    assert "is waiting for the slowest rank: on average a rank was ready 27 ms before the slowest one" in text
+
+
+def test_the_optimizer_dominates() -> None:
+    one = point(1, 100, 2, forward=20, backward=30, optimizer=48, other=2)
+    text = explain([one, point(2, 77, 1, forward=10, backward=15, exposed=2, optimizer=48, other=2)])
+    assert "is the optimizer: every rank updates all weights itself" in text
+    assert "(48 ms a step, 48 ms with one rank)" in text
+
+
+def test_overhead_dominates() -> None:
+    text = explain([ONE, point(2, 80, 1, forward=15, backward=30, exposed=1, optimizer=4, data=28, other=2)])
+    assert "is overhead outside the named phases" in text
+
+
+def test_faster_than_ideal_is_a_gain_and_not_a_cost() -> None:
+    text = explain([ONE, point(2, 40, 1, forward=12, backward=17, exposed=2, optimizer=8, other=1, allreduce=3)])
+    assert "an efficiency of 125%" in text
+    assert "it took 40 ms, 10 ms less" in text
+    assert "The largest gain, 16 ms (40% of the step), is computing" in text
+    assert "cost" not in text
+    assert "Lost again: the optimizer (4 ms) and communication that backward did not hide (2 ms)." in text
+
+
+def test_a_perfect_division_gets_no_cause() -> None:
+    text = explain([ONE, point(2, 50.5, 2, forward=15, backward=30, optimizer=4, other=1.5)])
+    assert "too little to look for a cause" in text
+    assert "largest" not in text
+
+
+def test_weak_scaling_compares_the_same_work_per_rank() -> None:
+    two = point(2, 130, 1, tokens=2 * TOKENS, forward=30, backward=60, exposed=30, optimizer=8, other=2)
+    text = explain([ONE, two])
+    assert "would take 100 ms; it took 130 ms" in text
+    assert "The largest cost, 30 ms" in text
+
+
+def test_unmeasured_phases_give_no_cause() -> None:
+    text = explain([point(1, 100), point(2, 90)])
+    assert "nothing here says why" in text
+    assert "largest" not in text
+
+
+def test_one_point_compares_with_nothing() -> None:
+    assert "needs a second rank count" in explain([ONE])
+    assert "efficiency" not in explain([ONE])
+    assert "Nothing was measured" in explain([])
+
+
+def test_several_points_end_with_the_trend() -> None:
+    text = explain(list(reversed(demo_points())))
+    assert text.index("Two ranks") < text.index("Four ranks")
+    assert text.endswith("from 77% on two ranks to 41% on four ranks; the part of a step that grew most is computing.")
+
+
+TIMES = st.floats(0, 1000)
+
+
+@given(st.integers(2, 64), st.floats(0.01, 5000), TIMES, TIMES, TIMES, TIMES)
+def test_the_parts_always_add_up(
+    ranks: int, step_ms: float, forward: float, exposed: float, wait: float, optimizer: float
+) -> None:
+    found = account(ONE, point(ranks, step_ms, forward=forward, exposed=exposed, wait=wait, optimizer=optimizer))
+    assert sum(found.parts.values()) == pytest.approx(found.lost_s, abs=1e-9)
+    assert explain([found.base, found.point])
+
+
+def test_a_run_is_explained_from_its_own_numbers() -> None:
+    text = explain_single(summarize(all_events()))
+    assert text.startswith("On two ranks a step took 99 ms")
+    assert "(median of steps 51–100)" in text
+    assert "74% into forward and backward, 12% into communication that backward did not hide" in text
+    assert "Each rank sent 5.42 MB a step, +0.4% against the 5.4 MB of 2(N−1)/N·S." in text
+    assert "Rank 0 was the slowest: rank 1 waited 6 ms a step for it." in text
+
+
+def test_one_rank_has_no_all_reduce_to_explain() -> None:
+    text = explain_single(summarize(rank_events(0, world_size=1)))
+    assert "all-reduce" not in text
+    assert "slowest:" not in text
+
+
+def test_a_run_without_steps_has_nothing_to_explain() -> None:
+    assert "recorded no step" in explain_single(summarize([start()]))
+    with pytest.raises(DataError, match="no finished step"):
+        scaling_point(summarize([start()]))
+
+
+def test_a_run_becomes_a_point() -> None:
+    found = scaling_point(summarize(all_events()))
+    assert (found.ranks, found.threads, found.cores, found.tokens_per_step) == (2, 1, 2, TOKENS)
+    assert found.compute_s == pytest.approx(0.073, abs=0.002)
+    assert found.tokens_per_s == pytest.approx(TOKENS / found.step_s)
+
+
+def test_cores_of_all_nodes_add_up() -> None:
+    events = [start(0, node="a"), start(1, node="b"), step(1, 0), step(1, 1)]
+    assert scaling_point(summarize(events)).cores == 4
+
+
+def test_points_survive_the_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert read_scaling(run) == []
+    (run.path / SCALING_FILE).write_text(to_json(list(reversed(demo_points()))))
+    assert read_scaling(run) == demo_points()
+
+
+@pytest.mark.parametrize("content", ["[{", '[{"ranks": 0}]', "{}"])
+def test_a_broken_scaling_file_is_a_message(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run.path / SCALING_FILE).write_text(content)
+    with pytest.raises(DataError, match="cannot be used"):
+        read_scaling(run)
+
+
+@given(st.floats(1, 1000), TIMES, TIMES)
+def test_stacked_parts_fill_the_step(step_ms: float, forward: float, exposed: float) -> None:
+    parts = step_parts(point(2, step_ms, forward=forward, exposed=exposed))
+    assert all(value >= 0 for value in parts.values())
+    assert sum(parts.values()) == pytest.approx(max(step_ms, forward + exposed))
+
+
+@pytest.mark.parametrize("points", [demo_points(), demo_points()[:1]], ids=["three", "one"])
+def test_the_plot_is_a_png_of_the_promised_width(tmp_path: Path, points: list[ScalingPoint]) -> None:
+    plot_scaling(points, tmp_path / "scaling.png")
+    content = (tmp_path / "scaling.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert int.from_bytes(content[16:20]) == 1200

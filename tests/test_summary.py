@@ -1,0 +1,248 @@
+"""From events to figures, and the files a run ends with."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from run_samples import GRAD_BYTES, TOKENS, all_events, demo_points, end, make_run, rank_events, start, step
+from shoal.config.manifest import Manifest
+from shoal.cost.collectives import payload_factor, ring_bytes
+from shoal.report.compose import carry_over
+from shoal.report.finish import current_manifest, finish, main, read_manifest
+from shoal.report.replicas import ReplicaReport
+from shoal.report.summary import summarize, timing_rows
+
+VERDICT = ReplicaReport(
+    equal=True, byte_equivalent=True, max_abs_diff=0.0, first_difference=None, ranks=2, tensors=3,
+    differing_ranks=[], digests={0: "a", 1: "a"},
+)  # fmt: skip
+
+
+def test_figures_come_from_the_second_half_only() -> None:
+    slow_start = [step(n, step_s=9.0 if n <= 10 else 0.5, allreduce_s=n / 1000) for n in range(1, 21)]
+    summary = summarize([start(world_size=1), *slow_start])
+    assert summary.measured == (11, 20)
+    assert summary.step_s is not None
+    assert summary.step_s.median == summary.step_s.mean == summary.step_s.p95 == 0.5
+    assert summary.allreduce_s is not None
+    assert summary.allreduce_s.median == pytest.approx(0.0155)
+    assert summary.allreduce_s.p95 == pytest.approx(0.01955)
+    assert summary.tokens_per_s == TOKENS / 0.5
+
+
+def test_phases_are_medians_averaged_over_ranks() -> None:
+    summary = summarize(all_events())
+    assert summary.ranks[0].phases["wait"].median == pytest.approx(0.002)
+    assert summary.ranks[1].phases["wait"].median == pytest.approx(0.006)
+    assert summary.phases["wait"] == pytest.approx(0.004)
+
+
+def test_a_phase_nobody_recorded_is_absent() -> None:
+    off = [{"event": "step", "rank": 0, "step": n, "loss": 1.0, "tokens": 64, "step_s": 0.1} for n in range(1, 5)]
+    summary = summarize([start(world_size=1), *off])
+    assert summary.phases == {}
+    assert summary.allreduce_s is None
+    assert summary.tokens_per_s == pytest.approx(640)
+
+
+def test_wire_bytes_are_shared_by_the_ranks_of_a_node() -> None:
+    summary = summarize(all_events())
+    assert summary.wire_bytes_per_step == (2 * GRAD_BYTES + 40_000) / 2
+    assert summary.theoretical_bytes_per_step == GRAD_BYTES
+
+
+def test_wire_bytes_of_ranks_on_nodes_of_their_own() -> None:
+    events = [start(0, node="a"), start(1, node="b"), step(1, 0, wire_bytes=100), step(1, 1, wire_bytes=300)]
+    assert summarize(events).wire_bytes_per_step == 200
+
+
+@given(st.integers(1, 500), st.integers(0, 10**12))
+def test_ring_bytes_are_below_two_gradients(world_size: int, grad_bytes: int) -> None:
+    assert 0 <= ring_bytes(world_size, grad_bytes) <= 2 * grad_bytes
+    assert payload_factor(world_size) == pytest.approx(2 - 2 / world_size)
+
+
+def test_a_world_of_none_has_no_factor() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        payload_factor(0)
+
+
+def test_the_last_record_of_a_step_wins() -> None:
+    again = [start(world_size=1, resumed_from=2), step(3, loss=7.0), step(4, loss=8.0)]
+    summary = summarize([start(world_size=1), *(step(n, loss=1.0) for n in range(1, 5)), *again])
+    assert summary.loss_steps.tolist() == [1, 2, 3, 4]
+    assert summary.loss.tolist() == [1.0, 1.0, 7.0, 8.0]
+
+
+def test_speed_is_that_of_the_last_start() -> None:
+    """A run resumed on another machine is not described by the times of the first."""
+    before = [step(n, step_s=5.0) for n in range(1, 91)]
+    after = [step(n, step_s=1.0) for n in range(91, 101)]
+    summary = summarize([start(world_size=1), *before, start(world_size=1, resumed_from=90), *after])
+    assert summary.measured == (96, 100)
+    assert summary.step_s is not None
+    assert summary.step_s.mean == 1.0
+
+
+def test_resuming_a_finished_run_keeps_its_figures() -> None:
+    events = [*rank_events(0, 1), start(world_size=1, resumed_from=100), end()]
+    assert summarize(events).measured == (51, 100)
+
+
+def test_ranks_of_an_earlier_larger_world_are_left_out() -> None:
+    events = [*all_events(2, 10), start(0, 1, resumed_from=10), *(step(n) for n in range(11, 21)), end(0, 20)]
+    summary = summarize(events)
+    assert (list(summary.ranks), summary.world_size, summary.status) == ([0], 1, "finished")
+
+
+def test_status_of_every_kind_of_run() -> None:
+    whole, alive = all_events(2, 4), [event for event in all_events(2, 4) if event["event"] != "end"]
+    fault = {"event": "fault", "rank": 1, "error": "RunFailed", "seen": "no memory", "why": "", "fix": ""}
+    assert summarize(whole).status == "finished"
+    assert summarize(alive).status == "unfinished"
+    assert summarize(rank_events(0, 2, 4)).status == "unfinished", "the other rank never said that it ended"
+    assert summarize([*alive, end(0, 4, "interrupted"), end(1, 4, "interrupted")]).status == "interrupted"
+    assert summarize([*alive, fault]).status == "failed"
+    assert summarize([*alive, fault, start(0), start(1), end(0), end(1)]).status == "finished", "resumed and done"
+
+
+def test_a_lost_peer_is_named_after_the_cause() -> None:
+    lost = {"event": "fault", "rank": 0, "error": "PeerLost", "seen": "connection closed"}
+    cause = {"event": "fault", "rank": 1, "error": "RunFailed", "seen": "no memory"}
+    assert [fault["rank"] for fault in summarize([lost, cause]).faults] == [1, 0]
+
+
+def test_nothing_recorded_is_no_error() -> None:
+    summary = summarize([])
+    assert (summary.status, summary.steps_done, summary.final_loss) == ("unfinished", 0, None)
+    assert summarize([start()]).step_s is None
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["event", "rank", "step", "loss", "step_s", "world_size", "hardware", "val_loss", "time"]),
+            st.sampled_from(["start", "step", "eval", "end", 0, 1, -1, 2.5, None, True, [], {}, math.nan]),
+        )
+    )
+)
+def test_foreign_lines_never_break_a_reader(lines: list[dict[str, object]]) -> None:
+    summarize(lines)
+    list(timing_rows(lines))
+
+
+def test_timing_rows_hold_every_recorded_time() -> None:
+    rows = list(
+        timing_rows([start(), step(1), step(1, data_s=0.5), {"event": "step", "rank": 1, "step": 1, "step_s": 2}])
+    )
+    assert len(rows) == 2
+    assert rows[0]["data_s"] == 0.5
+    assert {"step", "rank", "step_s", "wait_s", "allreduce_s"} <= rows[0].keys()
+    assert rows[1] == {"step": 1, "rank": 1, "step_s": 2.0}
+
+
+def test_finish_writes_timings_and_manifest(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    manifest = finish(run)
+    assert len(run.timings.read_text().splitlines()) == 200
+    stored = json.loads(run.manifest.read_text())
+    assert stored["tokens_per_sec"] == {"2": pytest.approx(manifest.tokens_per_sec[2])}
+    assert stored["tokens_per_sec_2proc"] == manifest.tokens_per_sec[2]
+    assert stored["tokens_per_sec_1proc"] is None
+    assert stored["byte_equivalent"] is None
+    assert stored["nodes"][0] | {"cpu": "Some CPU", "ranks": 2, "threads": 1} == stored["nodes"][0]
+    assert (stored["lab"], stored["model_params"], stored["status"]) == ("grammar", 1_350_000, "finished")
+    assert stored["allreduce_p50_ms"] == pytest.approx(22, abs=1)
+    assert "all-reduce" in stored["lesson_notes"]
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "config.toml",
+        "events",
+        "manifest.json",
+        "timings.jsonl",
+    ]
+
+
+def test_scaling_adds_every_rank_count(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    finish(run, scaling=demo_points())
+    again = finish(run)
+    assert list(again.tokens_per_sec) == [1, 2, 4]
+    assert again.tokens_per_sec_1proc == pytest.approx(10_240)
+    assert "Two ranks were faster than one rank" in again.lesson_notes
+
+
+def test_a_verdict_survives_finishing_again_until_the_run_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    finish(run, replicas=VERDICT)
+    assert finish(run).byte_equivalent is True
+    with run.events(0).open("a") as file:
+        file.write(json.dumps(step(101)) + "\n")
+    assert finish(run).byte_equivalent is None
+
+
+def test_a_new_verdict_beats_the_stored_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    stored = finish(run, replicas=VERDICT)
+    fresh = current_manifest(run, VERDICT.model_copy(update={"byte_equivalent": False, "max_abs_diff": math.inf}))
+    assert carry_over(fresh, stored).byte_equivalent is False
+
+
+@pytest.mark.parametrize("events", [[], [start()], all_events(2, 1)[:4]], ids=["nothing", "started", "one step"])
+def test_a_run_that_died_early_still_gets_a_manifest(tmp_path: Path, events: list[dict[str, object]]) -> None:
+    manifest = finish(make_run(tmp_path / "run", events))
+    assert manifest.status == "unfinished"
+
+
+def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with run.events(0).open("a") as file:
+        file.write('{"event":"step","rank":0,"step":101,"lo')
+    assert finish(run).steps == 100
+
+
+def test_a_loss_that_is_no_number_survives_the_round_trip(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [start(world_size=1), step(1, loss=math.nan)])
+    finish(run)
+    json.loads(run.manifest.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    stored = read_manifest(run)
+    assert stored is not None
+    assert stored.final_loss is not None
+    assert math.isnan(stored.final_loss)
+
+
+def test_a_broken_manifest_is_composed_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.manifest.write_text('{"seed": ')
+    assert finish(run) == read_manifest(run)
+
+
+def test_a_manifest_of_the_future_is_still_read(tmp_path: Path) -> None:
+    manifest = finish(make_run(tmp_path / "run"))
+    assert Manifest.model_validate({**manifest.model_dump(), "something_new": 1}) == manifest
+
+
+def test_a_full_disk_is_a_message_and_loses_nothing(tmp_path: Path) -> None:
+    """A file-size limit of one block fails a write just as a full disk does."""
+    run = make_run(tmp_path / "run")
+    command = f'ulimit -f 1; exec "{sys.executable}" -m shoal.report.finish "{run.path}"'
+    done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "cannot write into" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not run.manifest.exists()
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
+    assert finish(run).steps == 100
+
+
+def test_finish_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    assert main([]) == 2
