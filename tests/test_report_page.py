@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from run_samples import all_events, demo_points, make_run, start, step
 from shoal.events import Event
 from shoal.report.charts import MAX_POINTS, thin_by_mean, thin_keeping_extremes
 from shoal.report.finish import finish
 from shoal.report.page import embed_json, write_report
+from tests.run_samples import all_events, demo_points, make_run, start, step
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 

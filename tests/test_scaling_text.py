@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 from shoal.errors import DataError
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import account, explain
 from shoal.report.plots import plot_scaling, step_parts
 from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
 from shoal.report.summary import summarize
+from tests.run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)
 
@@ -42,6 +42,12 @@ def test_more_threads_than_cores_is_said_only_where_it_is_so() -> None:
     roomy = crowded.model_copy(update={"cores": 8})
     assert "shared" not in explain([ONE, roomy])
     assert "4 threads in all instead of 2" in explain([ONE, roomy])
+
+
+def test_threads_that_work_better_apart_are_not_called_divided() -> None:
+    text = explain([ONE, point(2, 60, 1, forward=18, backward=34, exposed=2, optimizer=5, other=1)])
+    assert "2 threads in all did this work 1.73 times as fast as 2 before" in text
+    assert "divided the same computing power" not in text
 
 
 def test_waiting_dominates() -> None:

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_samples import GRAD_BYTES, TOKENS, all_events, demo_points, end, make_run, rank_events, start, step
 from shoal.config.manifest import Manifest
 from shoal.cost.collectives import payload_factor, ring_bytes
 from shoal.report.compose import carry_over
 from shoal.report.finish import current_manifest, finish, main, read_manifest
 from shoal.report.replicas import ReplicaReport
 from shoal.report.summary import summarize, timing_rows
+from tests.run_samples import GRAD_BYTES, TOKENS, all_events, demo_points, end, make_run, rank_events, start, step
 
 VERDICT = ReplicaReport(
     equal=True, byte_equivalent=True, max_abs_diff=0.0, first_difference=None, ranks=2, tensors=3,

@@ -6,13 +6,17 @@ Verbs are imported when they are used: `shoal --help` lists them from the table 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
+import traceback
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shoal.errors import Interrupted, ShoalError
+from shoal.config.presets import did_you_mean
+from shoal.errors import Interrupted, ShoalError, UsageError
 
 VERBS = {
     "demo": "The main job: one rank, then two, trained, measured, verified and explained.",
@@ -34,7 +38,7 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
-            return None
+            raise UsageError(f"there is no verb {cmd_name!r}", why=did_you_mean(cmd_name, VERBS), fix="shoal --help")
         if self._listing:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
         module = importlib.import_module(f"shoal.cli.{cmd_name}")
@@ -63,22 +67,31 @@ def shoal(
 
 def main() -> None:
     arguments, debug = take_debug(sys.argv[1:])
+    code: int | str | None
+    try:
+        code = run(arguments, debug)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _leave_pipe()
+    except SystemExit as leaving:
+        # Typer and rich meet a closed pipe before we do, and end with 1, which here would be the answer "no".
+        code = _leave_pipe() if isinstance(leaving.__context__, BrokenPipeError) else leaving.code
+    sys.exit(code)
+
+
+def run(arguments: list[str], debug: bool) -> int:
+    """The exit code; whatever went wrong has been said on stderr."""
     try:
         code = app(args=arguments, prog_name="shoal", standalone_mode=False)
-    except ShoalError as error:
-        if debug:
-            raise
-        sys.stderr.write(error.render())
-        code = error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        code = Interrupted.exit_code
     except BrokenPipeError:
-        # The reader of a pipe (head, less) has seen enough.
-        sys.stderr.close()
-        code = 0
+        raise
+    except (KeyboardInterrupt, typer.Abort):
+        return Interrupted.exit_code
     except Exception as error:
-        code = _foreign(error, debug)
-    sys.exit(code if isinstance(code, int) else 0)
+        if debug:
+            traceback.print_exc()
+        return _say(error)
+    return code if isinstance(code, int) else 0
 
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
@@ -88,25 +101,32 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     return [argument for argument in ours if argument != "--debug"] + rest, "--debug" in ours
 
 
-def _foreign(error: Exception, debug: bool) -> int:
-    """Typer's own complaints about the command line, or a bug of ours."""
+def _say(error: Exception) -> int:
+    if isinstance(error, ShoalError):
+        sys.stderr.write(error.render())
+        return error.exit_code
     if hasattr(error, "format_message"):
-        sys.stderr.write(ShoalError(error.format_message(), fix=_help_line(error)).render())
-        return int(getattr(error, "exit_code", 2))
-    if debug:
-        raise error
+        return _say_usage(error, error.format_message())
     bug = ShoalError(
         f"shoal failed unexpectedly: {type(error).__name__}: {error}",
         why="this is a bug in shoal, or something about this machine that it did not foresee",
         fix="run the same command with --debug and report what it prints",
     )
-    sys.stderr.write(bug.render())
-    return bug.exit_code
+    return _say(bug)
 
 
-def _help_line(error: Exception) -> str:
+def _say_usage(error: Exception, message: str) -> int:
+    """Typer's own complaints about the command line; no message means that it has printed the help instead."""
     context = getattr(error, "ctx", None)
-    return f"{context.command_path if context else 'shoal'} --help"
+    if message:
+        sys.stderr.write(UsageError(message, fix=f"{context.command_path if context else 'shoal'} --help").render())
+    return UsageError.exit_code
+
+
+def _leave_pipe() -> int:
+    """The reader (head, less) has seen enough. What a shell says of any program that wrote into a closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

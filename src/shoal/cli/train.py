@@ -21,6 +21,7 @@ from shoal.trials.training import closing, default_out, train_new, train_on
 
 app = typer.Typer(add_completion=False)
 
+DEFAULT_PRESET = "grammar"
 # Which setting each flag stands for; the flag's own name is the parameter's below.
 FLAGS = {
     "on": "run.on",
@@ -42,13 +43,15 @@ FLAGS = {
 
 @app.command()
 def train(
-    preset: Annotated[str, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.")] = "grammar",
+    preset: Annotated[
+        str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
+    ] = None,
     on: Annotated[str | None, typer.Option(help="Where to run: local:N.", show_default="local:2")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
     data: Annotated[Path | None, typer.Option(help="A text file or a folder of them.")] = None,
@@ -77,12 +80,13 @@ def train(
         with closing(make_display) as watch:
             run, manifest = train_on(resume, watch, steps)
     else:
-        settings = build_config(preset, config, flags_to_overrides(given), set_ or [])
+        name = preset or DEFAULT_PRESET
+        settings = build_config(name, config, flags_to_overrides(given), set_ or [])
         if dry_run:
-            print_plan(settings, out or default_out(preset))
+            print_plan(settings, out or default_out(name))
             return
         with closing(make_display) as watch:
-            run, manifest = train_new(settings, out or default_out(preset), watch)
+            run, manifest = train_new(settings, out or default_out(name), watch)
     if json:
         print_json(manifest.model_dump(mode="json"))
     else:
@@ -100,12 +104,14 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
     """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
-    allowed = {"steps", "resume", "json", "preset", "dry_run"}
-    extra = [name for name, value in given.items() if name not in allowed and value]
+    allowed = {"steps", "resume", "json"}
+    # A zero was given too: `--threads 0` must not pass.
+    left_out = [name for name, value in given.items() if value is None or value is False or value == []]
+    extra = [name for name in given if name not in allowed and name not in left_out]
     if extra:
-        flag = extra[0].rstrip("_").replace("_", "-")
+        flag = given["preset"] if extra[0] == "preset" else "--" + extra[0].rstrip("_").replace("_", "-")
         raise UsageError(
-            f"--{flag} does not go with --resume",
+            f"{flag} does not go with --resume",
             why="a resumed run goes on with the configuration it was started with",
             fix=f"leave it out, or start a new run without --resume {given['resume']}",
         )

@@ -47,16 +47,18 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport) -> None:
     if replicas.byte_equivalent:
         console.print(
             f"[green]identical[/]: {replicas.ranks} replicas, {replicas.tensors} tensors each, equal to the bit "
-            f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})"
+            f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})",
+            soft_wrap=True,
         )
     else:
         nearness = "within 1e-5" if replicas.equal else "not even within 1e-5"
         console.print(
             f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
             f"{min(replicas.digests)}, first in {replicas.first_difference}; largest difference "
-            f"{replicas.max_abs_diff:.3g}, {nearness}"
+            f"{replicas.max_abs_diff:.3g}, {nearness}",
+            soft_wrap=True,
         )
-    console.print(ledger_verdict(ledger))
+    console.print(ledger_verdict(ledger), soft_wrap=True)
 
 
 def ledger_verdict(ledger: LedgerReport) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import psutil
 from shoal.control.route import interface_of
 
 LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,11 @@ def physical_cores() -> int:
 def start_process(
     argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C at the terminal reaches the launcher, which then asks the ranks to finish."""
+    """In a session of its own: Ctrl-C at the terminal reaches the launcher, which then asks the ranks to finish.
+
+    Tied to us before it becomes the program: a rank needs seconds to import torch, and when it could first ask for the
+    same by itself, we may be gone (seen: ranks of a killed launcher that trained on as orphans).
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -53,4 +61,17 @@ def start_process(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=pass_fds,
+            preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
         )
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """For the moment between fork and exec; the library is opened here, because nothing heavy is safe there."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask_kernel

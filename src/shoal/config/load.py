@@ -40,14 +40,13 @@ def validate(values: Mapping[str, Any], source: str) -> Config:
 
 
 def merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Section by section; unknown sections are kept for validation to refuse."""
+    """Section by section; unknown sections, and values that are no section, are kept for validation to refuse."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for section, values in layer.items():
-            if isinstance(values, Mapping) and isinstance(merged.get(section, {}), dict):
-                merged[section] = {**merged.get(section, {}), **values}
-            else:
-                merged[section] = values
+            below = merged.get(section, {})
+            if isinstance(below, dict):
+                merged[section] = {**below, **values} if isinstance(values, Mapping) else values
     return merged
 
 
@@ -99,20 +98,28 @@ def _toml_value(value: Any) -> str:
 
 
 def known_keys() -> list[str]:
-    return [
-        f"{section}.{key}"
-        for section, field in Config.model_fields.items()
-        for key in field.annotation.model_fields  # type: ignore[union-attr]
-    ]
+    return [f"{section}.{key}" for section in Config.model_fields for key in _keys(section)]
+
+
+def _keys(section: str) -> list[str]:
+    return list(Config.model_fields[section].annotation.model_fields)  # type: ignore[union-attr]
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        why = did_you_mean(key, known_keys() if "." in key else Config.model_fields)
-        return ConfigError(f"unknown setting {key} in {source}", why=why, fix="shoal train --help lists the settings")
-    seen = first["msg"].removeprefix("Value error, ")
-    if key and "." in key:
-        seen = f"{key}={first['input']!r}: {seen[0].lower()}{seen[1:]}"
-    return ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=f"correct it, or: --set {key}=…")
+        return _unknown(key, source)
+    if first["type"] == "model_type":
+        return ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
+    seen, fix = first["msg"].removeprefix("Value error, "), "correct one of them"
+    if "." in key:
+        seen, fix = f"{key}={first['input']!r}: {seen[0].lower()}{seen[1:]}", f"correct it, or: --set {key}=…"
+    return ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
+
+
+def _unknown(key: str, source: str) -> ConfigError:
+    section, dot, _ = key.partition(".")
+    why = did_you_mean(key, known_keys() if dot else Config.model_fields)
+    known = f"{section} has: {', '.join(_keys(section))}" if dot else f"sections are: {', '.join(Config.model_fields)}"
+    return ConfigError(f"unknown setting {key} in {source}", why=why, fix=known)

@@ -42,7 +42,9 @@ class Levers(Record):
 
 
 class Manifest(Record):
-    """Times are medians over the second half of the run. Bytes are per step and rank."""
+    """Times are from the second half of the run: medians, and for `phases` the means of a typical step, so that they
+    add up. Bytes are per step and rank.
+    """
 
     shoal_manifest: int = 1
     created: str | None

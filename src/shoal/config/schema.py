@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Room above it: a rank's and a step's own seeds are multiples of this one, and torch takes 64 bits.
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 DEFAULT_SEED = 35_000
 
@@ -21,7 +23,7 @@ DEFAULT_SEED = 35_000
 class Section(BaseModel):
     """Frozen, and refuses a key it does not know: a typo must not silently train something else."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -52,13 +54,22 @@ class DataConfig(Section):
     """
 
     path: Path | None = None
-    tokenizer: Literal["char", "byte", "bpe"] = "char"
+    tokenizer: Literal["char", "byte", "bpe"] = "bpe"
     bpe_vocab: Annotated[int, Field(ge=257, le=65_536)] = 512
     val_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.1
     sharding: Literal["cursor", "modulo"] = "cursor"
     sentences: Annotated[int, Field(ge=100)] = 40_000
-    seed: NotNegative = DEFAULT_SEED
+    seed: Seed = DEFAULT_SEED
     cache_dir: Path | None = None
+
+    @field_validator("path", "cache_dir")
+    @classmethod
+    def _can_be_saved(cls, value: Path | None) -> Path | None:
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the name {str(value)!a} is not UTF-8, which config.toml must be; rename it") from None
+        return value
 
 
 class TrainConfig(Section):
@@ -83,11 +94,11 @@ class TrainConfig(Section):
     beta2: Fraction = 0.99
     clip: Annotated[float, Field(gt=0)] = 1.0
     eval_every: Positive = 50
-    eval_sequences: Positive = 240
+    eval_sequences: Positive = 120
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 3
     gc_every: Positive = 100
-    seed: NotNegative = DEFAULT_SEED
+    seed: Seed = DEFAULT_SEED
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

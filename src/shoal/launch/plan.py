@@ -77,7 +77,8 @@ def _spawn(run: RunConfig, folder: Path, node: Node, resume: bool) -> Command:
 
 
 def _arguments(folder: Path, resume: bool) -> tuple[str, ...]:
-    return ("--run", str(folder), *(("--resume",) if resume else ()))
+    # Not `--run`: torchrun takes it for an abbreviation of its own --run-path, even behind the module's name.
+    return ("--folder", str(folder), *(("--resume",) if resume else ()))
 
 
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,12 +23,11 @@ from shoal.config.schema import RunConfig
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import Event, EventTail, read_events
 from shoal.launch.plan import Command, Meeting, plan_ranks
-from shoal.launch.verdict import Ending, failure
+from shoal.launch.verdict import Ending, caused, failure
 from shoal.runfolder import RunFolder
 
 POLL_S = 0.05
 GRACE_AFTER_FAILURE_S = 3.0
-INTERRUPTED = 130
 
 Watch = Callable[[list[Event]], None]
 
@@ -46,13 +46,21 @@ def run_ranks(config: RunConfig, run: RunFolder, node: Node, watch: Watch, resum
             watch([event for tail in tails for event in tail.poll()])
             time.sleep(POLL_S)
         watch([event for tail in tails for event in tail.poll()])
-    if world.interrupts:
-        raise Interrupted(
-            "interrupted" + (": saved what was done" if world.interrupts == 1 else ": ended at once"),
-            fix=f"go on from the last checkpoint: shoal train --resume {run.path}",
-        )
-    if error := failure(world.endings, _faults(run, began), _log_tails(world, run)):
+    faults = _faults(run, began)
+    error = failure(world.endings, faults, _log_tails(world, run))
+    if world.interrupts and not (world.interrupts == 1 and caused(faults)):
+        raise _interrupted(run, at_once=world.interrupts > 1)
+    if error:
         raise error
+
+
+def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
+    if not run.checkpoints.is_dir():
+        return Interrupted("interrupted before the first checkpoint", fix="start anew with another --out")
+    how = "ended at once" if at_once else "saved what was done"
+    return Interrupted(
+        f"interrupted: {how}", fix=f"go on from the last checkpoint: shoal train --resume {shlex.quote(str(run.path))}"
+    )
 
 
 @contextlib.contextmanager
@@ -73,6 +81,7 @@ class _World:
     endings: list[Ending] = field(default_factory=list)
     interrupts: int = 0
     _failed_at: float | None = None
+    _asked_to_stop: bool = False
 
     def __post_init__(self) -> None:
         """Started here, while the meeting's socket is still open for rank 0 to inherit."""
@@ -96,6 +105,7 @@ class _World:
         self._kill_all()
 
     def running(self) -> bool:
+        self._obey()
         for command in self.commands:
             self._reap(command)
         if self._failed_at is not None and time.monotonic() - self._failed_at > GRACE_AFTER_FAILURE_S:
@@ -103,20 +113,23 @@ class _World:
         return len(self.endings) < len(self.commands)
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Only counted here: a handler that waited for a process would hang where it interrupts `poll`, which locks."""
         self.interrupts += 1
+
+    def _obey(self) -> None:
         if self.interrupts > 1:
             self._kill_all()
-            return
-        for process in self.processes.values():
-            if process.poll() is None:
+        elif self.interrupts and not self._asked_to_stop:
+            self._asked_to_stop = True
+            for process in self.processes.values():
                 process.send_signal(signal.SIGINT)
 
     def _reap(self, command: Command, by_us: bool = False) -> None:
         code = self.processes[command.name].poll()
         if code is None or any(ending.name == command.name for ending in self.endings):
             return
-        ending = Ending(command.name, command.node.name, command.ranks, code, len(self.endings), by_us)
-        self.endings.append(ending)
+        log = str(self.run.log(command.node.name, command.name))
+        self.endings.append(Ending(command.name, command.node.name, command.ranks, code, len(self.endings), by_us, log))
         if code != 0 and self._failed_at is None:
             self._failed_at = time.monotonic()
 

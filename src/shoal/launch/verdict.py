@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.errors import PeerLost, RunFailed, ShoalError, from_dict
@@ -20,6 +21,7 @@ class Ending:
     code: int
     order: int
     by_us: bool = False
+    log: str = ""
 
 
 def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str]) -> ShoalError | None:
@@ -28,14 +30,29 @@ def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Ma
     if not failed:
         return None
     first = min(failed, key=lambda ending: (_is_consequence(ending, faults), ending.order))
-    error = _explain(first, _fault_of(first, faults))
-    suffered = sorted(rank for ending in failed if ending is not first for rank in ending.ranks)
-    if suffered:
-        names = ", ".join(map(str, suffered))
-        error.why += f"{'; ' if error.why else ''}rank {names} then ended because a peer was gone"
-    if tail := log_tail.get(first.name, "").strip():
+    fault = _fault_of(first, faults)
+    error = _explain(first, fault)
+    why = [error.why, *_others([ending for ending in failed if ending is not first], faults)]
+    error.why = "; ".join(filter(None, why))
+    # A fault that explains itself stands in the log in the same words.
+    if (fault is None or not fault.get("why")) and (tail := log_tail.get(first.name, "").strip()):
         error.why += f"\nthe end of its log:\n{tail}"
     return error
+
+
+def _others(failed: list[Ending], faults: Mapping[int, Event]) -> Iterator[str]:
+    """Those that failed after the first: most only lost a peer; some met the same trouble themselves."""
+    suffered = [rank for ending in failed if _is_consequence(ending, faults) for rank in ending.ranks]
+    alike = [rank for ending in failed if not _is_consequence(ending, faults) for rank in ending.ranks]
+    if suffered:
+        yield f"rank {', '.join(map(str, sorted(suffered)))} then ended because a peer was gone"
+    if alike:
+        yield f"rank {', '.join(map(str, sorted(alike)))} failed too"
+
+
+def caused(faults: Mapping[int, Event]) -> bool:
+    """Whether a rank failed by itself, not only because a peer was gone."""
+    return any(fault.get("error") != PeerLost.__name__ for fault in faults.values())
 
 
 def _is_consequence(ending: Ending, faults: Mapping[int, Event]) -> bool:
@@ -56,7 +73,7 @@ def _explain(ending: Ending, fault: Event | None) -> ShoalError:
         if isinstance(error, RunFailed) and "rank" not in error.seen:
             error.seen = f"rank {fault.get('rank', ending.ranks[0])} on {ending.node}: {error.seen}"
         return error
-    return RunFailed(f"{who} on {ending.node} {_how(ending.code)}", fix="read its log, or run again with --debug")
+    return RunFailed(f"{who} on {ending.node} {_how(ending.code)}", fix=f"read its log: less {shlex.quote(ending.log)}")
 
 
 def _how(code: int) -> str:

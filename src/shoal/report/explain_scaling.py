@@ -137,7 +137,7 @@ def _compute_reason(found: Account) -> str:
 
 
 def _threads_reason(base: ScalingPoint, point: ScalingPoint, *, slower: bool) -> str:
-    if base.threads is None or point.threads is None:
+    if base.threads is None or point.threads is None or not (base.compute_s and point.compute_s):
         return ""
     before, after = base.ranks * base.threads, point.ranks * point.threads
     per_rank = f"each rank computed with {count(point.threads, 'thread')} ({base.threads} with {ranks(base.ranks)})"
@@ -145,9 +145,12 @@ def _threads_reason(base: ScalingPoint, point: ScalingPoint, *, slower: bool) ->
         return f"; {after} threads shared {count(point.cores, 'core')}, so the ranks stood in each other's way"
     if after > before:
         return f"; {per_rank}, {after} threads in all instead of {before}"
-    if slower:
+    gain = (point.tokens_per_step / point.compute_s) / (base.tokens_per_step / base.compute_s)
+    if gain < 1 + NEGLIGIBLE:
         return f"; {per_rank}, so more ranks divided the same computing power instead of adding to it"
-    return f"; {per_rank}, and {count(after, 'thread')} over {ranks(point.ranks)} did more than {before} before"
+    return (
+        f"; {per_rank}, and {count(after, 'thread')} in all did this work {gain:.2f} times as fast as {before} before"
+    )
 
 
 def _exposed_reason(found: Account) -> str:

@@ -103,7 +103,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         tokens_per_step=tokens.median if tokens else None,
         step_s=step_s,
         tokens_per_s=tokens.median / step_s.median if tokens and step_s and step_s.median > 0 else None,
-        phases=_mean_phases(ranks.values()),
+        phases=_typical_phases(logs.values()),
         allreduce_s=spread(_pooled(logs, "allreduce_s")),
         wire_bytes_per_step=_wire_bytes(logs),
         theoretical_bytes_per_step=_theory(longest.start, world_size),
@@ -169,10 +169,27 @@ def _measured_range(log: RankLog) -> tuple[int, int] | None:
     return (int(steps[0]), int(steps[-1])) if len(steps) else None
 
 
-def _mean_phases(ranks: Collection[RankSummary]) -> dict[str, float]:
-    """Each phase's median, averaged over the ranks that have it."""
-    medians = {phase: [rank.phases[phase].median for rank in ranks if phase in rank.phases] for phase in PHASES}
-    return {phase: sum(values) / len(values) for phase, values in medians.items() if values}
+def _typical_phases(logs: Collection[RankLog]) -> dict[str, float]:
+    """Where the time of a typical step went, averaged over the ranks.
+
+    Means over the middle half of the steps by duration: unlike medians of each phase they add up to a step, and unlike
+    plain means they leave out the steps in which the machine was busy with something else.
+    """
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for log in logs:
+        typical = _middle_half(log.column("step_s"), log.measured())
+        for phase, means in found.items():
+            if (values := spread(log.column(f"{phase}_s")[typical])) is not None:
+                means.append(values.mean)
+    return {phase: sum(means) / len(means) for phase, means in found.items() if means}
+
+
+def _middle_half(step_s: Floats, positions: Steps) -> Steps:
+    if not len(positions):
+        return positions
+    low, high = np.nanpercentile(step_s[positions], (25, 75), method="nearest")
+    middle: Steps = positions[(step_s[positions] >= low) & (step_s[positions] <= high)]
+    return middle
 
 
 def _wire_bytes(logs: dict[int, RankLog]) -> float | None:

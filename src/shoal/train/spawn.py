@@ -24,7 +24,7 @@ from shoal.train.process import die_with_parent
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.train.spawn")
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     die_with_parent()
@@ -33,7 +33,7 @@ def main() -> int:
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, master_listen_fd=listener.detach(), timeout=timedelta(seconds=60)
     )
-    arguments = ["--run", str(options.run), *(["--resume"] if options.resume else [])]
+    arguments = ["--folder", str(options.folder), *(["--resume"] if options.resume else [])]
     context = mp.spawn(_child, args=(options.ranks, port, arguments), nprocs=options.ranks, join=False)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: _pass_on(context.pids()))

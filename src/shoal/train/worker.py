@@ -1,6 +1,6 @@
 """A rank: `python -m shoal.train.worker`.
 
-shoal's launchers start it with `--run FOLDER` on a prepared run folder. Under plain torchrun it prepares one itself:
+shoal's launchers start it with `--folder FOLDER` on a prepared run folder. Under plain torchrun it prepares one itself:
 
     torchrun --nproc-per-node=2 -m shoal.train.worker grammar --out runs/mine --set train.steps=200
 """
@@ -41,7 +41,7 @@ _SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broke
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shoal.train.worker", description=__doc__.split("\n")[0])
     parser.add_argument("preset", nargs="?", default="grammar")
-    parser.add_argument("--run", type=Path, help="a run folder that shoal prepared")
+    parser.add_argument("--folder", type=Path, help="a run folder that shoal prepared")
     parser.add_argument("--out", type=Path, help="the run folder to create (or, with --resume, to go on in)")
     parser.add_argument("--config", type=Path, help="a TOML file with settings")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="SECTION.KEY=VALUE")
@@ -117,8 +117,8 @@ def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launche
 
 
 def _config(options: argparse.Namespace) -> Config:
-    if options.run is not None:
-        return load_config(RunFolder.open(options.run).config)
+    if options.folder is not None:
+        return load_config(RunFolder.open(options.folder).config)
     if options.out is None:
         raise UsageError("no run folder given", why="all ranks must write into the same one", fix="add --out runs/NAME")
     if options.resume:
@@ -128,17 +128,17 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _run_folder(options: argparse.Namespace, config: Config, world: World) -> RunFolder:
     """Prepared by the launcher, or here by rank 0 while the others wait."""
-    if options.run is None and world.is_main:
+    if options.folder is None and world.is_main:
         if options.resume:
             reopen_run(options.out)
         else:
             create_run(config, options.out, world.size)
     barrier(world)
-    return RunFolder.open(options.run or options.out)
+    return RunFolder.open(options.folder or options.out)
 
 
 def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalError) -> None:
-    folder = options.run or options.out
+    folder = options.folder or options.out
     if folder is None or not (folder / "events").is_dir():
         return
     log = EventLog(RunFolder(folder).events(placement.rank), placement.rank)

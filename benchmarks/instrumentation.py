@@ -1,0 +1,105 @@
+"""What measuring costs: a step with every phase and bucket timed against the same step with timing off.
+
+    .venv/bin/python benchmarks/instrumentation.py --rounds 9
+
+Two ranks with three trainers each that take turns step by step, so that noise hits all alike. Variant A's barriers
+change the step itself (no overlap), so their cost is shown beside, not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import options
+from shoal.cluster.node import local_node
+from shoal.config.load import build_config
+from shoal.data.run_setup import create_run
+from shoal.launch.plan import plan_ranks
+from shoal.launch.supervise import bind
+
+VARIANTS = ("off", "hook", "barrier")
+
+
+def measure_rank(folder: Path, steps: int) -> None:
+    """One rank: three trainers of the same model in one world, stepping in turns."""
+    import time
+
+    import torch
+
+    from shoal.config.load import load_config
+    from shoal.control.placement import Placement
+    from shoal.runfolder import RunFolder
+    from shoal.sync.world import join, leave
+    from shoal.train.build import build_trainer
+    from shoal.train.recorder import Recorder
+    from shoal.train.trainer import StopWish
+
+    torch.set_num_threads(1)
+    world = join(Placement.from_env(os.environ), torch.device("cpu"))
+    run = RunFolder.open(folder)
+    base = load_config(run.config)
+    trainers = {}
+    for variant in VARIANTS:
+        config = base.model_copy(update={"sync": base.sync.model_copy(update={"measure": variant})})
+        trainers[variant] = build_trainer(config, run, world, Recorder(run, world), StopWish(), resume=False)
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for step in range(steps):
+        # The order turns too: whoever comes first after a barrier has the warmer cache.
+        for offset in range(len(VARIANTS)):
+            variant = VARIANTS[(step + offset) % len(VARIANTS)]
+            began = time.perf_counter()
+            trainers[variant].step()
+            times[variant].append(time.perf_counter() - began)
+    if world.is_main:
+        (folder / "times.json").write_text(json.dumps(times))
+    leave(world)
+
+
+def main() -> None:
+    parser = options(__doc__.split("\n")[0], rounds_=5, steps=60)
+    parser.add_argument("--preset", default="grammar")
+    parser.add_argument("--rank-of", type=Path, help="internal: be one rank")
+    chosen = parser.parse_args()
+    if chosen.rank_of:
+        measure_rank(chosen.rank_of, chosen.steps)
+        return
+    ratios: dict[str, list[float]] = {"hook": [], "barrier": []}
+    for number in range(1, chosen.rounds + 1):
+        times = one_round(chosen.preset, chosen.steps)
+        off = statistics.median(times["off"])
+        for variant, found in ratios.items():
+            found.append(statistics.median(times[variant]) / off)
+        print(f"round {number}: off {off * 1e3:.2f} ms, " + ", ".join(f"{v} {r[-1]:.4f}×" for v, r in ratios.items()))
+    print(json.dumps({f"{variant}_cost": round(statistics.median(r) - 1, 4) for variant, r in ratios.items()}))
+
+
+def one_round(preset: str, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_config(preset, sets=["train.steps=1000000"])
+        run = create_run(config, Path(folder) / "run", world_size=2)
+        node = local_node(2)
+        with bind(node.address) as meeting:
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, __file__, "--rank-of", str(run.path), "--steps", str(steps)],
+                    env={**os.environ, **command.env},
+                    pass_fds=(meeting.fd,) if command.serves_store else (),
+                )
+                for command in plan_ranks(config.run, run.path, node, meeting, resume=False)
+            ]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise SystemExit(f"a rank failed: {codes}")
+        found: dict[str, Any] = json.loads((run.path / "times.json").read_text())
+        return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""One rank of shoal's trainer against a plain eager loop with unfused AdamW, on the same model and batches.
+
+    .venv/bin/python benchmarks/one_rank.py --preset grammar --rounds 7
+
+What a user gives up or gains by training through shoal before a second rank is even there.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from _common import median_ratio, options, rounds, seconds_per_call
+from shoal.config.load import build_config, load_config
+from shoal.control.placement import Placement
+from shoal.data.run_setup import create_run
+from shoal.model.gpt import GPT
+from shoal.sync.world import join, leave
+from shoal.train.build import build_trainer
+from shoal.train.recorder import Recorder
+from shoal.train.trainer import StopWish, Trainer, split
+
+
+class Plain:
+    """What a tutorial writes: forward, backward, clip, `AdamW(foreach=False, fused=False)`, nothing measured."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        torch.manual_seed(trainer.config.train.seed)
+        self.model = GPT(trainer.config.model)
+        train = trainer.config.train
+        self.optimizer = torch.optim.AdamW(
+            self.model.decay_groups(train.weight_decay), lr=1e-3, betas=(0.9, 0.99), foreach=False, fused=False
+        )
+        self.batches = trainer.batches
+        self.clip = train.clip
+        self.cursor = 0
+
+    def step(self) -> None:
+        for rows in self.batches.micro_batches(self.cursor):
+            inputs, targets = split(rows, torch.device("cpu"))
+            loss = self.model(inputs, targets) / targets.numel()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+        self.cursor += self.batches.shard.deal.global_batch
+
+
+def main() -> None:
+    parser = options(__doc__.split("\n")[0], rounds_=7, steps=12)
+    parser.add_argument("--preset", default="grammar")
+    parser.add_argument("--set", action="append", default=[], dest="sets")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_config(chosen.preset, sets=[*chosen.sets, "train.steps=1000000"])
+        run = create_run(config, Path(folder) / "run", world_size=1)
+        world = join(Placement(0, 1, 0, 1), torch.device("cpu"))
+        recorder = Recorder(run, world)
+        ours = build_trainer(load_config(run.config), run, world, recorder, StopWish(), resume=False)
+        plain = Plain(ours)
+        ours.step()
+        plain.step()
+        found = rounds(
+            {
+                "plain eager, unfused": lambda: seconds_per_call(plain.step, chosen.steps),
+                "shoal, one rank": lambda: seconds_per_call(ours.step, chosen.steps),
+            },
+            chosen.rounds,
+        )
+        leave(world)
+    base, shoal = found.values()
+    print(
+        json.dumps({"preset": chosen.preset, "threads": chosen.threads, "ratio": round(median_ratio(base, shoal), 3)})
+    )
+
+
+if __name__ == "__main__":
+    main()

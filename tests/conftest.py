@@ -1,0 +1,71 @@
+"""Every test must leave the machine as it found it: no process, no variable, no file outside its own folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import standing_helpers
+
+ROOT = Path(__file__).resolve().parent.parent
+_GRACE_S = 5.0
+# pytest names the running test in one; torch sets the other when the first optimizer is made.
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Encoded corpora go to one folder of this session, shared by its tests, never to the user's own cache."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    variables, files, children = dict(os.environ), _files(), _children()
+    yield
+    changed = {name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name)}
+    assert not changed - _NOT_OURS, f"left variables changed: {changed}"
+    assert _files() <= files, f"left files: {_files() - files}"
+    _wait_for_children(children)
+
+
+def _wait_for_children(before: set[int]) -> None:
+    deadline = time.monotonic() + _GRACE_S
+    while left := _children() - before - standing_helpers():
+        if time.monotonic() > deadline:
+            pytest.fail(f"left processes: {[_describe(pid) for pid in left]}")
+        time.sleep(0.05)
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True) if _alive(child)}
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe(pid: int) -> str:
+    try:
+        return f"{pid} {' '.join(psutil.Process(pid).cmdline())}"
+    except psutil.Error:
+        return str(pid)
+
+
+def _files() -> set[Path]:
+    """The project's own folder and the one tests run from; caches of the tools aside."""
+    return {path for folder in (ROOT, Path.cwd()) for path in folder.iterdir() if not path.name.startswith(".")}

@@ -1,0 +1,147 @@
+"""Every way of exchanging gradients gives the sum that one process computes alone, the same bits on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.model.gpt import GPT
+from shoal.sync.exchange import StepExchange, sum_over_world
+from shoal.sync.gradients import CommTimes, make_gradient_sync
+from shoal.sync.replicas import all_agree, copy_from, tell_all
+from shoal.sync.world import World
+from shoal.train.state import digest, weights
+from tests.harness import run_ranks
+
+Gradients = dict[str, npt.NDArray[np.float32]]
+
+SHAPE = ModelConfig(layers=2, heads=2, width=32, seq_len=8, vocab_size=50)
+WAYS: list[dict[str, Any]] = [
+    {"mode": "ddp", "measure": "hook"},
+    {"mode": "ddp", "measure": "off"},
+    {"mode": "ddp", "measure": "barrier"},
+    {"mode": "ddp", "measure": "hook", "bucket_mb": 0.01},
+    {"mode": "ddp", "measure": "barrier", "bucket_mb": 0.01},
+    {"mode": "stock", "measure": "hook"},
+]
+
+
+def rows_of(rank: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + micro)
+    return torch.randint(0, SHAPE.vocab_size, (2, SHAPE.seq_len + 1), generator=generator)
+
+
+def fresh_model() -> GPT:
+    torch.manual_seed(1)
+    return GPT(SHAPE)
+
+
+def gradients(model: GPT) -> Gradients:
+    return {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def shares(size: int) -> list[int]:
+    """Unequal on purpose: rank r has r + 1 micro-batches."""
+    return [rank + 1 for rank in range(size)]
+
+
+def exchange(world: World, settings: dict[str, Any]) -> tuple[Gradients, CommTimes]:
+    model = fresh_model()
+    sync = make_gradient_sync(SyncConfig(**settings), model, world)
+    micros = shares(world.size)
+    scale = sync.loss_scale(sum(micros) * 2 * SHAPE.seq_len)
+    for micro in range(micros[world.rank]):
+        rows = rows_of(world.rank, micro)
+        with sync.micro_batch(last=micro == micros[world.rank] - 1):
+            (sync.module(rows[:, :-1], rows[:, 1:]) * scale).backward()
+    comm = sync.finish()
+    return gradients(model), comm
+
+
+def alone(size: int) -> Gradients:
+    model = fresh_model()
+    blocks = [rows_of(rank, micro) for rank, share in enumerate(shares(size)) for micro in range(share)]
+    rows = torch.cat(blocks)
+    (model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("settings", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_the_sum_is_that_of_one_process(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+    reference = alone(world_size)
+    results = run_ranks(exchange, world_size, tmp_path, settings)
+    for found, comm in results:
+        assert found.keys() == reference.keys()
+        for name, gradient in found.items():
+            np.testing.assert_allclose(gradient, reference[name], rtol=1e-4, atol=1e-6)
+            assert gradient.tobytes() == results[0][0][name].tobytes(), f"{name} differs between ranks"
+        assert comm.tail_s >= 0
+        assert comm.allreduce_s >= 0
+
+
+def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:
+    reference = alone(2)
+    (first, _), (second, _) = run_ranks(exchange, 2, tmp_path, {"wire": "fp16"})
+    for name, gradient in first.items():
+        assert gradient.tobytes() == second[name].tobytes()
+        np.testing.assert_allclose(gradient, reference[name], rtol=2e-3, atol=5e-5)
+    assert any((first[name] != exact).any() for name, exact in reference.items())
+
+
+def slow_rank(world: World) -> tuple[float, float, bool]:
+    """Rank 1 is ready 0.2 s late in every step; rank 0 asks to stop in the second."""
+    import time
+
+    exchange = StepExchange(world)
+    shared = None
+    for step in range(2):
+        if world.rank == 1:
+            time.sleep(0.2)
+        ready_at = time.perf_counter()
+        exchange.begin(float(world.rank + 1), CommTimes(ready_at, 0.0, 0.0), stop=world.rank == 0 and step == 1)
+        shared = exchange.finish()
+    assert shared is not None
+    return shared.loss_sum, shared.wait_s, shared.stop
+
+
+def test_ranks_share_loss_waiting_and_the_wish_to_stop(tmp_path: Path) -> None:
+    (loss_0, wait_0, stop_0), (loss_1, wait_1, stop_1) = run_ranks(slow_rank, 2, tmp_path)
+    assert loss_0 == loss_1 == 3.0
+    assert stop_0
+    assert stop_1
+    assert wait_0 == pytest.approx(0.2, abs=0.1)
+    assert wait_1 == pytest.approx(0.0, abs=0.1)
+
+
+def make_unequal_then_equal(world: World) -> tuple[bool, bool, list[int], list[float]]:
+    torch.manual_seed(world.rank)
+    model = GPT(SHAPE)
+    before = all_agree(world, digest(weights(model)))
+    copy_from(world, 0, weights(model).values())
+    after = all_agree(world, digest(weights(model)))
+    return before, after, tell_all(world, 1, [world.rank, 7]), sum_over_world(world, [1.5, world.rank])
+
+
+def test_replicas_are_compared_and_copied(tmp_path: Path) -> None:
+    for before, after, told, summed in run_ranks(make_unequal_then_equal, 3, tmp_path):
+        assert not before
+        assert after
+        assert told == [1, 7]
+        assert summed == [4.5, 3.0]
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("rank one says no")
+
+
+def test_the_harness_reports_the_first_failure(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank one says no"):
+        run_ranks(fail_on_one, 2, tmp_path)

@@ -1,0 +1,131 @@
+"""The order of data and its shards: nothing twice, nothing left out, for any world."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config.schema import TrainConfig
+from shoal.cost.batch import micro_batch, world_batch
+from shoal.data.order import permute, sample_indices
+from shoal.data.shards import CursorShard, Deal, ModuloShard, deal, make_shard
+from shoal.errors import ConfigError, UsageError
+
+counts = st.integers(1, 3000)
+seeds = st.integers(0, 2**63)
+
+
+@given(counts, seeds, st.integers(0, 50))
+def test_an_epoch_is_a_permutation(count: int, seed: int, epoch: int) -> None:
+    order = permute(np.arange(count), count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+
+
+@given(st.integers(50, 3000), seeds)
+def test_epochs_differ_and_are_shuffled(count: int, seed: int) -> None:
+    first, second = (permute(np.arange(count), count, seed, epoch) for epoch in (0, 1))
+    assert (first != second).any()
+    assert (first != np.arange(count)).any()
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    assert permute(np.arange(10), 10, 35_000, 0).tolist() == [7, 5, 8, 1, 4, 6, 3, 2, 0, 9]
+
+
+@given(counts, seeds, st.integers(0, 10_000), st.integers(1, 64))
+def test_any_position_can_be_asked_alone(count: int, seed: int, first: int, length: int) -> None:
+    together = sample_indices(np.arange(first, first + length), count, seed)
+    alone = [int(sample_indices(np.array([position]), count, seed)[0]) for position in range(first, first + length)]
+    assert together.tolist() == alone
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> Deal:
+    world = draw(st.integers(1, 9))
+    micro = draw(st.integers(1, 5))
+    return deal(micro * draw(st.integers(world, 40)), micro, world)
+
+
+@given(deals(), counts, seeds, st.integers(0, 200))
+def test_a_step_is_dealt_without_overlap_or_gap(dealt: Deal, count: int, seed: int, step: int) -> None:
+    world = len(dealt.micro_batches)
+    cursor = step * dealt.global_batch
+    parts = [CursorShard(rank, dealt, count, seed).indices(cursor) for rank in range(world)]
+    whole = sample_indices(np.arange(cursor, cursor + dealt.global_batch), count, seed)
+    assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+@given(deals(), st.integers(9, 3000), seeds)
+def test_shard_sizes_add_up(dealt: Deal, count: int, seed: int) -> None:
+    ranks = range(len(dealt.micro_batches))
+    assert sum(CursorShard(rank, dealt, count, seed).size for rank in ranks) == count
+    assert sum(ModuloShard(rank, dealt, count, seed).size for rank in ranks) == count
+
+
+@given(deals(), st.integers(9, 500), seeds, st.integers(0, 100))
+def test_a_modulo_shard_keeps_to_its_own(dealt: Deal, count: int, seed: int, step: int) -> None:
+    world = len(dealt.micro_batches)
+    for rank in range(world):
+        indices = ModuloShard(rank, dealt, count, seed).indices(step * dealt.global_batch)
+        assert set(indices % world) == {rank}
+        assert indices.max() < count
+
+
+def test_a_modulo_shard_is_used_up_before_it_repeats() -> None:
+    shard = ModuloShard(1, deal(6, 1, 3), count=30, seed=1)
+    seen = np.concatenate([shard.indices(step * 6) for step in range(5)])
+    assert sorted(seen.tolist()) == list(range(1, 30, 3))
+
+
+@given(st.lists(st.integers(), max_size=100), st.integers(1, 12))
+def test_make_shard_covers_everything_once(items: list[int], world: int) -> None:
+    shards = [make_shard(rank, world, items) for rank in range(world)]
+    assert sorted(item for shard in shards for item in shard) == sorted(items)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert all(shards[index % world][index // world] == item for index, item in enumerate(items))
+
+
+def test_make_shard_without_items_takes_the_grammar_corpus() -> None:
+    shards = [make_shard(rank, 3) for rank in range(3)]
+    assert sum(map(len, shards)) == len(make_shard(0, 1))
+    assert shards[0][0].endswith((".", "?"))
+    assert not set(shards[0]) & set(shards[1])
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
+def test_make_shard_refuses_a_rank_that_does_not_exist(rank: int, world: int) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        make_shard(rank, world, [1, 2, 3])
+
+
+@given(st.integers(1, 200), st.integers(1, 9))
+def test_the_chosen_micro_batch_always_fits(batch: int, world: int) -> None:
+    train = TrainConfig(global_batch=max(batch, world))
+    size = micro_batch(train, world)
+    assert train.global_batch % size == 0
+    assert min(deal(train.global_batch, size, world).micro_batches) >= 1
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 3)])
+def test_equal_work_is_preferred(world: int, expected: int) -> None:
+    assert micro_batch(TrainConfig(global_batch=24), world) == expected
+
+
+def test_weak_scaling_gives_every_rank_the_stated_batch() -> None:
+    train = TrainConfig(global_batch=12, scaling="weak")
+    assert world_batch(train, 4) == 48
+    assert deal(48, micro_batch(train, 4), 4).share(3) == 12
+
+
+def test_more_ranks_than_sequences_is_refused() -> None:
+    with pytest.raises(ConfigError, match="5 ranks cannot share a global batch of 4") as caught:
+        micro_batch(TrainConfig(global_batch=4), 5)
+    assert "--global-batch 5" in caught.value.fix
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="micro-batches of 7") as caught:
+        micro_batch(TrainConfig(global_batch=24, micro_batch=7), 2)
+    assert "--micro-batch 6" in caught.value.fix
