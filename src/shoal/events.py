@@ -6,6 +6,7 @@ process killed in mid-write may leave a torn last line, and `read_events` passes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -37,14 +38,16 @@ class EventLog:
         self.append(record)
 
     def append(self, record: Event) -> None:
-        line = json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n"
-        try:
-            os.write(self._fd, line.encode())
-        except OSError as error:
-            self._complain(error)
+        self._put((json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def _put(self, line: bytes) -> None:
+        try:
+            os.write(self._fd, line)
+        except OSError as error:
+            self._complain(error)
 
     def _end_torn_line(self) -> None:
         """A resumed run appends to the file of a killed one: its half line must not swallow our first."""
@@ -53,13 +56,15 @@ class EventLog:
             return
         with self.path.open("rb") as file:
             file.seek(size - 1)
-            if file.read(1) != b"\n":
-                os.write(self._fd, b"\n")
+            torn = file.read(1) != b"\n"
+        if torn:
+            self._put(b"\n")
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:
             self._complained = True
-            sys.stderr.write(f"shoal: cannot write {self.path}: {error.strerror}; events are lost from here on\n")
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"shoal: cannot write {self.path}: {error.strerror}; events are lost from here on\n")
 
 
 def read_events(path: Path) -> Iterator[Event]:

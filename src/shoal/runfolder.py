@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,10 @@ class RunFolder:
                 fix="choose a folder you may write to: --out FOLDER",
             ) from None
         return cls(path.resolve())
+
+    def discard(self) -> None:
+        """Removes a folder that could not be made into a run, so that the next try with the same name is not refused."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

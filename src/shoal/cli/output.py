@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -68,9 +69,9 @@ def replica_verdict(manifest: Manifest) -> str:
 
 def print_scaling(points: list[ScalingPoint]) -> None:
     console = stdout_console()
-    table = Table("ranks", "threads", "tokens/s", "against one", "efficiency", "step", "all-reduce", "not hidden")
-    for column in table.columns:
-        column.justify = "right"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for title in ("ranks", "threads", "tokens/s", "speed-up", "efficiency", "step", "all-reduce", "exposed"):
+        table.add_column(title, justify="right", no_wrap=True)
     base = points[0]
     for point in points:
         table.add_row(*_scaling_row(point, base))

@@ -31,6 +31,7 @@ class DataFacts:
 def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
     micro_batch(config.train, world_size)
+    config = _with_absolute_path(config)
     prepared = _prepare(config)
     resolved = _with_vocabulary(config, prepared.vocab_size)
     check_enough(prepared, resolved.model.seq_len, world_batch(resolved.train, world_size))
@@ -40,6 +41,7 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
         write_atomically(run.data, json.dumps(asdict(_facts(prepared)), indent=1))
         write_atomically(run.config, to_toml(resolved))
     except OSError as error:
+        run.discard()
         raise DataError(
             f"cannot write into {run.path}: {error.strerror}",
             why="the folder could be made, but the disk is full or read-only",
@@ -85,6 +87,14 @@ def _prepare(config: Config) -> Prepared:
             fix="name a text file or a folder of them: --data FILE",
         )
     return prepare(config.data)
+
+
+def _with_absolute_path(config: Config) -> Config:
+    """A run is resumed from wherever its user stands by then."""
+    if config.data.path is None:
+        return config
+    data = config.data.model_copy(update={"path": config.data.path.absolute()})
+    return config.model_copy(update={"data": data})
 
 
 def _with_vocabulary(config: Config, needed: int) -> Config:

@@ -38,10 +38,10 @@ def run_ranks(config: RunConfig, run: RunFolder, node: Node, watch: Watch, resum
     for tail in tails:
         tail.skip_to_end()
     began = time.time()
-    with bind(node.address) as meeting:
-        commands = plan_ranks(config, run.path, node, meeting, resume)
-        world = _World(run, commands, meeting)
+    world = _World(run)
     with world, _signals(world):
+        with bind(node.address) as meeting:
+            world.start(plan_ranks(config, run.path, node, meeting, resume), meeting)
         while world.running():
             watch([event for tail in tails for event in tail.poll()])
             time.sleep(POLL_S)
@@ -75,23 +75,22 @@ class _World:
     """The processes of one run. Leaving the `with` block leaves none of them."""
 
     run: RunFolder
-    commands: list[Command]
-    meeting: Meeting
+    commands: list[Command] = field(default_factory=list)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
     interrupts: int = 0
     _failed_at: float | None = None
     _asked_to_stop: bool = False
 
-    def __post_init__(self) -> None:
-        """Started here, while the meeting's socket is still open for rank 0 to inherit."""
+    def start(self, commands: list[Command], meeting: Meeting) -> None:
+        """While the meeting's socket is still open for rank 0 to inherit."""
+        self.commands = commands
         try:
-            for command in self.commands:
-                fds = (self.meeting.fd,) if command.serves_store else ()
+            for command in commands:
+                fds = (meeting.fd,) if command.serves_store else ()
                 log = self.run.log(command.node.name, command.name)
                 self.processes[command.name] = start_process(command.argv, command.env, log, fds)
         except OSError as error:
-            self._kill_all()
             raise RunFailed(
                 f"cannot start {command.name} on {command.node.name}: {error.strerror}",
                 why="the machine is out of processes or memory, or the run folder is not writable",
@@ -130,7 +129,7 @@ class _World:
             return
         log = str(self.run.log(command.node.name, command.name))
         self.endings.append(Ending(command.name, command.node.name, command.ranks, code, len(self.endings), by_us, log))
-        if code != 0 and self._failed_at is None:
+        if code not in (0, Interrupted.exit_code) and self._failed_at is None:
             self._failed_at = time.monotonic()
 
     def _kill_all(self) -> None:

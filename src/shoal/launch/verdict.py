@@ -79,7 +79,8 @@ def _explain(ending: Ending, fault: Event | None) -> ShoalError:
 def _how(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
+    # Real-time signals have no name of their own.
+    name = {int(known): known.name for known in signal.Signals}.get(-code, f"signal {-code}")
     if -code == signal.SIGKILL:
         return f"was killed ({name}): somebody did, or the kernel for lack of memory (sudo dmesg | grep -i oom)"
     return f"was killed by {name}"

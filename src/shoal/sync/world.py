@@ -90,6 +90,7 @@ def join(
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if chosen == "gloo" else timeout_s),
+        device_id=device if chosen == "nccl" else None,
     )
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - init_process_group has just made it

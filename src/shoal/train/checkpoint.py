@@ -74,7 +74,7 @@ class CheckpointFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write the checkpoint {final}: {error}",
-                why="training goes on and older checkpoints are untouched, but there is no newer one to return to",
+                why="older checkpoints are untouched, but there is no newer one to return to",
                 fix=f"free space or fix the folder: df -h {self._path}",
             ) from error
         self._drop_old()

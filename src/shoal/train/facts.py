@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,18 +18,13 @@ import shoal
 
 @cache
 def cpu_name() -> str:
-    """`platform.processor()` is empty on most Linux machines; ARM kernels name the part only by number."""
+    """`platform.processor()` is empty on most Linux machines, and /proc/cpuinfo names an ARM core only by number."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        listing = subprocess.run(["/usr/bin/lscpu", "--json"], capture_output=True, timeout=5, check=True).stdout
+        fields = {entry["field"]: entry["data"] for entry in json.loads(listing)["lscpu"]}
+        return str(fields["Model name:"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return platform.processor() or platform.machine()
-    fields = dict(_split(line) for line in text.splitlines() if ":" in line)
-    return fields.get("model name") or f"{platform.machine()} part {fields.get('CPU part', '?')}"
-
-
-def _split(line: str) -> tuple[str, str]:
-    key, _, value = line.partition(":")
-    return key.strip(), value.strip()
 
 
 def usable_cores() -> int:

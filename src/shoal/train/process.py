@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -40,5 +41,6 @@ def catch_stop_signals(stop: StopWish) -> None:
 
 def say(error: ShoalError) -> int:
     """Into the log, or onto the terminal when a person started us; returns the exit code."""
-    sys.stderr.write(error.render())
+    with contextlib.suppress(OSError):
+        sys.stderr.write(error.render())
     return error.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +35,11 @@ def main() -> int:
     except ShoalError as error:
         return say(error)
     text = json.dumps({"sentences": sentences}, ensure_ascii=False) if options.json else "\n".join(sentences)
-    sys.stdout.write(text + "\n")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -106,7 +106,7 @@ class Trainer:
             raise RunFailed(
                 f"the loss became {loss} in step {step}",
                 why="the training diverged, most often because the learning rate is too high",
-                fix=f"go on from the last checkpoint with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
+                fix=f"start a new run with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
             )
         wait_s = min(max(shared.wait_s if comm.wait_s is None else comm.wait_s, 0.0), comm.tail_s)
         self.timer.move("backward", "wait", wait_s)

@@ -8,6 +8,7 @@ shoal's launchers start it with `--folder FOLDER` on a prepared run folder. Unde
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say(error)
     except Exception as error:
         _note_fault(options, placement, _as_fault(error, placement.rank))
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         return RunFailed.exit_code
 
 
@@ -106,10 +108,11 @@ def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launche
     )
     shard = describe_shard(trainer, run)
     recorder.event("shard", **shard)
-    sys.stdout.write(
-        f"rank {world.rank} of {world.size}: {shard['size']} of {shard['total']} samples, first: {shard['first']}\n"
-    )
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        # A full disk must not end a training because its log cannot grow.
+        print(
+            f"rank {world.rank} of {world.size}: {shard['size']} of {shard['total']} samples, first: {shard['first']}"
+        )
     try:
         return Loop(trainer, run).run()
     finally:

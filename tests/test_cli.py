@@ -1,0 +1,287 @@
+"""The command line: what it says, on which stream, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal as package
+from shoal.cli.main import main, take_debug
+from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of, train_tiny
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+class Call:
+    """`shoal WORDS` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *words: str | Path) -> Said:
+        self._monkeypatch.setattr(sys, "argv", ["shoal", *map(str, words)])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        out, err = self._capsys.readouterr()
+        assert isinstance(leaving.value.code, int)
+        return Said(leaving.value.code, out, err)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return Call(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished run of two ranks and its manifest as `--json` printed it."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    return folder, train_tiny(folder, "--steps", "4")
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "next_step"),
+    [
+        (["trian"], "there is no verb 'trian'", "shoal --help"),
+        (["bench", "scalign"], "Did you mean 'scaling'?", "shoal bench --help"),
+        (["train", "--bogus"], "No such option: --bogus", "shoal train --help"),
+        (["train", "--steps", "many"], "Invalid value for '--steps'", "shoal train --help"),
+        (["train", "--steps", "0"], "Invalid value for '--steps'", "shoal train --help"),
+        (["train", "--set", "steps"], "not of the form section.key=value", "--set train.steps=200"),
+        (["train", "--on", "moon:3"], "--on 'moon:3' names no cluster", "--on local:2"),
+        (["verify"], "Missing argument", "shoal verify --help"),
+        (["bench", "scaling", "--ranks", "1,two"], "--ranks '1,two' is not a list of numbers", "--ranks 1,2,4"),
+        (["bench", "scaling", "--ranks", "0,1"], "cannot measure on 0, 1 ranks", "--ranks 1,2,4"),
+        (["bench", "scaling", "--ranks", "1,99"], "99 ranks cannot share a global batch", "--global-batch 99"),
+        (["sample", "nowhere"], "nowhere is not a run folder", "ls runs/"),
+    ],
+)
+def test_wrong_usage_is_said_in_words(call: Call, words: list[str], seen: str, next_step: str) -> None:
+    said = call(*words)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: ")
+    assert seen in said.err
+    assert next_step in said.err.rpartition("  next: ")[2]
+    assert "Traceback" not in said.err
+
+
+def test_an_unknown_verb_names_the_nearest(call: Call) -> None:
+    assert "did you mean 'train'?" in call("trian").err
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_no_verb_prints_the_help_and_nothing_else(call: Call, words: list[str]) -> None:
+    said = call(*words)
+    assert (said.code, said.err) == (2, "")
+    assert "Usage: shoal" in said.out
+
+
+def test_debug_adds_the_traceback_and_changes_nothing_else(call: Call) -> None:
+    plain, debug = call("verify", "nowhere"), call("verify", "nowhere", "--debug")
+    assert debug.code == plain.code == 2
+    assert debug.err.startswith("Traceback")
+    assert debug.err.endswith(plain.err)
+
+
+def test_debug_after_two_dashes_belongs_to_somebody_else() -> None:
+    assert take_debug(["run", "--debug", "--", "a", "--debug"]) == (["run", "--", "a", "--debug"], True)
+    assert take_debug(["run", "--", "--debug"]) == (["run", "--", "--debug"], False)
+
+
+def test_a_bug_is_owned_up_to(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def surprise(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr("shoal.cli.train.build_config", surprise)
+    said = call("train")
+    assert said.code == 3
+    assert "shoal failed unexpectedly: ZeroDivisionError: nobody thought of this" in said.err
+    assert "--debug" in said.err
+
+
+def test_version(call: Call) -> None:
+    assert call("--version") == Said(0, f"shoal {package.__version__}\n", "")
+
+
+# verify, report and sample without a run
+
+
+@pytest.mark.parametrize("verb", ["verify", "report", "sample"])
+def test_a_missing_folder_and_one_that_is_no_run_are_refused(call: Call, tmp_path: Path, verb: str) -> None:
+    for folder in (tmp_path / "nowhere", tmp_path):
+        said = call(verb, folder)
+        assert said.code == 2
+        assert said.err.startswith(f"error: {folder} is not a run folder: it has no config.toml\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --resume and --dry-run
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--global-batch", "48"], "--global-batch"),
+        (["--set", "train.lr=1"], "--set"),
+        (["--threads", "0"], "--threads"),
+        (["--out", "elsewhere"], "--out"),
+        (["--dry-run"], "--dry-run"),
+        (["shakespeare-char"], "shakespeare-char"),
+    ],
+)
+def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[str], named: str) -> None:
+    said = call("train", *words, "--resume", tmp_path / "run")
+    assert said.code == 2
+    assert said.err.startswith(f"error: {named} does not go with --resume\n")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names", "module"),
+    [
+        ("shoal", ["rank-0", "rank-1", "rank-2"], "shoal.train.worker"),
+        ("torchrun", ["torchrun"], "torch.distributed.run"),
+        ("spawn", ["spawn"], "shoal.train.spawn"),
+    ],
+)
+def test_a_dry_run_prints_the_commands_and_starts_nothing(
+    call: Call, tmp_path: Path, launcher: str, names: list[str], module: str
+) -> None:
+    out = tmp_path / "it's here"
+    said = call("train", "--on", "local:3", "--launcher", launcher, "--out", out, "--dry-run")
+    blocks = [block.split("\n") for block in said.out.strip().split("\n\n")]
+    assert said.code == 0
+    assert [title for title, _ in blocks] == [f"# {name} on local" for name in names]
+    for _, command in blocks:
+        words = shlex.split(command)
+        assert {module, str(out)} <= set(words)
+        assert "GLOO_SOCKET_IFNAME=lo" in words
+    assert not out.exists()
+
+
+def test_a_dry_run_shows_each_rank_its_place(call: Call, tmp_path: Path) -> None:
+    said = call("train", "--on", "local:2", "--out", tmp_path / "run", "--dry-run")
+    first, second = (shlex.split(line) for line in said.out.splitlines() if " -m " in line)
+    assert {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"} <= set(first)
+    assert {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"} <= set(second)
+    assert any(word.startswith("SHOAL_STORE_FD=") for word in first)
+    assert not any(word.startswith("SHOAL_STORE_FD=") for word in second)
+
+
+# Pipes
+
+
+def into_closed_pipe(*words: str | Path) -> tuple[int, str]:
+    """With Python's usual buffer, which is written when the program ends, after its last chance to catch anything."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    variables = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        shoal_command(*words), env=variables, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--dry-run", "--out", "never"]])
+def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
+    """141 is what a shell says of any program here; 0 and 1 would be answers to a question."""
+    assert into_closed_pipe(*words) == (141, "")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_verdict_nobody_reads_is_neither_yes_nor_no(run: tuple[Path, dict[str, Any]], more: list[str]) -> None:
+    assert into_closed_pipe("verify", run[0], *more) == (141, "")
+
+
+def test_a_reader_that_leaves_early_gets_its_line() -> None:
+    with subprocess.Popen(shoal_command("train", "--dry-run", "--out", "never"), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"# rank-0 on local\n"
+        process.stdout.close()
+        assert process.wait(30) in (0, 141)
+
+
+# Results
+
+
+def test_train_json_is_the_manifest_that_was_written(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, manifest = run
+    assert manifest == json.loads((folder / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+    assert manifest["world_size"] == 2
+    assert manifest["byte_equivalent"] is True
+    assert len(steps_of(folder)) == manifest["steps"] == 4
+
+
+def test_a_finished_run_verifies(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
+    said = call("verify", run[0])
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith("identical: 2 replicas")
+    assert "complete: 4 steps, 96 samples" in said.out
+
+
+def test_verify_json_is_one_document(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
+    said = call("verify", run[0], "--json")
+    verdict = json.loads(said.out)
+    assert (said.code, said.err) == (0, "")
+    assert (verdict["byte_equivalent"], verdict["ranks"], verdict["ledger"]["ok"]) == (True, 2, True)
+
+
+def test_verify_answers_no_when_one_bit_differs(call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    copy = shutil.copytree(run[0], tmp_path / "copy")
+    state = copy / "state-rank-1.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(content)
+    said = call("verify", copy)
+    assert said.code == 1
+    assert said.out.startswith("different: rank 1 differs from rank 0")
+    assert json.loads(call("verify", copy, "--json").out)["differing_ranks"] == [1]
+
+
+def test_verify_without_a_state_says_what_is_missing(
+    call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run[0], tmp_path / "copy")
+    (copy / "state-rank-1.safetensors").unlink()
+    said = call("verify", copy, "--json")
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: rank 1 wrote no state-rank-N.safetensors")
+
+
+def test_report_json_names_the_page(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
+    said = call("report", run[0], "--json")
+    page = Path(json.loads(said.out)["report"])
+    assert (said.code, said.err) == (0, "")
+    assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+def test_bench_scaling_json_is_one_document(tmp_path: Path) -> None:
+    done = shoal("bench", "scaling", "--ranks", "2,1", "--steps", "4", "--json", "--out", tmp_path, *set_flags(*TINY))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    one, two = document["rows"]
+    assert (one["ranks"], two["ranks"], one["speedup"]) == (1, 2, 1.0)
+    assert two["speedup"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
+    assert set(document["runs"]) == {"1", "2"}
+    assert Path(document["picture"]).is_file()
+    assert Path(document["report"]).is_file()
+    assert document["explanation"]
