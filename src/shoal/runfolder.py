@@ -41,7 +41,7 @@ class RunFolder:
         return cls(path.resolve())
 
     def discard(self) -> None:
-        """Removes a folder that could not be made into a run, so that the next try with the same name is not refused."""
+        """Removes a folder that could not be made into a run: the next try with its name must not be refused."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod

@@ -55,7 +55,7 @@ class DataConfig(Section):
 
     path: Path | None = None
     tokenizer: Literal["char", "byte", "bpe"] = "bpe"
-    bpe_vocab: Annotated[int, Field(ge=257, le=65_536)] = 512
+    bpe_vocab: Annotated[int, Field(ge=257, le=65_536)] = 2048
     val_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.1
     sharding: Literal["cursor", "modulo"] = "cursor"
     sentences: Annotated[int, Field(ge=100)] = 40_000
@@ -82,10 +82,10 @@ class TrainConfig(Section):
     """
 
     steps: Positive = 100
-    global_batch: Positive = 24
+    global_batch: Positive = 16
     micro_batch: Positive | None = None
     scaling: Literal["strong", "weak"] = "strong"
-    lr: Annotated[float, Field(gt=0)] = 3e-3
+    lr: Annotated[float, Field(gt=0)] = 2e-3
     base_batch: Positive | None = None
     warmup_steps: NotNegative = 10
     min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
