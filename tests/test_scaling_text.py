@@ -180,3 +180,13 @@ def test_the_plot_is_a_png_of_the_promised_width(tmp_path: Path, points: list[Sc
     content = (tmp_path / "scaling.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert int.from_bytes(content[16:20]) == 1200
+
+
+def test_a_busy_machine_is_said() -> None:
+    points = [
+        demo_points()[0].model_copy(update={"other_load": 0.04}),
+        demo_points()[1].model_copy(update={"other_load": 0.9}),
+    ]
+    assert "busy meanwhile (0.0 with one rank and 0.9 with two ranks, on average)" in explain(points)
+    quiet = [point.model_copy(update={"other_load": 0.1}) for point in points]
+    assert "busy meanwhile" not in explain(quiet)

@@ -246,3 +246,10 @@ def test_finish_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
     assert main([]) == 2
+
+
+def test_other_load_is_what_our_ranks_did_not_use() -> None:
+    """Two ranks of one machine used 18 of the 30 CPU seconds that its cores worked in 10 seconds."""
+    ends = [{**end(rank), "wall_s": 10.0, "cpu_s": 9.0, "machine_busy_s": 30.0} for rank in (0, 1)]
+    assert summarize([start(0), start(1), *ends]).other_load == pytest.approx(1.2)
+    assert summarize([start(0), start(1), end(0), end(1)]).other_load is None

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -69,7 +68,7 @@ def replica_verdict(manifest: Manifest) -> str:
 
 def print_scaling(points: list[ScalingPoint]) -> None:
     console = stdout_console()
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("ranks", "threads", "tokens/s", "speed-up", "efficiency", "step", "all-reduce", "exposed"):
         table.add_column(title, justify="right", no_wrap=True)
     base = points[0]

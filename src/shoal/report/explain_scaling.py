@@ -7,9 +7,11 @@ shows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
+from shoal.report.summary import DISTURBING_CORES
 from shoal.report.wording import count, join, ms, percent, ranks, speed, tokens
 
 CAUSES = ("compute", "exposed", "wait", "optimizer", "rest")
@@ -63,7 +65,19 @@ def explain(points: list[ScalingPoint]) -> str:
     sentences = [sentence for point in others for sentence in _explain_point(account(base, point))]
     if len(others) > 1:
         sentences.append(_trend(base, others))
+    sentences.extend(_disturbed([base, *others]))
     return " ".join(sentences)
+
+
+def _disturbed(points: list[ScalingPoint]) -> Iterator[str]:
+    """Said only when it could have changed the verdict: shared machines are never quite quiet."""
+    loads = {point.ranks: point.other_load for point in points if point.other_load is not None}
+    if loads and max(loads.values()) >= DISTURBING_CORES:
+        listed = join([f"{load:.1f} with {ranks(count)}" for count, load in loads.items()])
+        yield (
+            f"But other programs kept cores of this machine busy meanwhile ({listed}, on average): measure again when "
+            "it is quiet before you believe the comparison."
+        )
 
 
 def _only_one(point: ScalingPoint) -> str:

@@ -40,6 +40,7 @@ class RankLog:
     shard: Event = field(default_factory=dict)
     started_at: float | None = None
     ended: str | None = None
+    end: Event = field(default_factory=dict)
     fault: Event | None = None
     warnings: list[Event] = field(default_factory=list)
     val_loss: dict[int, float] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class RankLog:
             case "warning":
                 self.warnings.append(event)
             case "end":
-                self.ended = str(event.get("status"))
+                self.ended, self.end = str(event.get("status")), event
 
     @property
     def steps(self) -> Steps:
@@ -80,7 +81,7 @@ class RankLog:
         return positions[len(positions) // 2 :]
 
     def _begin(self, event: Event) -> None:
-        self.start, self.ended, self.fault = event, None, None
+        self.start, self.ended, self.end, self.fault = event, None, {}, None
         if self.started_at is None and is_number(event.get("time")):
             self.started_at = float(event["time"])
         # The mark is set by the first step to come, so that resuming a finished run, which has no step left to do,

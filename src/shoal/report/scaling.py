@@ -24,6 +24,7 @@ class ScalingPoint(BaseModel):
     step_s: float = Field(gt=0)
     phases: dict[str, float] = {}
     allreduce_s: float | None = None
+    other_load: float | None = None
 
     @property
     def compute_s(self) -> float:
@@ -51,6 +52,7 @@ def scaling_point(summary: Summary) -> ScalingPoint:
         step_s=summary.step_s.median,
         phases=summary.phases,
         allreduce_s=summary.allreduce_s.median if summary.allreduce_s else None,
+        other_load=summary.other_load,
     )
 
 

@@ -12,7 +12,10 @@ import numpy as np
 from shoal.cost.collectives import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import Event
-from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Steps, collect
+from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Steps, as_float, collect
+
+# Other programs that kept fewer cores busy than this did not change what was measured.
+DISTURBING_CORES = 0.25
 
 # "unfinished" is alive, or dead without a last word: the folder alone cannot tell the two apart.
 Status = Literal["finished", "interrupted", "failed", "unfinished"]
@@ -68,6 +71,7 @@ class Summary:
     loss_steps: Steps
     loss: Floats
     val_loss: dict[int, float]
+    other_load: float | None
     faults: list[Event]
     warnings: list[Event]
 
@@ -110,6 +114,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         loss_steps=longest.steps,
         loss=longest.column("loss"),
         val_loss={step: loss for log in logs.values() for step, loss in sorted(log.val_loss.items())},
+        other_load=_other_load(logs.values()),
         faults=_causes_first([log.fault for log in logs.values() if log.fault is not None]),
         warnings=[warning for log in logs.values() for warning in log.warnings],
     )
@@ -201,6 +206,23 @@ def _wire_bytes(logs: dict[int, RankLog]) -> float | None:
         if counted is not None:
             found.append(counted.median / ranks_on[str(log.start.get("node"))])
     return sum(found) / len(found) if found else None
+
+
+def _other_load(logs: Collection[RankLog]) -> float | None:
+    """How many cores other programs kept busy meanwhile, on the machine where it was worst."""
+    found = []
+    for machine in {_machine(log) for log in logs}:
+        ends = [log.end for log in logs if _machine(log) == machine]
+        cpu, busy, wall = (
+            np.array([as_float(end.get(key)) for end in ends]) for key in ("cpu_s", "machine_busy_s", "wall_s")
+        )
+        found.append(np.maximum(0.0, (busy.max() - cpu.sum()) / wall.max()))
+    return float(max(found)) if found and np.isfinite(found).all() else None
+
+
+def _machine(log: RankLog) -> str:
+    hardware = log.start.get("hardware")
+    return str(hardware.get("boot_id") if isinstance(hardware, dict) else None)
 
 
 def _theory(start: Event, world_size: int) -> float | None:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -35,6 +36,14 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
+def _boot_id() -> str | None:
+    """The same for all emulated nodes of one machine, which share its cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
 def hardware() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
@@ -42,6 +51,7 @@ def hardware() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
+        "boot_id": _boot_id(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

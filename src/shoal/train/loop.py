@@ -17,6 +17,7 @@ from shoal.sync.world import barrier
 from shoal.train.build import snapshot
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.evaluate import evaluate
+from shoal.train.load import LoadMeter
 from shoal.train.state import digest, moments, weights
 from shoal.train.trainer import Trainer
 
@@ -37,13 +38,14 @@ class Loop:
         gc.collect()
         gc.freeze()
         gc.disable()
+        load = LoadMeter()
         stopped = False
         while self._trainer.progress.step < train.steps and not stopped:
             stopped = self._trainer.step()
             self._between_steps(self._trainer.progress.step)
         barrier(self._trainer.world)
         self._trainer.recorder.commit()
-        self._end(finished := self._trainer.progress.step >= train.steps)
+        self._end(finished := self._trainer.progress.step >= train.steps, load)
         return finished
 
     def _between_steps(self, step: int) -> None:
@@ -78,14 +80,15 @@ class Loop:
         self._saved_step = step
         self._trainer.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
 
-    def _end(self, finished: bool) -> None:
+    def _end(self, finished: bool, load: LoadMeter) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
         if finished and self._evaluated_step != step:
             self._evaluate(step)
         self._checkpoint(step, must=True)
         if finished:
             self._save_state(step)
-        trainer.recorder.event("end", step=step, status="finished" if finished else "interrupted")
+        status = "finished" if finished else "interrupted"
+        trainer.recorder.event("end", step=step, status=status, **load.since_start())
 
     def _save_state(self, step: int) -> None:
         """Every rank's own state, for `shoal verify` to compare."""
