@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -213,11 +214,11 @@ def _other_load(logs: Collection[RankLog]) -> float | None:
     found = []
     for machine in {_machine(log) for log in logs}:
         ends = [log.end for log in logs if _machine(log) == machine]
-        cpu, busy, wall = (
-            np.array([as_float(end.get(key)) for end in ends]) for key in ("cpu_s", "machine_busy_s", "wall_s")
-        )
-        found.append(np.maximum(0.0, (busy.max() - cpu.sum()) / wall.max()))
-    return float(max(found)) if found and np.isfinite(found).all() else None
+        cpu, busy, wall = ([as_float(end.get(key)) for end in ends] for key in ("cpu_s", "machine_busy_s", "wall_s"))
+        if not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):
+            return None
+        found.append(max(0.0, (max(busy) - sum(cpu)) / max(wall)))
+    return max(found, default=None)
 
 
 def _machine(log: RankLog) -> str:
