@@ -191,10 +191,11 @@ def _typical_phases(logs: Collection[RankLog]) -> dict[str, float]:
 
 
 def _middle_half(step_s: Floats, positions: Steps) -> Steps:
-    if not len(positions):
-        return positions
-    low, high = np.nanpercentile(step_s[positions], (25, 75), method="nearest")
-    middle: Steps = positions[(step_s[positions] >= low) & (step_s[positions] <= high)]
+    timed: Steps = positions[np.isfinite(step_s[positions])]
+    if not len(timed):
+        return timed
+    low, high = np.percentile(step_s[timed], (25, 75), method="nearest")
+    middle: Steps = timed[(step_s[timed] >= low) & (step_s[timed] <= high)]
     return middle
 
 
