@@ -89,6 +89,8 @@ def test_a_damaged_one_is_set_aside_and_the_previous_used(
         case _:
             victim.unlink()
     assert folder.load_latest().progress.step == 1
+    assert newest.exists(), "a reader renames nothing"
+    assert folder.load_latest(set_aside=True).progress.step == 1
     assert (tmp_path / "step-00000002.corrupt").is_dir()
     assert not newest.exists()
 
@@ -140,3 +142,13 @@ def test_another_model_is_refused_by_name(folder: CheckpointFolder) -> None:
     other = GPT(SHAPE.model_copy(update={"width": 16}))
     with pytest.raises(CheckpointError, match=r"model\.token\.weight"):
         load_weights(other, folder.load_latest().model)
+
+
+def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
+    """Written by a later version of shoal, most likely: passed over, and left where it is."""
+    save(folder, 1)
+    newest = save(folder, 2)
+    manifest = newest / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    assert folder.load_latest(set_aside=True).progress.step == 1
+    assert newest.exists()

@@ -235,7 +235,7 @@ def test_a_finished_run_verifies(call: Call, run: tuple[Path, dict[str, Any]]) -
     said = call("verify", run[0])
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith("identical: 2 replicas")
-    assert "complete: 4 steps, 96 samples" in said.out
+    assert "complete: 4 steps, 64 samples" in said.out
 
 
 def test_verify_json_is_one_document(call: Call, run: tuple[Path, dict[str, Any]]) -> None:

@@ -132,6 +132,7 @@ def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Pat
 @pytest.mark.parametrize("flags", [("--sync", "stock"), ("--measure", "barrier"), ("--measure", "off")])
 def test_other_ways_to_exchange_train_the_same(runs: Runs, flags: tuple[str, str], tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", *flags, sets=FIFTY)
+    assert (manifest["allreduce_p50_ms"] is None) == (manifest["phases"] == {}) == ("off" in flags)
     assert manifest["final_loss"] == pytest.approx(runs[2][1]["final_loss"], rel=1e-4)
     assert manifest["byte_equivalent"] is True
 
@@ -156,6 +157,9 @@ def test_plain_torchrun_runs_the_worker(runs: Runs, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path / "run")[-1]["loss"] == steps_of(runs[2][0])[-1]["loss"]
     assert (tmp_path / "run" / "manifest.json").exists()
+    config = (tmp_path / "run" / "config.toml").read_text()
+    assert 'on = "local:2"' in config
+    assert 'launcher = "torchrun"' in config
 
 
 def test_sample_writes_sentences(runs: Runs) -> None:

@@ -4,7 +4,6 @@
     ├── UsageError          exit 2   the command line, the configuration or an input file is wrong
     │   ├── ConfigError              an unknown key, a value out of range, settings that contradict each other
     │   └── DataError                a text, token file or run folder that cannot be used
-    ├── CheckFailed         exit 1   the answer to the question asked is "no"
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
     │   └── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
@@ -55,10 +54,6 @@ class DataError(UsageError):
     pass
 
 
-class CheckFailed(ShoalError):
-    exit_code = 1
-
-
 class CheckpointError(ShoalError):
     pass
 
@@ -78,7 +73,7 @@ class Interrupted(ShoalError):
 def from_dict(fault: dict[str, Any]) -> ShoalError:
     """The error a rank wrote into its `fault` event, as the same class again."""
     kinds: dict[str, type[ShoalError]] = {
-        kind.__name__: kind for kind in (UsageError, ConfigError, DataError, CheckFailed, CheckpointError, PeerLost)
+        kind.__name__: kind for kind in (UsageError, ConfigError, DataError, CheckpointError, PeerLost)
     }
     kind = kinds.get(str(fault.get("error")), RunFailed)
     return kind(str(fault.get("seen", "")), why=str(fault.get("why", "")), fix=str(fault.get("fix", "")))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ class RunFolder:
                 raise UsageError(
                     f"the output folder {path} already exists and is not empty",
                     why="a run never overwrites another one",
-                    fix=f"choose another --out, or continue that run: shoal train --resume {path}",
+                    fix=f"choose another --out, or continue that run: shoal train --resume {shlex.quote(str(path))}",
                 )
             (path / "events").mkdir()
         except OSError as error:
@@ -39,6 +42,25 @@ class RunFolder:
                 fix="choose a folder you may write to: --out FOLDER",
             ) from None
         return cls(path.resolve())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Ours alone while it is written: two launchers in one folder would mix two trainings beyond repair.
+
+        The lock is on the folder itself and goes with the process, so a killed run leaves none behind.
+        """
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise UsageError(
+                f"{self.path} is being trained in right now",
+                why="another shoal holds this run folder",
+                fix=f"wait for it, or find it: fuser -v {shlex.quote(str(self.path))}",
+            ) from None
+        finally:
+            os.close(fd)
 
     def discard(self) -> None:
         """Removes a folder that could not be made into a run: the next try with its name must not be refused."""

@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 from shoal.report.explain_scaling import explain
 from shoal.report.scaling import efficiency
 from shoal.trials.scaling import ScalingResult, measure_scaling
-from shoal.trials.training import closing, default_out
+from shoal.trials.training import default_out
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -36,8 +36,7 @@ def scaling(
 ) -> None:
     """Tokens per second on 1, 2, 4 … ranks, and why the curve bends."""
     config = build_config(preset, flags={"train": {"steps": steps}}, sets=set_ or [])
-    with closing(make_display) as watch:
-        result = measure_scaling(config, parse_ranks(ranks), out or default_out("scaling"), watch, repeat)
+    result = measure_scaling(config, parse_ranks(ranks), out or default_out("scaling"), make_display, repeat)
     if json:
         print_json(scaling_document(result))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from shoal.cli.output import print_json, print_scaling, run_rows, shown, stdout_
 from shoal.cli.progress import make_display
 from shoal.config.load import build_config
 from shoal.trials.scaling import ScalingResult, measure_scaling
-from shoal.trials.training import closing, default_out
+from shoal.trials.training import default_out
 
 app = typer.Typer(add_completion=False)
 
@@ -30,8 +31,7 @@ def demo(
         "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
     )
     config = build_config("grammar", flags={"train": {"steps": steps}}, sets=set_ or [])
-    with closing(make_display) as watch:
-        result = measure_scaling(config, [1, 2], out or default_out("demo"), watch)
+    result = measure_scaling(config, [1, 2], out or default_out("demo"), make_display)
     if json:
         print_json({**scaling_document(result), "manifest": result.manifest.model_dump(mode="json")})
     else:
@@ -46,8 +46,7 @@ def _print(result: ScalingResult) -> None:
     for name, value in run_rows(result.manifest):
         console.print(f"  {name:12} {value}", soft_wrap=True)
     two_ranks = result.runs[2]
-    console.print(
+    typer.echo(
         f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
-        f"report:   {shown(result.report)}\nnext:     shoal sample {shown(two_ranks.path)}",
-        soft_wrap=True,
+        f"report:   {shown(result.report)}\nnext:     {shlex.join(['shoal', 'sample', shown(two_ranks.path)])}"
     )

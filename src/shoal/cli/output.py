@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
         table.add_row(name, value)
     console.print(table)
     folder = shown(run.path)
-    console.print(f"\n{manifest.lesson_notes}\n", soft_wrap=True)
-    console.print(f"run folder: {folder}\nnext: shoal report {folder}   shoal sample {folder}", soft_wrap=True)
+    nexts = "   ".join(shlex.join(["shoal", verb, folder]) for verb in ("report", "sample"))
+    # Not through rich: a folder named `[x]` is not markup.
+    sys.stdout.write(f"\n{manifest.lesson_notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
 
 def run_rows(manifest: Manifest) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.errors import UsageError
 from shoal.launch.plan import Meeting, plan_ranks
-from shoal.trials.training import closing, default_out, train_new, train_on
+from shoal.trials.training import default_out, train_new, train_on
 
 app = typer.Typer(add_completion=False)
 
@@ -77,16 +77,14 @@ def train(
     given = locals()
     if resume is not None:
         refuse_with_resume(given)
-        with closing(make_display) as watch:
-            run, manifest = train_on(resume, watch, steps)
+        run, manifest = train_on(resume, make_display, steps)
     else:
         name = preset or DEFAULT_PRESET
         settings = build_config(name, config, flags_to_overrides(given), set_ or [])
         if dry_run:
             print_plan(settings, out or default_out(name))
             return
-        with closing(make_display) as watch:
-            run, manifest = train_new(settings, out or default_out(name), watch)
+        run, manifest = train_new(settings, out or default_out(name), make_display)
     if json:
         print_json(manifest.model_dump(mode="json"))
     else:

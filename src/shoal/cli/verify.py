@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from shoal.cli.output import print_json, stdout_console
+from shoal.config.load import load_config
 from shoal.errors import ShoalError
 from shoal.events import read_events
 from shoal.report.finish import finish
 from shoal.report.ledger import LedgerReport, check_ledger
 from shoal.report.replicas import ReplicaReport, compare_replicas
+from shoal.report.summary import summarize
 from shoal.runfolder import RunFolder
 
 app = typer.Typer(add_completion=False)
@@ -29,7 +31,7 @@ def verify(
     Exit code 0 when they do, 1 when they don't.
     """
     folder = RunFolder.open(run)
-    replicas = compare_replicas(folder.state_files(), len(folder.event_files()))
+    replicas = compare_replicas(folder.state_files(), summarize(folder.read_all_events()).world_size)
     ledger = check_ledger(read_events(folder.commits) if folder.commits.exists() else ())
     with contextlib.suppress(ShoalError):
         # A read-only folder can be verified too; the verdict is then only printed.
@@ -37,12 +39,12 @@ def verify(
     if json:
         print_json({**replicas.model_dump(mode="json"), "ledger": ledger.model_dump(mode="json")})
     else:
-        _print(replicas, ledger)
+        _print(replicas, ledger, load_config(folder.config).data.sharding)
     if not (replicas.byte_equivalent and ledger.ok):
         raise typer.Exit(1)
 
 
-def _print(replicas: ReplicaReport, ledger: LedgerReport) -> None:
+def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None:
     console = stdout_console()
     if replicas.byte_equivalent:
         console.print(
@@ -58,17 +60,18 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport) -> None:
             f"{replicas.max_abs_diff:.3g}, {nearness}",
             soft_wrap=True,
         )
-    console.print(ledger_verdict(ledger), soft_wrap=True)
+    console.print(ledger_verdict(ledger, sharding), soft_wrap=True)
 
 
-def ledger_verdict(ledger: LedgerReport) -> str:
+def ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
+    """With `cursor` a position of the ledger is one sample; with `modulo` each rank walks its own shard."""
     if not ledger.steps:
         return "[yellow]no ledger[/]: no step was committed"
     if ledger.ok:
+        in_shards = "" if sharding == "cursor" else " within the shards"
         redone = f", {ledger.redone} steps redone after a resume" if ledger.redone else ""
-        return (
-            f"[green]complete[/]: {ledger.steps} steps, {ledger.samples:,} samples, none skipped or used twice{redone}"
-        )
+        samples = f"{ledger.samples:,} samples, none skipped or used twice{in_shards}"
+        return f"[green]complete[/]: {ledger.steps} steps, {samples}{redone}"
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
         f"twice, {ledger.unreadable} unreadable lines in {ledger.steps} steps"

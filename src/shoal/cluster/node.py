@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from shoal.control.process import physical_cores, tie_to
 from shoal.control.route import interface_of
 
 LOOPBACK = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -32,15 +27,6 @@ class Node:
 
 def local_node(slots: int) -> Node:
     return Node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots, physical_cores())
-
-
-def physical_cores() -> int:
-    """Cores this process may use; two hardware threads of one core share its arithmetic, so they count once."""
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:
-        usable = os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
 
 
 def start_process(
@@ -61,17 +47,5 @@ def start_process(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=_die_with(os.getpid()) if sys.platform == "linux" else None,
+            preexec_fn=tie_to(os.getpid()),
         )
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """For the moment between fork and exec; the library is opened here, because nothing heavy is safe there."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask_kernel

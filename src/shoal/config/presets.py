@@ -22,6 +22,7 @@ PRESETS: dict[str, Overrides] = {
         "train": {
             "steps": 2000,
             "global_batch": 12,
+            "base_batch": 12,
             "lr": 1e-3,
             "warmup_steps": 100,
             "eval_every": 250,
@@ -34,6 +35,7 @@ PRESETS: dict[str, Overrides] = {
         "data": {"tokenizer": "bpe", "bpe_vocab": 8192},
         "train": {
             "global_batch": 4,
+            "base_batch": 4,
             "micro_batch": 1,
             "lr": 6e-4,
             "warmup_steps": 20,

@@ -86,7 +86,7 @@ class TrainConfig(Section):
     micro_batch: Positive | None = None
     scaling: Literal["strong", "weak"] = "strong"
     lr: Annotated[float, Field(gt=0)] = 2e-3
-    base_batch: Positive | None = None
+    base_batch: Positive = 16
     warmup_steps: NotNegative = 10
     min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.1

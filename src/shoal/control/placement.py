@@ -33,6 +33,11 @@ class Placement:
     restarts: int = 0
     launcher: str = ""
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a launcher started us, ours or torchrun's agent, and not a person or a shell."""
+        return bool(self.launcher) or self.store_is_served
+
     def to_env(self) -> dict[str, str]:
         env = {
             "RANK": str(self.rank),
@@ -79,7 +84,7 @@ class Placement:
             raise UsageError(
                 f"RANK={self.rank} does not fit WORLD_SIZE={self.world_size}",
                 why="ranks count from 0 to WORLD_SIZE - 1",
-                fix="start the script with: shoal run, or torchrun",
+                fix="start the script with torchrun",
             )
         if self.world_size > 1 and not (self.master_addr and self.master_port):
             raise UsageError(

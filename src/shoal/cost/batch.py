@@ -17,7 +17,7 @@ def world_batch(train: TrainConfig, world_size: int) -> int:
 
 def scaled_lr(train: TrainConfig, world_size: int) -> float:
     """Linear scaling from the batch the rate was tuned for."""
-    return train.lr * world_batch(train, world_size) / (train.base_batch or train.global_batch)
+    return train.lr * world_batch(train, world_size) / train.base_batch
 
 
 def micro_batch(train: TrainConfig, world_size: int) -> int:

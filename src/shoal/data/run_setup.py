@@ -14,6 +14,7 @@ from shoal.config.presets import NEEDS_TEXT
 from shoal.config.schema import Config
 from shoal.cost.batch import micro_batch, world_batch
 from shoal.data.prepare import Prepared, check_enough, prepare
+from shoal.data.shards import deal
 from shoal.errors import ConfigError, DataError
 from shoal.runfolder import RunFolder, write_atomically
 
@@ -30,7 +31,7 @@ class DataFacts:
 
 def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
-    micro_batch(config.train, world_size)
+    _check_shares(config, world_size)
     config = _with_absolute_path(config)
     prepared = _prepare(config)
     resolved = _with_vocabulary(config, prepared.vocab_size)
@@ -89,12 +90,24 @@ def _prepare(config: Config) -> Prepared:
     return prepare(config.data)
 
 
+def _check_shares(config: Config, world_size: int) -> None:
+    dealt = deal(world_batch(config.train, world_size), micro_batch(config.train, world_size), world_size)
+    if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
+        raise ConfigError(
+            f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",
+            why="each rank has an equal shard, so unequal shares would use some samples twice before others once",
+            fix=f"use a --global-batch that {world_size} divides, or data.sharding=cursor",
+        )
+
+
 def _with_absolute_path(config: Config) -> Config:
     """A run is resumed from wherever its user stands by then."""
-    if config.data.path is None:
-        return config
-    data = config.data.model_copy(update={"path": config.data.path.absolute()})
-    return config.model_copy(update={"data": data})
+    places = {
+        name: place.expanduser().absolute()
+        for name, place in (("path", config.data.path), ("cache_dir", config.data.cache_dir))
+        if place is not None
+    }
+    return config.model_copy(update={"data": config.data.model_copy(update=places)})
 
 
 def _with_vocabulary(config: Config, needed: int) -> Config:

@@ -28,6 +28,8 @@ from shoal.runfolder import RunFolder
 
 POLL_S = 0.05
 GRACE_AFTER_FAILURE_S = 3.0
+# A lost terminal (SIGHUP) saves what was done, as Ctrl-C does.
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Watch = Callable[[list[Event]], None]
 
@@ -52,6 +54,9 @@ def run_ranks(config: RunConfig, run: RunFolder, node: Node, watch: Watch, resum
         raise _interrupted(run, at_once=world.interrupts > 1)
     if error:
         raise error
+    if any(ending.code == Interrupted.exit_code for ending in world.endings):
+        # Somebody asked a rank itself, and all agreed to stop.
+        raise _interrupted(run, at_once=False)
 
 
 def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
@@ -146,7 +151,7 @@ class _World:
 
 @contextlib.contextmanager
 def _signals(world: _World) -> Iterator[None]:
-    before = {signum: signal.signal(signum, world.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.signal(signum, world.interrupt) for signum in _STOP}
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shoal.errors import PeerLost, RunFailed, ShoalError, from_dict
+from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event
 
 
@@ -26,7 +26,8 @@ class Ending:
 
 def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str]) -> ShoalError | None:
     """The error that explains the run's failure, or None when every process ended well."""
-    failed = [ending for ending in endings if ending.code != 0 and not ending.by_us]
+    good = (0, Interrupted.exit_code)
+    failed = [ending for ending in endings if ending.code not in good and not ending.by_us]
     if not failed:
         return None
     first = min(failed, key=lambda ending: (_is_consequence(ending, faults), ending.order))

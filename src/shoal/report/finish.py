@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         run = RunFolder.open(Path(arguments[0]))
         finish(run)
     except ShoalError as error:
-        sys.stderr.write("\n".join(line for line in (f"shoal: {error.seen}", error.why, error.fix) if line) + "\n")
+        sys.stderr.write(error.render())
         return error.exit_code
     return 0
 

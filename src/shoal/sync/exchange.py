@@ -29,8 +29,8 @@ class Shared:
 class StepExchange:
     """`begin` when backward has ended, `finish` when the optimizer has.
 
-    How long this rank waited for the slowest follows from everybody's time since the last exchange, when all were
-    together: durations only, since clocks of two machines are never compared.
+    How long this rank waited for the slowest follows from everybody's time since the end of the last all-reduce, when
+    all were together: durations only, since clocks of two machines are never compared.
     """
 
     def __init__(self, world: World) -> None:
@@ -43,13 +43,13 @@ class StepExchange:
 
     def begin(self, loss_sum: float, comm: CommTimes, stop: bool) -> None:
         self._ready_s = comm.ready_at - self._together_at
+        self._together_at = comm.ready_at + comm.tail_s
         self._mine.copy_(torch.tensor([loss_sum, self._ready_s, float(stop)], dtype=torch.float64))
         self._work = dist.all_gather(self._rows, self._mine, group=self._world.group, async_op=True)
 
     def finish(self) -> Shared:
         assert self._work is not None  # noqa: S101 - begin has been called
         self._work.wait()
-        self._together_at = time.perf_counter()
         loss_sum, ready_s, stop = torch.stack(self._rows).cpu().unbind(dim=1)
         return Shared(
             loss_sum=float(loss_sum.sum()), stop=bool(stop.any()), wait_s=float(ready_s.max()) - self._ready_s

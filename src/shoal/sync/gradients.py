@@ -32,12 +32,13 @@ class CommTimes:
 
     `ready_at`: when the last gradient was computed and only communication was left (perf_counter).
     `tail_s`: how long backward went on after that. `wait_s`: the part known to be waiting for a peer, where the variant
-    can tell by itself. `allreduce_s`: time with at least one all-reduce under way, hidden behind backward or not.
+    can tell by itself. `allreduce_s`: time with at least one all-reduce under way, hidden behind backward or not; None
+    where nobody looked.
     """
 
     ready_at: float
     tail_s: float
-    allreduce_s: float
+    allreduce_s: float | None
     wait_s: float | None = None
 
 
@@ -80,7 +81,7 @@ class HookedDDP(_WithDDP):
         now = time.perf_counter()
         spans, self._spans = self._spans, []
         ready_at = spans[-1][0] if spans else now
-        return CommTimes(ready_at, now - ready_at, _covered(spans))
+        return CommTimes(ready_at, now - ready_at, _covered(spans) if spans else None)
 
     def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         return self._wire(self._world, bucket.buffer())

@@ -82,20 +82,7 @@ def join(
     store = dist.PrefixStore(f"shoal/{placement.restarts}", _open_store(placement, join_timeout_s))
     _meet(store, placement, join_timeout_s)
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        chosen,
-        store=store,
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if chosen == "gloo" else timeout_s),
-        device_id=device if chosen == "nccl" else None,
-    )
-    group = dist.group.WORLD
-    assert group is not None  # noqa: S101 - init_process_group has just made it
-    if chosen == "gloo":
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    group = _form_group(placement, device, chosen, store, timeout_s)
     return World(
         rank=placement.rank,
         size=placement.world_size,
@@ -110,14 +97,41 @@ def join(
     )
 
 
+def _form_group(
+    placement: Placement, device: torch.device, backend: str, store: dist.Store, timeout_s: float
+) -> dist.ProcessGroup:
+    gloo = backend == "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if gloo else timeout_s),
+        device_id=None if gloo else device,
+    )
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - init_process_group has just made it
+    if gloo:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
 def leave(world: World) -> None:
     """After a barrier, so that no rank closes its sockets while a peer still needs them."""
     barrier(world)
     dist.destroy_process_group()
 
 
-def barrier(world: World) -> None:
-    dist.barrier(group=world.group)
+def barrier(world: World, timeout_s: float | None = None) -> None:
+    """Waits for everybody; `timeout_s` is for work that may rightly take longer than an exchange."""
+    if timeout_s is None or world.backend != "gloo":
+        dist.barrier(group=world.group)
+        return
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    world.group.barrier(options).wait()
 
 
 def _choose_interface(placement: Placement) -> str | None:
@@ -151,6 +165,14 @@ def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
         ) from error
 
 
+def _missing(store: dist.Store, names: list[str]) -> list[int]:
+    """Empty when the store itself is gone by now."""
+    try:
+        return [rank for rank, name in enumerate(names) if not store.check([name])]
+    except (RuntimeError, dist.DistError):
+        return []
+
+
 def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
     """Everybody writes its name and waits for all names, so that a missing rank can be named."""
     names = [f"here/{rank}" for rank in range(placement.world_size)]
@@ -158,7 +180,7 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
     try:
         store.wait(names, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistError) as error:
-        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+        missing = _missing(store, names)
         raise RunFailed(
             f"the world did not form: rank {', '.join(map(str, missing)) or '?'} of {placement.world_size} "
             f"did not come within {timeout_s:.0f} s",

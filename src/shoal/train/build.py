@@ -26,7 +26,7 @@ from shoal.sync.timer import StepTimer, WholeStepTimer
 from shoal.sync.world import World
 from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from shoal.train.recorder import Recorder
-from shoal.train.state import digest, load_moments, load_weights, moments, weights
+from shoal.train.state import digest, empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.trainer import StopWish, Trainer
 
 
@@ -75,6 +75,7 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "share": dealt.micro_batches[trainer.world.rank],
         "tokens_per_step": trainer.global_tokens,
         "lr": trainer.peak_lr,
+        "seed": trainer.config.train.seed,
         "resumed_from": trainer.progress.step,
     }
 
@@ -112,22 +113,14 @@ def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
 
 def _resume(model: GPT, optimizer: AdamW, folder: CheckpointFolder, world: World) -> Progress:
     """Rank 0 picks the newest whole checkpoint and everybody copies it, whatever lies on other disks."""
-    checkpoint = folder.load_latest() if world.is_main else None
+    checkpoint = folder.load_latest(set_aside=True) if world.is_main else None
     step, cursor = tell_all(world, 0, [checkpoint.progress.step, checkpoint.progress.cursor] if checkpoint else [0, 0])
     if checkpoint is not None:
         load_weights(model, checkpoint.model)
-    tensors = checkpoint.optimizer if checkpoint is not None else _empty_moments(model)
+    tensors = checkpoint.optimizer if checkpoint is not None else empty_moments(model)
     load_moments(model, optimizer, tensors, step)
     copy_from(world, 0, [*weights(model).values(), *moments(model, optimizer).values()])
     return Progress(step, cursor, world.generation)
-
-
-def _empty_moments(model: GPT) -> dict[str, torch.Tensor]:
-    return {
-        f"optimizer.{moment}.{name}": torch.empty_like(parameter)
-        for name, parameter in model.named_parameters()
-        for moment in ("exp_avg", "exp_avg_sq")
-    }
 
 
 def _make_timer(config: Config, world: World) -> StepTimer:

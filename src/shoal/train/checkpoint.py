@@ -58,18 +58,8 @@ class CheckpointFolder:
         temporary, final = self._path / f".{name}.tmp", self._path / name
         self._sweep()
         try:
-            temporary.mkdir(parents=True)
-            save_file(checkpoint.model, temporary / _MODEL)
-            save_file(checkpoint.optimizer, temporary / _OPTIMIZER)
-            (temporary / _STATE).write_text(json.dumps(asdict(checkpoint.progress)))
-            sums = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
-            (temporary / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
-            for file in temporary.iterdir():
-                _sync(file)
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _sync(self._path)
+            _write(temporary, checkpoint)
+            _put_in_place(temporary, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -80,15 +70,16 @@ class CheckpointFolder:
         self._drop_old()
         return final
 
-    def load_latest(self) -> Checkpoint:
-        """The newest one that is whole; broken ones on the way are set aside, never deleted."""
+    def load_latest(self, set_aside: bool = False) -> Checkpoint:
+        """The newest one that is whole. `set_aside` renames damaged ones on the way, for those who will write here."""
         refused: list[str] = []
         for folder in self._newest_first():
             try:
                 return read_checkpoint(folder)
             except CheckpointError as error:
                 refused.append(error.seen)
-                _set_aside(folder)
+                if set_aside and isinstance(error, DamagedCheckpoint):
+                    _set_aside(folder)
         raise CheckpointError(
             f"no checkpoint to resume from in {self._path}",
             why="; ".join(refused) or "the run ended before its first checkpoint",
@@ -110,16 +101,20 @@ class CheckpointFolder:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Checks every sum, then reads. Any damage is one `CheckpointError` that names the file."""
+    """Checks every sum, then reads. Any damage is one `DamagedCheckpoint` that names the file."""
     with _as_checkpoint_error(folder):
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {_FORMAT}")
         for name in (_MODEL, _OPTIMIZER, _STATE):
             if _sha256(folder / name) != manifest["sha256"][name]:
-                raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the one written")
+                raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
         progress = Progress(**json.loads((folder / _STATE).read_text()))
         return Checkpoint(progress, load_file(folder / _MODEL), load_file(folder / _OPTIMIZER))
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Its bytes are not those that were written; a file that merely cannot be read now may be whole."""
 
 
 @contextlib.contextmanager
@@ -128,17 +123,36 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         missing = Path(error.filename).name if error.filename else "a file"
-        raise CheckpointError(f"{folder} is incomplete: {missing} is missing") from error
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder} is incomplete: {missing} is missing") from error
+    except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    folder.mkdir(parents=True)
+    save_file(checkpoint.model, folder / _MODEL)
+    save_file(checkpoint.optimizer, folder / _OPTIMIZER)
+    (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress)))
+    sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
+    for file in folder.iterdir():
+        _sync(file)
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync(final.parent)
 
 
 def _set_aside(folder: Path) -> None:
-    target = folder.with_name(f"{folder.name}.corrupt")
-    if target.exists():
-        shutil.rmtree(target, ignore_errors=True)
+    names = (f"{folder.name}.corrupt{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    free = next(path for name in names if not (path := folder.with_name(name)).exists())
     with contextlib.suppress(OSError):
-        folder.rename(target)
+        folder.rename(free)
 
 
 def _sha256(file: Path) -> str:

@@ -15,6 +15,9 @@ import psutil
 import torch
 
 import shoal
+from shoal.control.process import physical_cores
+from shoal.control.route import link_mbps
+from shoal.sync.world import World
 
 
 @cache
@@ -28,14 +31,6 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def usable_cores() -> int:
-    """Cores this process may run on, which taskset or a container may have cut."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
 def _boot_id() -> str | None:
     """The same for all emulated nodes of one machine, which share its cores."""
     try:
@@ -47,7 +42,7 @@ def _boot_id() -> str | None:
 def hardware() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
-        "cores": usable_cores(),
+        "cores": physical_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
@@ -62,4 +57,21 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "shoal": shoal.__version__,
         "numpy": numpy.__version__,
+    }
+
+
+def describe_process(world: World) -> dict[str, Any]:
+    return {
+        "world_size": world.size,
+        "node": world.node,
+        "local_rank": world.local_rank,
+        "generation": world.generation,
+        "pid": os.getpid(),
+        "device": str(world.device),
+        "backend": world.backend,
+        "threads": torch.get_num_threads(),
+        "interface": world.interface,
+        "link_mbps": link_mbps(world.interface),
+        "versions": versions(),
+        "hardware": hardware(),
     }

@@ -21,9 +21,14 @@ from shoal.train.load import LoadMeter
 from shoal.train.state import digest, moments, weights
 from shoal.train.trainer import Trainer
 
+# Raise this when a checkpoint takes more than ten minutes to write.
+WRITE_TIMEOUT_S = 600.0
+
 
 class Loop:
     def __init__(self, trainer: Trainer, run: RunFolder) -> None:
+        # The state of an earlier end would be compared with one of today.
+        run.state(trainer.world.rank).unlink(missing_ok=True)
         self._trainer = trainer
         self._run = run
         self._validation = open_tokens(Path(read_facts(run).val)).tokens
@@ -67,8 +72,14 @@ class Loop:
 
     def _checkpoint(self, step: int, must: bool = False) -> None:
         """A full disk does not end a training that may still be saved later; at the very end it does."""
-        if not self._trainer.world.is_node_main or step == self._saved_step:
-            return
+        # Whoever resumes from here skips this step, so the ledger must have it first.
+        self._trainer.recorder.commit()
+        if self._trainer.world.is_node_main and step != self._saved_step:
+            self._write_checkpoint(step, must)
+        # A slow disk is no dead peer: the others wait here, with a deadline of its own, and not in the next exchange.
+        barrier(self._trainer.world, timeout_s=WRITE_TIMEOUT_S)
+
+    def _write_checkpoint(self, step: int, must: bool) -> None:
         began = time.perf_counter()
         try:
             self._checkpoints.save(snapshot(self._trainer))
@@ -87,6 +98,7 @@ class Loop:
         self._checkpoint(step, must=True)
         if finished:
             self._save_state(step)
+        barrier(trainer.world, timeout_s=WRITE_TIMEOUT_S)
         status = "finished" if finished else "interrupted"
         trainer.recorder.event("end", step=step, status=status, **load.since_start())
 
@@ -101,6 +113,6 @@ class Loop:
             raise RunFailed(
                 f"the training is done, but its state cannot be written to {path}: {error}",
                 why="the disk is full or read-only",
-                fix=f"free space (df -h {path.parent}), then: shoal train --resume {self._run.path}",
+                fix=f"free space (df -h {path.parent}), then resume the run",
             ) from error
         trainer.recorder.event("digest", step=step, sha256=digest(state))

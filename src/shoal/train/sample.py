@@ -54,7 +54,12 @@ def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
     generator = torch.Generator().manual_seed(options.seed)
     rows = model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator)
     texts = (tokenizer.decode(row.tolist()).removeprefix("\n") for row in rows)
-    return [text.split("\n")[0] for text in texts]
+    return [printable(text.split("\n")[0]) for text in texts]
+
+
+def printable(text: str) -> str:
+    """A model that knows bytes can write any, those that steer a terminal too."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The parent serves the store on a socket that it bound itself, so the children ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -17,8 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shoal.control.placement import Placement
+from shoal.control.process import tie_to
 from shoal.train import worker
-from shoal.train.process import die_with_parent
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
-    die_with_parent()
+    tie_to(os.getppid())()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -69,7 +70,8 @@ def _wait(context: mp.ProcessContext) -> int:
 
 def _pass_on(pids: list[int]) -> None:
     for pid in pids:
-        os.kill(pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,15 @@ def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
+def empty_moments(model: nn.Module) -> dict[str, Tensor]:
+    """Room for moments that somebody else is about to send."""
+    return {
+        f"optimizer.{moment}.{name}": torch.empty_like(parameter)
+        for name, parameter in model.named_parameters()
+        for moment in _MOMENTS
+    }
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():

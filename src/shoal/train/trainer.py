@@ -94,20 +94,16 @@ class Trainer:
     def _update(self, lr: float) -> float:
         with self.timer.phase("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+            self._refuse_nonfinite("gradient norm", norm.item())
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            return float(norm)
+            return norm.item()
 
     def _advance(self, step: int, lr: float, grad_norm: float, comm: CommTimes, shared: Shared) -> None:
         loss = shared.loss_sum / self.global_tokens
-        if not math.isfinite(loss):
-            raise RunFailed(
-                f"the loss became {loss} in step {step}",
-                why="the training diverged, most often because the learning rate is too high",
-                fix=f"start a new run with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
-            )
+        self._refuse_nonfinite("loss", loss)
         wait_s = min(max(shared.wait_s if comm.wait_s is None else comm.wait_s, 0.0), comm.tail_s)
         self.timer.move("backward", "wait", wait_s)
         self.timer.move("backward", "exposed", comm.tail_s - wait_s)
@@ -116,13 +112,22 @@ class Trainer:
         self.progress = Progress(step, end, self.world.generation)
         self.recorder.step(
             step,
-            {**self.timer.finish(), "allreduce": comm.allreduce_s},
+            self.timer.finish() | ({} if comm.allreduce_s is None else {"allreduce": comm.allreduce_s}),
             loss=loss,
             tokens=self.global_tokens,
             lr=lr,
             grad_norm=grad_norm,
         )
         self.recorder.propose(step, first, end, loss)
+
+    def _refuse_nonfinite(self, what: str, value: float) -> None:
+        """Summed over the world, so every rank sees it in the same step; no such step reaches a checkpoint."""
+        if not math.isfinite(value):
+            raise RunFailed(
+                f"the {what} became {value} in step {self.progress.step + 1}",
+                why="the training diverged, most often because the learning rate is too high",
+                fix=f"start a new run with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
+            )
 
     def _seed_dropout(self, step: int) -> None:
         """A function of rank and step instead of a running generator: resuming is exact without saving its state."""

@@ -21,20 +21,18 @@ import torch
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.placement import Placement
-from shoal.control.route import link_mbps
+from shoal.control.process import physical_cores, tie_to
 from shoal.data.run_setup import create_run, reopen_run
-from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
+from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
-from shoal.sync.world import World, barrier, choose_device, join, leave
-from shoal.train import facts
+from shoal.sync.world import World, choose_device, join, leave
 from shoal.train.build import build_trainer, describe_shard, describe_start
+from shoal.train.facts import describe_process
 from shoal.train.loop import Loop
-from shoal.train.process import catch_stop_signals, die_with_parent, say
+from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
-
-INTERRUPTED = 130
 
 _SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting")
 
@@ -52,13 +50,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    die_with_parent()
     stop = StopWish()
     catch_stop_signals(stop)
     try:
         placement = Placement.from_env(os.environ)
     except ShoalError as error:
         return say(error)
+    if placement.is_supervised:
+        tie_to(os.getppid())()
     try:
         return _work(options, placement, stop)
     except ShoalError as error:
@@ -73,40 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> int:
     config = _config(options)
-    torch.set_num_threads(config.run.threads or max(1, facts.usable_cores() // placement.local_world_size))
+    torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
     device = choose_device(config.train.device, placement)
-    world = join(placement, device, join_timeout_s=config.sync.join_timeout_s, timeout_s=config.sync.timeout_s)
-    run = _run_folder(options, config, world)
-    finished = _train(load_config(run.config), run, world, stop, placement.launcher, options.resume)
-    leave(world)
+    with contextlib.ExitStack() as held:
+        if options.folder is None and placement.rank == 0:
+            # Before the others are met: they wait for us at the store, where deadlines are long.
+            _prepare(options, config, placement, held)
+        world = join(placement, device, join_timeout_s=config.sync.join_timeout_s, timeout_s=config.sync.timeout_s)
+        run = RunFolder.open(options.folder or options.out)
+        finished = _train(load_config(run.config), run, world, stop, placement.launcher, options.resume)
+        leave(world)
     if not placement.launcher and world.is_main:
         # Nobody else is there to sum up: plain torchrun started us.
         subprocess.run([sys.executable, "-m", "shoal.report.finish", str(run.path)], check=True)
-    return 0 if finished else INTERRUPTED
+    return 0 if finished else Interrupted.exit_code
 
 
 def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launcher: str, resume: bool) -> bool:
     recorder = Recorder(run, world)
     trainer = build_trainer(config, run, world, recorder, stop, resume)
-    recorder.event(
-        "start",
-        world_size=world.size,
-        node=world.node,
-        local_rank=world.local_rank,
-        generation=world.generation,
-        pid=os.getpid(),
-        device=str(world.device),
-        backend=world.backend,
-        launcher=launcher or "torchrun",
-        threads=torch.get_num_threads(),
-        seed=config.train.seed,
-        interface=world.interface,
-        link_mbps=link_mbps(world.interface),
-        versions=facts.versions(),
-        hardware=facts.hardware(),
-        **describe_start(trainer),
-    )
     shard = describe_shard(trainer, run)
+    recorder.event("start", launcher=launcher or "torchrun", **describe_process(world), **describe_start(trainer))
     recorder.event("shard", **shard)
     with contextlib.suppress(OSError):
         # A full disk must not end a training because its log cannot grow.
@@ -129,24 +115,25 @@ def _config(options: argparse.Namespace) -> Config:
     return build_config(options.preset, options.config, sets=options.sets)
 
 
-def _run_folder(options: argparse.Namespace, config: Config, world: World) -> RunFolder:
-    """Prepared by the launcher, or here by rank 0 while the others wait."""
-    if options.folder is None and world.is_main:
-        if options.resume:
-            reopen_run(options.out)
-        else:
-            create_run(config, options.out, world.size)
-    barrier(world)
-    return RunFolder.open(options.folder or options.out)
+def _prepare(options: argparse.Namespace, config: Config, placement: Placement, held: contextlib.ExitStack) -> None:
+    """What shoal's launcher does otherwise. The configuration says what really runs, for whoever resumes it."""
+    if options.resume:
+        held.enter_context(RunFolder.open(options.out).held())
+        reopen_run(options.out)
+        return
+    really = {"on": f"local:{placement.world_size}", "launcher": "torchrun"}
+    config = config.model_copy(update={"run": config.run.model_copy(update=really)})
+    held.enter_context(create_run(config, options.out, placement.world_size).held())
 
 
 def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalError) -> None:
     folder = options.folder or options.out
     if folder is None or not (folder / "events").is_dir():
         return
-    log = EventLog(RunFolder(folder).events(placement.rank), placement.rank)
-    log.write("fault", node=placement.node, **error.as_dict())
-    log.close()
+    with contextlib.suppress(OSError):
+        log = EventLog(RunFolder(folder).events(placement.rank), placement.rank)
+        log.write("fault", node=placement.node, **error.as_dict())
+        log.close()
 
 
 def _as_fault(error: Exception, rank: int) -> ShoalError:

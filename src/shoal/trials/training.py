@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -34,40 +34,29 @@ MakeDisplay = Callable[[Config], Display]
 
 def train_new(config: Config, out: Path, watch: MakeDisplay) -> tuple[RunFolder, Manifest]:
     """A new run; `watch` makes the display once the configuration is resolved."""
-    spec = parse_on(config.run.on)
-    run = create_run(config, out, spec.ranks)
-    return run, _train(run, watch, resume=False)
+    run = create_run(config, out, parse_on(config.run.on).ranks)
+    with run.held():
+        return run, _train(run, watch, resume=False)
 
 
 def train_on(path: Path, watch: MakeDisplay, steps: int | None = None) -> tuple[RunFolder, Manifest]:
     """Goes on with an interrupted or finished run from its newest whole checkpoint."""
-    run = reopen_run(path, steps)
-    return run, _train(run, watch, resume=True)
+    with RunFolder.open(path).held():
+        run = reopen_run(path, steps)
+        return run, _train(run, watch, resume=True)
 
 
 def _train(run: RunFolder, watch: MakeDisplay, resume: bool) -> Manifest:
     config = load_config(run.config)
     node = local_node(parse_on(config.run.on).ranks)
     try:
-        run_ranks(config.run, run, node, watch(config), resume)
+        with contextlib.closing(watch(config)) as display:
+            run_ranks(config.run, run, node, display, resume)
     except ShoalError:
         with contextlib.suppress(ShoalError):
             finish(run)
         raise
     return finish(run, compare_replicas(run.state_files(), node.slots))
-
-
-@contextlib.contextmanager
-def closing(make: MakeDisplay) -> Iterator[MakeDisplay]:
-    """Hands out displays and closes them all, whatever happens: a bar left open garbles the error below it."""
-    with contextlib.ExitStack() as stack:
-
-        def make_one(config: Config) -> Display:
-            display = make(config)
-            stack.callback(display.close)
-            return display
-
-        yield make_one
 
 
 def default_out(name: str) -> Path:
