@@ -1,4 +1,4 @@
-"""Your own training script, data-parallel: runs alone, under torchrun, and under shoal, unchanged.
+"""Your own training script, data-parallel: runs alone and under torchrun, unchanged.
 
 python examples/own_script.py
 torchrun --nproc-per-node=2 examples/own_script.py
