@@ -168,7 +168,7 @@ def test_a_damaged_entry_is_rebuilt(tmp_path: Path, damage: Callable[[Path], obj
 def test_a_changed_number_in_the_index_is_noticed(story: DataConfig) -> None:
     first = prepare(story)
     index = first.folder / "index"
-    index.write_text(index.read_text(encoding="utf-8").replace('"train_tokens": 3', '"train_tokens": 1'), "utf-8")
+    index.write_text(index.read_text(encoding="utf-8").replace('"train_tokens": ', '"train_tokens": 1'), "utf-8")
     assert read_entry(first.folder) is None
     assert prepare(story) == first
 
