@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from _common import options
-from shoal.cluster.node import local_node
+from shoal.cluster.node import bind, local_node
 from shoal.config.load import build_config
 from shoal.data.run_setup import create_run
 from shoal.launch.plan import plan_ranks
-from shoal.launch.supervise import bind
 
 VARIANTS = ("off", "hook", "barrier")
 
@@ -92,7 +91,7 @@ def one_round(preset: str, steps: int) -> dict[str, Any]:
                     env={**os.environ, **command.env},
                     pass_fds=(meeting.fd,) if command.serves_store else (),
                 )
-                for command in plan_ranks(config.run, run.path, node, meeting, resume=False)
+                for command in plan_ranks(config.run, run.path, [node], meeting, resume=False)
             ]
         codes = [rank.wait() for rank in ranks]
         if any(codes):

@@ -68,7 +68,7 @@ def test_the_store_listens_on_one_address_only() -> None:
     script = (
         "import os, socket\n"
         "from shoal.control.placement import Placement\n"
-        "from shoal.launch.supervise import bind\n"
+        "from shoal.cluster.node import bind\n"
         "from shoal.sync.world import _open_store\n"
         "with bind('127.0.0.2') as meeting:\n"
         "    fd = os.dup(meeting.fd)\n"

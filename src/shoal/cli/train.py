@@ -10,13 +10,13 @@ import typer
 
 from shoal.cli.output import print_json, print_run
 from shoal.cli.progress import make_display
-from shoal.cluster.node import local_node
-from shoal.cluster.spec import parse_on
+from shoal.cluster.cluster import planned_nodes
+from shoal.cluster.node import Meeting
 from shoal.config.load import build_config
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.errors import UsageError
-from shoal.launch.plan import Meeting, plan_ranks
+from shoal.launch.plan import plan_ranks
 from shoal.trials.training import default_out, train_new, train_on
 
 app = typer.Typer(add_completion=False)
@@ -117,8 +117,8 @@ def refuse_with_resume(given: dict[str, Any]) -> None:
 
 def print_plan(config: Config, out: Path) -> None:
     """Commands as they could be typed; port and descriptor are placeholders, the real ones are found at launch."""
-    node = local_node(parse_on(config.run.on).ranks)
-    meeting = Meeting(node.address, 0, -1)
-    for command in plan_ranks(config.run, out, node, meeting, resume=False):
+    nodes = planned_nodes(config.run.on)
+    meeting = Meeting(nodes[0].address, 0, -1)
+    for command in plan_ranks(config.run, out, nodes, meeting, resume=False):
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
         typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,15 @@ class Node:
     interface: str
     slots: int
     cores: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks find each other: an address we have bound already, so no port is guessed."""
+
+    address: str
+    port: int
+    fd: int
 
 
 def local_node(slots: int) -> Node:
@@ -49,3 +60,10 @@ def start_process(
             pass_fds=pass_fds,
             preexec_fn=tie_to(os.getpid()),
         )
+
+
+@contextlib.contextmanager
+def bind(address: str) -> Iterator[Meeting]:
+    """A listening socket on a free port of one address; rank 0 inherits it, and we let go of it once it has."""
+    with socket.create_server((address, 0)) as listener:
+        yield Meeting(address, listener.getsockname()[1], listener.fileno())

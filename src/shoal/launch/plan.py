@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.node import Node
+from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import RunConfig
 from shoal.control.placement import Placement
+from shoal.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,43 +24,49 @@ class Command:
     serves_store: bool = False
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks find each other: an address we have bound already, so no port is guessed."""
-
-    address: str
-    port: int
-    fd: int
-
-
-def plan_ranks(run: RunConfig, folder: Path, node: Node, meeting: Meeting, resume: bool) -> list[Command]:
-    """The commands that make a world of `node.slots` ranks out of one node."""
+def plan_ranks(run: RunConfig, folder: Path, nodes: list[Node], meeting: Meeting, resume: bool) -> list[Command]:
+    """The commands that make one world of all slots of all nodes; ranks count through the nodes in their order."""
     if run.launcher == "torchrun":
-        return [_torchrun(run, folder, node, resume)]
+        return [_torchrun(run, folder, _only(nodes, run.launcher), resume)]
     if run.launcher == "spawn":
-        return [_spawn(run, folder, node, resume)]
-    return [_rank(run, folder, node, meeting, rank, resume) for rank in range(node.slots)]
+        return [_spawn(run, folder, _only(nodes, run.launcher), resume)]
+    places = [(node_rank, node, slot) for node_rank, node in enumerate(nodes) for slot in range(node.slots)]
+    argv = (sys.executable, "-m", "shoal.train.worker", *_arguments(folder, resume))
+    commands = []
+    for rank, (node_rank, node, slot) in enumerate(places):
+        placement = _placement(rank, len(places), slot, node_rank, node, meeting)
+        env = {**_common_env(run, node), **placement.to_env()}
+        commands.append(Command(f"rank-{rank}", node, (rank,), argv, env, serves_store=rank == 0))
+    return commands
 
 
 def threads_per_rank(run: RunConfig, node: Node) -> int:
     return run.threads or max(1, node.cores // node.slots)
 
 
-def _rank(run: RunConfig, folder: Path, node: Node, meeting: Meeting, rank: int, resume: bool) -> Command:
-    placement = Placement(
+def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, meeting: Meeting) -> Placement:
+    return Placement(
         rank=rank,
-        world_size=node.slots,
-        local_rank=rank,
+        world_size=ranks,
+        local_rank=slot,
         local_world_size=node.slots,
         node=node.name,
+        node_rank=node_rank,
         master_addr=meeting.address,
         master_port=meeting.port,
         store_fd=meeting.fd if rank == 0 else None,
         launcher="shoal",
     )
-    argv = (sys.executable, "-m", "shoal.train.worker", *_arguments(folder, resume))
-    env = {**_common_env(run, node), **placement.to_env()}
-    return Command(f"rank-{rank}", node, (rank,), argv, env, serves_store=rank == 0)
+
+
+def _only(nodes: list[Node], launcher: str) -> Node:
+    if len(nodes) != 1:
+        raise ConfigError(
+            f"--launcher {launcher} starts ranks on one machine, and this cluster has {len(nodes)}",
+            why="torchrun and spawn each have to be started on every machine by somebody",
+            fix="leave --launcher out: shoal starts the ranks on all of them",
+        )
+    return nodes[0]
 
 
 def _torchrun(run: RunConfig, folder: Path, node: Node, resume: bool) -> Command:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from shoal.cluster.node import Node, start_process
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.node import Meeting
 from shoal.config.schema import RunConfig
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import Event, EventTail, read_events
-from shoal.launch.plan import Command, Meeting, plan_ranks
+from shoal.launch.plan import Command, plan_ranks
 from shoal.launch.verdict import Ending, caused, failure
 from shoal.runfolder import RunFolder
 
@@ -34,16 +34,16 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Watch = Callable[[list[Event]], None]
 
 
-def run_ranks(config: RunConfig, run: RunFolder, node: Node, watch: Watch, resume: bool = False) -> None:
+def run_ranks(config: RunConfig, run: RunFolder, cluster: Cluster, watch: Watch, resume: bool = False) -> None:
     """Runs the world to its end. Raises what went wrong, or `Interrupted`; returns when every rank ended well."""
-    tails = [EventTail(run.events(rank)) for rank in range(node.slots)]
+    tails = [EventTail(run.events(rank)) for rank in range(sum(node.slots for node in cluster.nodes))]
     for tail in tails:
         tail.skip_to_end()
     began = time.time()
-    world = _World(run)
+    world = _World(run, cluster)
     with world, _signals(world):
-        with bind(node.address) as meeting:
-            world.start(plan_ranks(config, run.path, node, meeting, resume), meeting)
+        with cluster.bind(cluster.nodes[0]) as meeting:
+            world.start(plan_ranks(config, run.path, cluster.nodes, meeting, resume), meeting)
         while world.running():
             watch([event for tail in tails for event in tail.poll()])
             time.sleep(POLL_S)
@@ -68,18 +68,12 @@ def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
     )
 
 
-@contextlib.contextmanager
-def bind(address: str) -> Iterator[Meeting]:
-    """A listening socket on a free port of one address; rank 0 inherits it, and we let go of it once it has."""
-    with socket.create_server((address, 0)) as listener:
-        yield Meeting(address, listener.getsockname()[1], listener.fileno())
-
-
 @dataclass
 class _World:
     """The processes of one run. Leaving the `with` block leaves none of them."""
 
     run: RunFolder
+    cluster: Cluster
     commands: list[Command] = field(default_factory=list)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
@@ -94,7 +88,7 @@ class _World:
             for command in commands:
                 fds = (meeting.fd,) if command.serves_store else ()
                 log = self.run.log(command.node.name, command.name)
-                self.processes[command.name] = start_process(command.argv, command.env, log, fds)
+                self.processes[command.name] = self.cluster.start(command.node, command.argv, command.env, log, fds)
         except OSError as error:
             raise RunFailed(
                 f"cannot start {command.name} on {command.node.name}: {error.strerror}",

@@ -57,11 +57,13 @@ class Recorder:
 
 
 class WireCounter:
-    """Bytes this node sent over the interface the ranks use, from the kernel's own counter."""
+    """Bytes this node sent over the interface the ranks use, from the kernel's own counter.
+
+    Not from /sys/class/net: an emulated node has an eth0 of its own, and /sys may show the host's.
+    """
 
     def __init__(self, interface: str | None) -> None:
         self._interface = interface
-        self._file = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
         self._last = self._read()
 
     def since_last(self) -> int | None:
@@ -74,7 +76,20 @@ class WireCounter:
         if self._interface is None:
             return None
         try:
-            return int(self._file.read_text())
+            return sent_bytes(_COUNTERS.read_text(), self._interface)
         except OSError:
             counters = psutil.net_io_counters(pernic=True).get(self._interface)
             return counters.bytes_sent if counters else None
+
+
+_COUNTERS = Path("/proc/self/net/dev")
+_SENT = 8
+
+
+def sent_bytes(table: str, interface: str) -> int | None:
+    """The ninth number of the interface's line: eight about receiving come first."""
+    for line in table.splitlines():
+        name, colon, numbers = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(numbers.split()[_SENT])
+    return None

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.node import local_node
+from shoal.cluster.cluster import open_cluster
 from shoal.cluster.spec import parse_on
 from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
@@ -48,15 +48,14 @@ def train_on(path: Path, watch: MakeDisplay, steps: int | None = None) -> tuple[
 
 def _train(run: RunFolder, watch: MakeDisplay, resume: bool) -> Manifest:
     config = load_config(run.config)
-    node = local_node(parse_on(config.run.on).ranks)
     try:
-        with contextlib.closing(watch(config)) as display:
-            run_ranks(config.run, run, node, display, resume)
+        with open_cluster(config.run.on) as cluster, contextlib.closing(watch(config)) as display:
+            run_ranks(config.run, run, cluster, display, resume)
     except ShoalError:
         with contextlib.suppress(ShoalError):
             finish(run)
         raise
-    return finish(run, compare_replicas(run.state_files(), node.slots))
+    return finish(run, compare_replicas(run.state_files(), parse_on(config.run.on).ranks))
 
 
 def default_out(name: str) -> Path:
