@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 from shoal.cli.bench import scaling_document
-from shoal.cli.output import print_json, print_scaling, run_rows, shown, stdout_console
+from shoal.cli.output import command, print_json, print_scaling, run_rows, shown, stdout_console
 from shoal.cli.progress import make_display
 from shoal.config.load import build_config
 from shoal.trials.scaling import ScalingResult, measure_scaling
@@ -48,5 +47,5 @@ def _print(result: ScalingResult) -> None:
     two_ranks = result.runs[2]
     typer.echo(
         f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
-        f"report:   {shown(result.report)}\nnext:     {shlex.join(['shoal', 'sample', shown(two_ranks.path)])}"
+        f"report:   {shown(result.report)}\nnext:     {command('sample', shown(two_ranks.path))}"
     )

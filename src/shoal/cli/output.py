@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def shown(path: Path) -> str:
         return str(path)
 
 
+def command(*words: str) -> str:
+    """A shoal command as it can be pasted here: by its path where `shoal` alone would not be found."""
+    program = "shoal" if shutil.which("shoal") else shown(Path(sys.argv[0]).absolute())
+    return shlex.join([program, *words])
+
+
 def print_run(run: RunFolder, manifest: Manifest) -> None:
     console = stdout_console()
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -41,7 +48,7 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
         table.add_row(name, value)
     console.print(table)
     folder = shown(run.path)
-    nexts = "   ".join(shlex.join(["shoal", verb, folder]) for verb in ("report", "sample"))
+    nexts = "   ".join(command(verb, folder) for verb in ("report", "sample"))
     # Not through rich: a folder named `[x]` is not markup.
     sys.stdout.write(f"\n{manifest.lesson_notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
