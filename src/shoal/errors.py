@@ -5,6 +5,7 @@
     │   ├── ConfigError              an unknown key, a value out of range, settings that contradict each other
     │   └── DataError                a text, token file or run folder that cannot be used
     ├── CheckFailed         exit 1   the answer to the question asked is "no"
+    ├── LabError            exit 3   an emulated node could not be made, changed or removed
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
     │   └── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
@@ -57,6 +58,10 @@ class DataError(UsageError):
 
 class CheckFailed(ShoalError):
     exit_code = 1
+
+
+class LabError(ShoalError):
+    pass
 
 
 class CheckpointError(ShoalError):

@@ -1,0 +1,98 @@
+"""The processes of a lab, as /proc shows them: who holds it up, and who runs on which node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shoal.errors import LabError
+
+_PROC = Path("/proc")
+_DEADLINE_S = 10.0
+
+
+def holders(folder: Path, node: str | None = None) -> list[int]:
+    """Processes that shoal started to hold up the lab in this folder, or one node of it; they carry its name."""
+    wanted = {f"SHOAL_LAB={folder}".encode()} | ({f"SHOAL_NODE={node}".encode()} if node else set())
+    return [pid for pid in _pids() if wanted <= set(_read(pid, "environ").split(b"\0"))]
+
+
+def first_process(folder: Path, node: str) -> int | None:
+    """The node's first process, when it lives. The file may be older than a reboot, so its word alone is not taken."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int((folder / f"{node}.pid").read_text(encoding="utf-8"))
+        words = _read(pid, "environ").split(b"\0")
+        if f"SHOAL_LAB={folder}".encode() in words and f"SHOAL_NODE={node}".encode() in words and not is_dead(pid):
+            return pid
+    return None
+
+
+def running_in(first: int) -> list[tuple[int, str]]:
+    """Number (on the host) and command of everything in a node but its first process."""
+    with contextlib.suppress(OSError):
+        namespace = _namespace(first)
+        return [(pid, _command(pid)) for pid in _pids() if pid != first and _lives_in(pid, namespace)]
+    return []
+
+
+def end_all(folder: Path) -> None:
+    """Our own number is passed over: the watcher of an owned lab is one of its holders."""
+    for pid in holders(folder):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    await_end(lambda: [pid for pid in holders(folder) if pid != os.getpid()])
+
+
+def await_end(remaining: Callable[[], list[int]]) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while left := remaining():
+        if time.monotonic() > deadline:
+            raise LabError(
+                f"processes of the lab do not end: {', '.join(f'{pid} ({_command(pid)})' for pid in left)}",
+                why="the kernel has not finished with them; a stuck disk or network file system does that",
+                fix="shoal lab down, in a while",
+            )
+        time.sleep(0.01)
+
+
+def started(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks since boot."""
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def is_dead(pid: int) -> bool:
+    """A zombie is: nobody has asked for its exit code yet, but it does nothing any more."""
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return not fields or fields[0] in (b"Z", b"X")
+
+
+def _lives_in(pid: int, namespace: str) -> bool:
+    with contextlib.suppress(OSError):
+        return _namespace(pid) == namespace and not is_dead(pid)
+    return False
+
+
+def _namespace(pid: int) -> str:
+    return str((_PROC / str(pid) / "ns/pid").readlink())
+
+
+def _command(pid: int) -> str:
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip() or "?"
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Nothing when the process is gone, or not ours to look at."""
+    try:
+        return (_PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
