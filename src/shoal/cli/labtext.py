@@ -20,6 +20,7 @@ def lab_document(lab: Lab) -> dict[str, Any]:
         "folder": str(lab.folder),
         "rootless": state.rootless,
         "owner": state.owner.pid if state.owner else None,
+        "ssh_config": str(lab.folder / "ssh/config") if state.spec.sshd else None,
         "notes": list(state.notes),
         "nodes": [_node(lab, state, node) for node in state.spec.nodes],
         "cuts": [{"from": sender, "to": hearer} for sender, hearer in sorted(state.cuts)],
@@ -75,5 +76,6 @@ def _below(document: dict[str, Any]) -> list[str]:
             f"firewall: {node['name']} lets strangers in at {', '.join(node['firewall']) or 'no port'}"
             for node in walled
         ),
+        *([f"ssh: shoal lab exec switch -- ssh -F {document['ssh_config']} node1"] if document["ssh_config"] else []),
         *(f"[yellow]note[/]: {note}" for note in document["notes"]),
     ]

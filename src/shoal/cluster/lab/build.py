@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from shoal.cluster.lab import registry, topology
+from shoal.cluster.lab import registry, ssh, topology
 from shoal.cluster.lab.apply import apply
 from shoal.cluster.lab.kernel import Features, notes, observe, possible
 from shoal.cluster.lab.lab import Lab, why_stale
@@ -15,6 +15,7 @@ from shoal.cluster.lab.removal import remove_locked
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.lab.state import LabState, Owner
 from shoal.cluster.lab.steps import Step
+from shoal.cluster.lab.topology import Site
 from shoal.errors import UsageError
 
 
@@ -50,7 +51,14 @@ def build_steps(state: LabState) -> list[Step]:
     site = state.site(registry.lab_folder(state.spec.name))
     filtered = [node for node in state.spec.nodes if state.filtered(node)]
     rules = [step for node in filtered for step in topology.rules(node, site, state.rules(node))]
-    return [*topology.up(state.spec, site), *rules]
+    return [*topology.up(state.spec, site), *rules, *_servers(state, site)]
+
+
+def _servers(state: LabState, site: Site) -> list[Step]:
+    if not state.spec.sshd:
+        return []
+    servers = [step for node in state.spec.nodes for step in ssh.start_server(node, site)]
+    return [*ssh.make_keys(state.spec, site), *servers]
 
 
 def _owner(pid: int | None) -> Owner | None:
@@ -84,8 +92,8 @@ def _start_watcher(state: LabState) -> None:
     marks = state.site(registry.lab_folder(name)).environment("watcher")
     owner = (str(state.owner.pid), str(state.owner.started))
     watch = (sys.executable, "-P", "-m", "shoal.cluster.lab.watch", name, *owner)
-    subprocess.run(  # noqa: S607: the user's own PATH decides, as for every tool of a lab
-        ("env", *marks, "setsid", "--fork", *watch),
+    subprocess.run(
+        ("env", *marks, "setsid", "--fork", *watch),  # noqa: S607
         check=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

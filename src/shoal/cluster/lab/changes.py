@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.cluster.lab import topology
+from shoal.cluster.lab import ssh, topology
 from shoal.cluster.lab.spec import LabNode, Link
 from shoal.cluster.lab.state import LabState, cut, heal, with_node
 from shoal.cluster.lab.steps import Step
@@ -87,7 +87,8 @@ def restart(name: str) -> Change:
         if name in scene.alive:
             raise UsageError(f"{name} is already running", fix=f"shoal lab status{scene.option()}")
         rules = topology.rules(node, scene.site, scene.state.rules(node)) if scene.state.filtered(node) else []
-        return scene.state, [*topology.restart(node, scene.site), *rules]
+        server = ssh.start_server(node, scene.site) if scene.state.spec.sshd else []
+        return scene.state, [*topology.restart(node, scene.site), *rules, *server]
 
     return outcome
 

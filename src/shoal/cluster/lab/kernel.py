@@ -37,6 +37,7 @@ class Features:
     rootless: bool
     netem: bool
     nft: bool
+    sshd: bool
     groups: Groups
 
 
@@ -44,8 +45,13 @@ def observe() -> Features:
     """Raises where no lab can be built at all, and says what forbids it."""
     need_tools(_PACKAGES)
     rootless = _must_be_rootless()
-    groups = read_groups()
-    return Features(rootless, _has_netem(rootless), shutil.which("nft") is not None, groups)
+    return Features(
+        rootless,
+        netem=_has_netem(rootless),
+        nft=shutil.which("nft") is not None,
+        sshd=shutil.which("sshd") is not None and shutil.which("ssh-keygen") is not None,
+        groups=read_groups(),
+    )
 
 
 def need_tools(packages: Mapping[str, str]) -> None:
@@ -121,6 +127,8 @@ def notes(spec: LabSpec, features: Features) -> tuple[str, ...]:
         said.append("loss by nftables: this kernel has no netem" if features.nft else "no loss: neither netem nor nft")
     if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
         said.append(f"no CPU limits: {_why_no_groups(features)}")
+    if spec.sshd and not _can_serve_ssh(features):
+        said.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")
     return tuple(said)
 
 
@@ -130,9 +138,15 @@ def _why_no_groups(features: Features) -> str:
     return "no control group with a cpu controller can be made here"
 
 
+def _can_serve_ssh(features: Features) -> bool:
+    """A server in a user namespace has only one user to switch to, and refuses to begin."""
+    return features.sshd and not features.rootless
+
+
 def possible(spec: LabSpec, features: Features) -> LabSpec:
     """What of it can be had here, so that nothing later speaks of a delay that nobody feels."""
-    return spec.model_copy(update={"nodes": tuple(_possible_node(node, features) for node in spec.nodes)})
+    nodes = tuple(_possible_node(node, features) for node in spec.nodes)
+    return spec.model_copy(update={"nodes": nodes, "sshd": spec.sshd and _can_serve_ssh(features)})
 
 
 def _possible_node(node: LabNode, features: Features) -> LabNode:

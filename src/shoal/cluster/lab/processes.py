@@ -13,22 +13,34 @@ from shoal.errors import LabError
 
 _PROC = Path("/proc")
 _DEADLINE_S = 10.0
+_EXEC_S = 0.5
 
 
-def holders(folder: Path, node: str | None = None) -> list[int]:
-    """Processes that shoal started to hold up the lab in this folder, or one node of it; they carry its name."""
-    wanted = {f"SHOAL_LAB={folder}".encode()} | ({f"SHOAL_NODE={node}".encode()} if node else set())
-    return [pid for pid in _pids() if wanted <= set(_read(pid, "environ").split(b"\0"))]
+def holders(folder: Path) -> list[int]:
+    """Processes that shoal started to hold up the lab in this folder; they carry its name."""
+    return [pid for pid in _pids() if _is_marked(_read(pid, "environ"), folder)]
 
 
 def first_process(folder: Path, node: str) -> int | None:
     """The node's first process, when it lives. The file may be older than a reboot, so its word alone is not taken."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((folder / f"{node}.pid").read_text(encoding="utf-8"))
-        words = _read(pid, "environ").split(b"\0")
-        if f"SHOAL_LAB={folder}".encode() in words and f"SHOAL_NODE={node}".encode() in words and not is_dead(pid):
+        if _is_marked(_environment(pid), folder, node) and not is_dead(pid):
             return pid
     return None
+
+
+def _is_marked(environment: bytes, folder: Path, node: str = "") -> bool:
+    marks = {f"SHOAL_LAB={folder}".encode()} | ({f"SHOAL_NODE={node}".encode()} if node else set())
+    return marks <= set(environment.split(b"\0"))
+
+
+def _environment(pid: int) -> bytes:
+    """Looked at again when it is empty: for a moment while a process becomes another program, it has none (seen)."""
+    deadline = time.monotonic() + _EXEC_S
+    while not (found := _read(pid, "environ")) and not is_dead(pid) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
 
 
 def running_in(first: int) -> list[tuple[int, str]]:

@@ -134,7 +134,7 @@ def stop_or_go(node: LabNode, site: Site, frozen: bool) -> list[Step]:
     """The freezer stops a node between two instructions; where there is none, a signal to all in it comes close."""
     if site.groups.freezer:
         return freeze(site.groups, site.name, node.name, frozen)
-    script = f"kill -{'STOP' if frozen else 'CONT'} -1"
+    script = f"kill -{'STOP' if frozen else 'CONT'} -1 2> /dev/null || true"
     return [Run((*site.inside(node.name, "--pid", "--mount"), "sh", "-c", script))]
 
 
