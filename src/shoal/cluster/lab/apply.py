@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shoal.cluster.lab.processes import await_end, first_process, is_dead
+from shoal.cluster.lab.processes import end_node, first_process
 from shoal.cluster.lab.steps import Await, Kill, PidOf, RemoveGroup, Run, Step, Word, Write, render_step
 from shoal.errors import LabError
 
@@ -87,9 +84,7 @@ def _await(step: Step, file: Path, log: Path) -> None:
 def _kill(pid: PidOf) -> None:
     first = first_process(pid.file.parent, pid.file.stem)
     if first is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(first, signal.SIGKILL)
-        await_end(lambda: [] if is_dead(first) else [first])
+        end_node(first)
 
 
 def _remove_group(step: Step, path: Path) -> None:

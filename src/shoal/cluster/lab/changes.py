@@ -75,8 +75,8 @@ def kill(name: str, silent: bool) -> Change:
     def outcome(scene: Scene) -> Outcome:
         node = scene.node(name)
         state, thaw = _stopped(scene, node, frozen=False) if name in scene.state.frozen else (scene.state, [])
-        unplug_first = topology.kill(node, scene.site, silent)
-        return state, [*unplug_first[:-1], *thaw, unplug_first[-1]]
+        end = topology.kill(node, scene.site, silent)
+        return state, [end[0], *thaw, end[1]] if silent else [*thaw, *end]
 
     return outcome
 

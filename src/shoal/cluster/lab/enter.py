@@ -31,8 +31,11 @@ class NodeProcess(subprocess.Popen[bytes]):
                     os.kill(pid, sig)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """The program, or, while there is none yet, whatever is about to become it."""
+        if self.inner():
+            self.send_signal(signal.SIGKILL)
+        elif self.poll() is None:
+            super().send_signal(signal.SIGKILL)
 
     def inner(self) -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -14,6 +14,7 @@ from shoal.errors import LabError
 _PROC = Path("/proc")
 _DEADLINE_S = 10.0
 _EXEC_S = 0.5
+_EXITING = 0x4
 
 
 def holders(folder: Path) -> list[int]:
@@ -60,6 +61,14 @@ def end_all(folder: Path) -> None:
     await_end(lambda: [pid for pid in holders(folder) if pid != os.getpid()])
 
 
+def end_node(first: int) -> None:
+    """The kernel ends the others of a pid namespace with its first process; we wait until it has."""
+    namespace = _namespace(first)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(first, signal.SIGKILL)
+    await_end(lambda: [pid for pid in _pids() if _lives_in(pid, namespace)])
+
+
 def await_end(remaining: Callable[[], list[int]]) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while left := remaining():
@@ -79,9 +88,10 @@ def started(pid: int) -> int | None:
 
 
 def is_dead(pid: int) -> bool:
-    """A zombie is: nobody has asked for its exit code yet, but it does nothing any more."""
+    """So is a zombie, and a process on its way out: the first one of a node stays until somebody has asked for the exit
+    codes of all others, and where the machine's own first process is lazy that takes long (seen: 3 s)."""
     fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return not fields or fields[0] in (b"Z", b"X")
+    return len(fields) < 7 or fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
 
 
 def _lives_in(pid: int, namespace: str) -> bool:

@@ -139,8 +139,13 @@ def stop_or_go(node: LabNode, site: Site, frozen: bool) -> list[Step]:
 
 
 def restart(node: LabNode, site: Site) -> list[Step]:
-    """A killed node comes back as it was; its old number must not be taken for the new one."""
-    return [Run(("rm", "-f", str(site.pid(node.name).file))), *start_node(node, site)]
+    """A killed node comes back as it was. Its old number must not be taken for the new one."""
+    return [Run(("rm", "-f", str(site.pid(node.name).file))), _unplug(node, site), *start_node(node, site)]
+
+
+def _unplug(node: LabNode, site: Site) -> Run:
+    """The kernel buries a network namespace in its own time, and until then its dead node answers pings."""
+    return Run((*site.inside(SWITCH, "--net"), "sh", "-c", f"ip link del {node.name} 2> /dev/null || true"))
 
 
 def rules(node: LabNode, site: Site, script: str) -> list[Step]:
@@ -149,8 +154,8 @@ def rules(node: LabNode, site: Site, script: str) -> list[Step]:
 
 def kill(node: LabNode, site: Site, silent: bool) -> list[Step]:
     """Killed processes still say goodbye (their sockets are closed for them); behind a dead cable nobody hears it."""
-    unplug = [site.net(SWITCH, f"ip link set {node.name} down")] if silent else []
-    return [*unplug, Kill(site.pid(node.name))]
+    end: list[Step] = [Kill(site.pid(node.name)), _unplug(node, site)]
+    return end[::-1] if silent else end
 
 
 def down(nodes: list[str], site: Site) -> list[Step]:
