@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.lab import changes
+from shoal.cluster.lab.cgroup import Group, Groups
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import UsageError
 from tests.lab_checks import standing_lab
@@ -90,20 +92,37 @@ def test_a_firewall_keeps_strangers_out_and_answers_in(lab: Lab, tmp_path: Path)
 
 
 def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Path) -> None:
-    log = tmp_path / "count"
-    process = lab.start("node3", [sys.executable, "-c", _COUNT], {}, log)
+    check_freezing(lab, tmp_path / "count", "node3")
+
+
+def check_freezing(lab: Lab, log: Path, node: str) -> None:
+    process = lab.start(node, [sys.executable, "-c", _COUNT], {}, log)
     wait_for(lambda: log.stat().st_size > 5)
-    lab.perform(changes.stop_or_go("node3", frozen=True))
+    lab.perform(changes.stop_or_go(node, frozen=True))
     time.sleep(0.1)
     stood_at = log.stat().st_size
     time.sleep(0.3)
     assert log.stat().st_size == stood_at
     with pytest.raises(UsageError, match="frozen"):
-        lab.command("node3", ["true"])
-    lab.perform(changes.stop_or_go("node3", frozen=False))
+        lab.command(node, ["true"])
+    lab.perform(changes.stop_or_go(node, frozen=False))
     wait_for(lambda: log.stat().st_size > stood_at + 5)
     process.kill()
     process.wait(5)
+
+
+def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside version 1 the other one is mounted, without controllers; freezing needs none."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    places = [fields[1] for fields in mounts if fields[2] == "cgroup2" and os.access(fields[1], os.W_OK)]
+    if not places:
+        pytest.skip("no version 2 control groups are mounted, or not for us")
+    groups = Groups(freezer=Group(parent=Path(places[0]), version=2))
+    monkeypatch.setattr("shoal.cluster.lab.kernel.read_groups", lambda: groups)
+    with standing_lab(1) as lab:
+        assert lab.state.groups == groups
+        check_freezing(lab, tmp_path / "count", "node1")
+        lab.perform(changes.stop_or_go("node1", frozen=True))
 
 
 @pytest.mark.parametrize("silent", [False, True])

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +20,12 @@ from shoal.errors import LabError
 
 # Both links of the chain from us to the program are tied: we to nsenter, nsenter to the program.
 TIED = ("setpriv", "--pdeathsig", "KILL", "--")
+_LISTEN_AND_HAND_OVER = (
+    "import socket, sys\n"
+    "with socket.create_server((sys.argv[1], 0)) as server, socket.socket(fileno=int(sys.argv[2])) as back:\n"
+    "    socket.send_fds(back, [b'.'], [server.fileno()])"
+)
+_DEADLINE_S = 20
 
 
 class NodeProcess(subprocess.Popen[bytes]):
@@ -59,3 +67,17 @@ def start_in_node(argv: Sequence[str], env: Mapping[str, str], log: Path, pass_f
             )
     except OSError as error:
         raise LabError(f"cannot start {argv[-1]} on a node: {error.strerror}", fix="check: ulimit -u; df -h") from error
+
+
+def listening_program(address: str, hand_back: int) -> list[str]:
+    """Runs on a node: listens at a free port and hands the socket back through a descriptor it inherits."""
+    return [sys.executable, "-I", "-S", "-c", _LISTEN_AND_HAND_OVER, address, str(hand_back)]
+
+
+def receive_listener(ours: socket.socket, theirs: socket.socket, argv: Sequence[str]) -> socket.socket:
+    """A socket keeps the network it was made in, wherever it travels."""
+    done = subprocess.run(argv, pass_fds=(theirs.fileno(),), capture_output=True, text=True, timeout=_DEADLINE_S)
+    if done.returncode:
+        raise LabError("cannot listen on a node", why=done.stderr.strip(), fix="shoal lab status")
+    _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    return socket.socket(fileno=descriptors[0])

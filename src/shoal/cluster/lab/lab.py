@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.cluster.lab import registry, topology
 from shoal.cluster.lab.apply import apply, resolve
 from shoal.cluster.lab.changes import Change, Scene
-from shoal.cluster.lab.enter import TIED, NodeProcess, start_in_node
+from shoal.cluster.lab.enter import TIED, NodeProcess, listening_program, receive_listener, start_in_node
 from shoal.cluster.lab.processes import first_process, running_in, started
 from shoal.cluster.lab.removal import remove
 from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, check_name
@@ -69,8 +70,15 @@ class Lab:
     def start(
         self, node: str, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
     ) -> NodeProcess:
-        """Like `cluster.node.start_process`, on a node. Its sockets must be opened there: one bound here stays here."""
+        """Like `cluster.node.start_process`, on a node. A socket passed to it must come from there, see `listen`."""
         return start_in_node(self.command(node, [*TIED, *argv]), env, log, pass_fds)
+
+    def listen(self, node: str) -> socket.socket:
+        """A listening socket at a free port of the node's address, held by us: to serve there, or to pass on."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            program = listening_program(self.state.spec.node(node).address, theirs.fileno())
+            return receive_listener(ours, theirs, self.command(node, program))
 
     def plan(self, change: Change) -> tuple[LabState, list[Step]]:
         state = self.state

@@ -53,12 +53,17 @@ def running_in(first: int) -> list[tuple[int, str]]:
 
 
 def end_all(folder: Path) -> None:
-    """Our own number is passed over: the watcher of an owned lab is one of its holders."""
-    for pid in holders(folder):
-        if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    await_end(lambda: [pid for pid in holders(folder) if pid != os.getpid()])
+    """Again until none is left: one that was just being born when we looked is not on the first list (seen)."""
+    await_end(lambda: _kill_each(pid for pid in holders(folder) if pid != os.getpid()))
+
+
+def _kill_each(pids: Iterator[int]) -> list[int]:
+    """Our own number is not among them: the watcher of an owned lab is one of its holders."""
+    found = list(pids)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return found
 
 
 def end_node(first: int) -> None:
