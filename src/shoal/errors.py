@@ -4,6 +4,7 @@
     ├── UsageError          exit 2   the command line, the configuration or an input file is wrong
     │   ├── ConfigError              an unknown key, a value out of range, settings that contradict each other
     │   └── DataError                a text, token file or run folder that cannot be used
+    ├── LabError            exit 3   an emulated node could not be made, changed or removed
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
     │   └── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
@@ -51,6 +52,10 @@ class ConfigError(UsageError):
 
 
 class DataError(UsageError):
+    pass
+
+
+class LabError(ShoalError):
     pass
 
 

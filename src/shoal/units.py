@@ -1,7 +1,15 @@
-"""Numbers as people write them: `25 MB`, `1.3M parameters`, `2 min 05 s`."""
+"""Numbers as people write them: `25 MB`, `1.3M parameters`, `2 min 05 s`, `100mbit`."""
 
 from __future__ import annotations
 
+import re
+
+from shoal.errors import UsageError
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+_RATE_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)", re.IGNORECASE)
+_TIME_SCALES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -38,3 +46,41 @@ def format_duration(seconds: float) -> str:
 
 def format_share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole > 0 else "–"
+
+
+def parse_rate(text: str) -> float:
+    """Bits a second from `100mbit` or `2.5gbit`. Not `bps`, which tc reads as bytes and everybody else as bits."""
+    match = _RATE.fullmatch(text.strip())
+    rate_bps = float(match[1]) * _RATE_SCALES[match[2].lower()] if match else 0.0
+    if rate_bps <= 0:
+        raise UsageError(
+            f"{text!r} is no link rate",
+            why="a rate is a number above zero with its unit: kbit, mbit or gbit (bits a second)",
+            fix="write for example: 100mbit, 1gbit or 2.5gbit",
+        )
+    return rate_bps
+
+
+def format_rate(rate_bps: float) -> str:
+    """`1e9` is `1gbit`; what `parse_rate` and tc read."""
+    for scale, prefix in _SI:
+        if rate_bps >= scale:
+            return f"{rate_bps / scale:.6g}{prefix.lower()}bit"
+    return f"{rate_bps:.6g}bit"
+
+
+def parse_delay(text: str) -> float:
+    """Seconds from `2ms`, `500us` or `0.1s`."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"{text!r} is no delay", why="a delay is a number with its unit: us, ms or s", fix="write for example: 2ms"
+        )
+    return float(match[1]) * _TIME_SCALES[match[2].lower()]
+
+
+def format_delay(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.6g}{unit}"
+    return f"{seconds * 1e6:.6g}us"

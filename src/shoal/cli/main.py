@@ -24,6 +24,7 @@ VERBS = {
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",
+    "lab": "An emulated cluster on this machine: nodes with links, CPU limits and faults as you like.",
     "bench": "Measured tables and plots, such as how speed grows with ranks.",
 }
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from shoal.cluster.lab.build import up
+from shoal.cluster.lab.cluster import LabCluster
+from shoal.cluster.lab.lab import Lab, as_node
+from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.node import Meeting, Node, bind, local_node, start_process
-from shoal.cluster.spec import parse_on
+from shoal.cluster.spec import LocalSpec, StandingLab, parse_on
 
 
 class Cluster(Protocol):
@@ -44,10 +49,26 @@ class LocalCluster:
 
 def planned_nodes(on: str) -> list[Node]:
     """The nodes that `--on` names, with nothing started: for `--dry-run`."""
-    return [local_node(parse_on(on).ranks)]
+    match parse_on(on):
+        case LocalSpec(ranks=ranks):
+            return [local_node(ranks)]
+        case StandingLab(name=name):
+            return Lab.open(name).nodes
+        case LabSpec() as spec:
+            return [as_node(node) for node in spec.nodes]
 
 
 @contextmanager
 def open_cluster(on: str) -> Iterator[Cluster]:
-    """The cluster that `--on` names, for as long as the block lasts."""
-    yield LocalCluster(parse_on(on).ranks)
+    """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run."""
+    match parse_on(on):
+        case LocalSpec(ranks=ranks):
+            yield LocalCluster(ranks)
+        case StandingLab(name=name):
+            yield LabCluster(Lab.open(name))
+        case LabSpec() as spec:
+            lab = up(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
+            try:
+                yield LabCluster(lab)
+            finally:
+                lab.close()

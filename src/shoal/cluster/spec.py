@@ -1,13 +1,21 @@
-"""What `--on` says."""
+"""What `--on` says.
+
+local:4                      four ranks as processes on this machine
+lab:3,link=1gbit,cpu=1/1/0.5 three emulated nodes, made for the run and removed with it
+lab                          the lab that is up already; with a name: lab:NAME
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.spec import LabSpec, parse_lab
 from shoal.errors import UsageError
 
 _LOCAL = re.compile(r"local(?::(-?\d+))?")
+_STANDING = re.compile(r"lab(?::([a-z][a-z0-9-]*))?")
 
 
 @dataclass(frozen=True)
@@ -17,15 +25,43 @@ class LocalSpec:
     ranks: int
 
 
-def parse_on(text: str) -> LocalSpec:
-    match = _LOCAL.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(
-            f"--on {text!r} names no cluster",
-            why="this version starts ranks on this machine only",
-            fix="write for example: --on local:2",
-        )
-    ranks = int(match[1] or 1)
+@dataclass(frozen=True)
+class StandingLab:
+    """A lab that somebody made with `shoal lab up`, and that stays when the run ends."""
+
+    name: str | None
+
+
+On = LocalSpec | LabSpec | StandingLab
+
+
+def parse_on(text: str) -> On:
+    text = text.strip()
+    if match := _LOCAL.fullmatch(text):
+        return _local(text, int(match[1] or 1))
+    if match := _STANDING.fullmatch(text):
+        return StandingLab(match[1])
+    if text.startswith("lab:"):
+        return parse_lab(text)
+    raise UsageError(
+        f"--on {text!r} names no cluster",
+        why="ranks run on this machine (local:N) or on the nodes of a lab (lab:N)",
+        fix="write for example: --on local:2 or --on lab:3,link=1gbit",
+    )
+
+
+def rank_count(on: On) -> int:
+    """A lab's nodes take one rank each."""
+    match on:
+        case LocalSpec():
+            return on.ranks
+        case StandingLab():
+            return len(Lab.open(on.name).nodes)
+        case LabSpec():
+            return len(on.nodes)
+
+
+def _local(text: str, ranks: int) -> LocalSpec:
     if ranks < 1:
         raise UsageError(
             f"--on {text}: a world needs at least one rank", fix="write for example: --on local:2 for two ranks"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.cluster.cluster import open_cluster
-from shoal.cluster.spec import parse_on
+from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
@@ -34,7 +34,7 @@ MakeDisplay = Callable[[Config], Display]
 
 def train_new(config: Config, out: Path, watch: MakeDisplay) -> tuple[RunFolder, Manifest]:
     """A new run; `watch` makes the display once the configuration is resolved."""
-    run = create_run(config, out, parse_on(config.run.on).ranks)
+    run = create_run(config, out, rank_count(parse_on(config.run.on)))
     with run.held():
         return run, _train(run, watch, resume=False)
 
@@ -55,7 +55,7 @@ def _train(run: RunFolder, watch: MakeDisplay, resume: bool) -> Manifest:
         with contextlib.suppress(ShoalError):
             finish(run)
         raise
-    return finish(run, compare_replicas(run.state_files(), parse_on(config.run.on).ranks))
+    return finish(run, compare_replicas(run.state_files(), rank_count(parse_on(config.run.on))))
 
 
 def default_out(name: str) -> Path:

@@ -1,0 +1,208 @@
+"""What a lab is asked to be: `shoal lab up 3 --link 1gbit`, or `--on lab:3,link=1gbit,cpu=1/1/0.5`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal.config.presets import did_you_mean
+from shoal.errors import UsageError
+from shoal.units import format_delay, format_rate, parse_delay, parse_rate
+
+DEFAULT_NAME = "default"
+SWITCH = "switch"
+INTERFACE = "eth0"
+NETWORK = "10.77.0"
+SWITCH_ADDRESS = f"{NETWORK}.254"
+# More fit into the address range; a bridge on one box with hundreds of inits is no longer a lab.
+MOST_NODES = 64
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Link(Frozen):
+    """One node's cable, the same in both directions. `delay_s` is one way: a ping between two nodes sees it twice."""
+
+    rate_bps: float | None = None
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [format_rate(self.rate_bps) if self.rate_bps else "unlimited"]
+        parts += [f"delay {format_delay(self.delay_s)}"] if self.delay_s else []
+        parts += [f"loss {100 * self.loss:.4g}%"] if self.loss else []
+        return ", ".join(parts)
+
+
+class LabNode(Frozen):
+    """`cpu` is how many cores it may keep busy; None leaves it unlimited."""
+
+    name: str
+    address: str
+    link: Link
+    cpu: float | None = None
+
+
+class LabSpec(Frozen):
+    name: str = DEFAULT_NAME
+    nodes: tuple[LabNode, ...]
+    sshd: bool = False
+
+    def node(self, name: str) -> LabNode:
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        names = [node.name for node in self.nodes]
+        raise UsageError(
+            f"lab {self.name!r} has no node {name!r}",
+            why=did_you_mean(name, names),
+            fix=f"use one of: {', '.join(names)}",
+        )
+
+
+# Wi-Fi and WAN figures are what iperf3 and ping show in an ordinary flat and between two homes.
+PROFILES = {
+    "100mbit": Link(rate_bps=100e6),
+    "1gbe": Link(rate_bps=1e9),
+    "2.5gbe": Link(rate_bps=2.5e9),
+    "10gbe": Link(rate_bps=10e9),
+    "wifi": Link(rate_bps=150e6, delay_s=2e-3, loss=0.0005),
+    "wan": Link(rate_bps=50e6, delay_s=15e-3, loss=0.001),
+}
+DEFAULT_PROFILE = "1gbe"
+
+
+def make_spec(
+    count: int,
+    *,
+    name: str = DEFAULT_NAME,
+    link: str | None = None,
+    delay: str | None = None,
+    loss: str | None = None,
+    cpu: str | None = None,
+    profile: str | None = None,
+    sshd: bool = False,
+) -> LabSpec:
+    """From the words of the command line. `link` and `cpu` take one value for all nodes or one a node: `1/1/0.5`."""
+    if not 1 <= count <= MOST_NODES:
+        raise UsageError(
+            f"a lab of {count} nodes", why=f"a lab has 1 to {MOST_NODES} nodes", fix="write for example: shoal lab up 3"
+        )
+    base = profile_link(profile or DEFAULT_PROFILE)
+    changes = {
+        **({"delay_s": parse_delay(delay)} if delay is not None else {}),
+        **({"loss": parse_loss(loss)} if loss is not None else {}),
+    }
+    rates = [base.rate_bps] * count if link is None else [_rate(word) for word in _per_node("--link", link, count)]
+    shares = [None] * count if cpu is None else [parse_cpu(word) for word in _per_node("--cpu", cpu, count)]
+    links = [base.model_copy(update={**changes, "rate_bps": rate}) for rate in rates]
+    nodes = tuple(
+        LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=each, cpu=share)
+        for i, (each, share) in enumerate(zip(links, shares, strict=True), start=1)
+    )
+    return LabSpec(name=check_name(name), nodes=nodes, sshd=sshd)
+
+
+_KEYS = ("link", "delay", "loss", "cpu", "profile", "name")
+_ON_FIX = "write for example: --on lab:3,link=1gbit,cpu=1/1/0.5"
+
+
+def parse_lab(text: str) -> LabSpec:
+    """What `--on` says after choosing a lab: `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,profile=wifi,sshd`."""
+    kind, _, rest = text.strip().partition(":")
+    count, *settings = rest.split(",")
+    if kind != "lab" or not re.fullmatch(r"-?\d+", count):
+        raise UsageError(f"--on {text!r} names no lab", why="a lab is written lab:NODES[,setting=value…]", fix=_ON_FIX)
+    words: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if key == "sshd" and not equals:
+            continue
+        if key not in _KEYS or not value or key in words:
+            raise UsageError(f"--on {text}: cannot use {setting!r}", why=_setting_fault(key, value, words), fix=_ON_FIX)
+        words[key] = value
+    return make_spec(
+        int(count),
+        name=words.get("name", DEFAULT_NAME),
+        link=words.get("link"),
+        delay=words.get("delay"),
+        loss=words.get("loss"),
+        cpu=words.get("cpu"),
+        profile=words.get("profile"),
+        sshd="sshd" in settings,
+    )
+
+
+def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
+    if key in seen:
+        return f"{key} is given twice"
+    if key in _KEYS and not value:
+        return f"{key} has no value"
+    return did_you_mean(key, (*_KEYS, "sshd")) or f"the settings of a lab are {', '.join(_KEYS)} and sshd"
+
+
+def profile_link(name: str) -> Link:
+    if name not in PROFILES:
+        raise UsageError(
+            f"there is no link profile {name!r}",
+            why=did_you_mean(name, PROFILES),
+            fix=f"use one of: {', '.join(PROFILES)}",
+        )
+    return PROFILES[name]
+
+
+def check_name(name: str) -> str:
+    """A lab's name becomes a folder and a control group, so it may hold nothing that means something there."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is no name for a lab",
+            why="a name has 1 to 31 small letters, digits or dashes and begins with a letter or digit",
+            fix="write for example: --name slow-wifi",
+        )
+    return name
+
+
+def parse_loss(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text.strip())
+    if match is None or not 0 <= float(match[1]) < 100:
+        raise UsageError(
+            f"{text!r} is no packet loss", why="a loss is a percentage below 100%", fix="write for example: 1%"
+        )
+    return float(match[1]) / 100
+
+
+def parse_cpu(text: str) -> float | None:
+    """Cores; `none` takes the limit away. The kernel's smallest quota is 1 ms in a period of at most 1 s."""
+    if text.strip() == "none":
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.01 <= share <= 1024:
+        raise UsageError(
+            f"{text!r} is no CPU share",
+            why="a share is a number of cores from 0.01 up: 0.5 is half of one core",
+            fix="write for example: 0.5, or none for no limit",
+        )
+    return share
+
+
+def _rate(word: str) -> float | None:
+    return None if word == "none" else parse_rate(word)
+
+
+def _per_node(option: str, text: str, count: int) -> list[str]:
+    words = text.split("/")
+    if len(words) not in (1, count):
+        raise UsageError(
+            f"{option} {text}: {len(words)} values for {count} nodes",
+            why="give one value for all nodes, or one for each, separated by /",
+            fix=f"write for example: {option} {'/'.join([words[0]] * count)}",
+        )
+    return words * count if len(words) == 1 else words

@@ -1,0 +1,122 @@
+"""Labs in tests: may this machine build one, and did a test leave anything of one behind?"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.lab import registry
+from shoal.cluster.lab.build import up
+from shoal.cluster.lab.cgroup import read_groups
+from shoal.cluster.lab.kernel import observe
+from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.processes import first_process, holders, is_dead
+from shoal.cluster.lab.spec import SWITCH, make_spec
+from shoal.errors import ShoalError
+from tests.needs import need_tool
+
+_GRACE_S = 5.0
+_count = itertools.count()
+
+
+def need_lab() -> None:
+    """Skips by name where no lab can be built; where everything is promised, that is a failure."""
+    need_tool("nft")
+    try:
+        observe()
+    except ShoalError as error:
+        if os.environ.get("SHOAL_REQUIRE_ALL") == "1":
+            pytest.fail(error.render())
+        pytest.skip(error.seen)
+
+
+def new_name() -> str:
+    """Nobody else's: other labs of this user go on beside ours."""
+    return f"test-{os.getpid()}-{next(_count)}"
+
+
+@dataclass
+class Traces:
+    """What a lab consists of, noted while it stands, so that it can be looked for afterwards."""
+
+    name: str
+    namespaces: set[str] = field(default_factory=set)
+
+    def note(self) -> None:
+        folder = registry.lab_folder(self.name)
+        state = registry.read_state(self.name)
+        for node in (SWITCH, *(node.name for node in state.spec.nodes)) if state else ():
+            if pid := first_process(folder, node):
+                own = (Path(f"/proc/{pid}/ns/{kind}") for kind in ("net", "pid", "uts", "mnt"))
+                self.namespaces |= {str(path.readlink()) for path in own}
+
+    def found(self) -> list[str]:
+        folder = registry.lab_folder(self.name)
+        groups = [group.of_lab(self.name) for group in read_groups().all()]
+        return [
+            *(f"process {pid}" for pid in holders(folder)),
+            *(f"folder {path}" for path in (folder, *groups) if path.exists()),
+            *(f"namespace {each}" for each in self.namespaces & living_namespaces()),
+        ]
+
+
+def living_namespaces() -> set[str]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/*"):
+        with contextlib.suppress(OSError):
+            if not is_dead(int(path.parts[2])):
+                found.add(str(path.readlink()))
+    return found - {str(path.readlink()) for path in Path("/proc/self/ns").iterdir()}
+
+
+def assert_gone(traces: Traces) -> None:
+    deadline = time.monotonic() + _GRACE_S
+    while left := traces.found():
+        assert time.monotonic() < deadline, f"lab {traces.name} left {left}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def standing_lab(count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False) -> Iterator[Lab]:
+    """Up, and afterwards provably gone; interfaces of the host included."""
+    need_lab()
+    before = interfaces()
+    lab = up(make_spec(count, name=new_name(), link=link, cpu=cpu, sshd=sshd))
+    traces = Traces(lab.name)
+    traces.note()
+    try:
+        assert len(traces.namespaces) >= 3 * count, "a lab's namespaces were not seen"
+        yield lab
+    finally:
+        lab.close()
+    assert_gone(traces)
+    assert interfaces() <= before
+
+
+def interfaces() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+def as_ordinary_user(argv: list[str]) -> list[str]:
+    """As root, become `nobody`, who may still read: the interpreter may live in root's home."""
+    if os.geteuid() != 0:
+        return argv
+    reading = (
+        "--inh-caps=-all,+dac_read_search",
+        "--ambient-caps=+dac_read_search",
+        "--bounding-set=-all,+dac_read_search",
+    )
+    clean = ("env", "-u", "XDG_RUNTIME_DIR", "PYTHONDONTWRITEBYTECODE=1")
+    return [need_tool("setpriv"), "--reuid=65534", "--regid=65534", "--clear-groups", *reading, *clean, *argv]
+
+
+def shoal(*words: str) -> list[str]:
+    return [sys.executable, "-m", "shoal", *words]

@@ -1,0 +1,236 @@
+"""How labs begin and end: side by side, interrupted, owned by a run, without root, by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.lab import registry
+from shoal.cluster.lab.build import up
+from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.processes import first_process
+from shoal.cluster.lab.removal import remove
+from shoal.cluster.lab.spec import make_spec
+from shoal.errors import LabError, UsageError
+from tests.lab_checks import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
+from tests.test_lab_nodes import hears, nearly, on, said, wait_for
+
+_UP = "import sys\nfrom shoal.cluster.lab.build import up\nfrom shoal.cluster.lab.spec import make_spec\n"
+_UP_AND_STAY = _UP + "import os, time\nup(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60)
+
+
+def test_two_labs_live_side_by_side_with_the_same_addresses() -> None:
+    with standing_lab(2) as one, standing_lab(2, link="100mbit") as other:
+        assert one.nodes[0].address == other.nodes[0].address
+        one.close()
+        assert hears(other, "node1", "node2")
+        assert one.name not in registry.names()
+
+
+def test_a_name_is_taken_once() -> None:
+    with standing_lab(1) as lab:
+        with pytest.raises(UsageError, match="already up"):
+            up(make_spec(1, name=lab.name))
+        assert lab.is_alive("node1")
+
+
+@pytest.mark.parametrize("file", ["lab.json", "switch.pid", "node1.pid", "node4.pid"])
+def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
+    need_lab()
+    name = new_name()
+    builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(5, name=sys.argv[1]))", name])
+    wait_for(lambda: (registry.lab_folder(name) / file).exists(), seconds=20)
+    builder.send_signal(signal.SIGKILL)
+    builder.wait(5)
+    traces = Traces(name)
+    traces.note()
+    with pytest.raises(LabError, match="broken"):
+        Lab.open(name)
+    remove(name)
+    assert_gone(traces)
+    remove(name)
+
+
+def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
+    need_lab()
+    name = new_name()
+    builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(5, name=sys.argv[1]))", name])
+    wait_for(lambda: (registry.lab_folder(name) / "node1.pid").exists(), seconds=20)
+    builder.send_signal(signal.SIGKILL)
+    builder.wait(5)
+    lab = up(make_spec(2, name=name))
+    assert hears(lab, "node1", "node2")
+    lab.close()
+    assert_gone(Traces(name))
+
+
+def test_a_step_that_fails_takes_everything_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    need_lab()
+    broken = tmp_path / "tc"
+    broken.write_text('#!/bin/sh\ncase "$*" in *node2*) echo no such luck >&2; exit 1; esac\nexec /sbin/tc "$@"\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    name = new_name()
+    with pytest.raises(LabError, match="no such luck"):
+        up(make_spec(2, name=name))
+    assert_gone(Traces(name))
+
+
+def test_a_lab_whose_switch_died_is_called_broken_and_goes_down() -> None:
+    with standing_lab(2) as lab:
+        switch = first_process(lab.folder, "switch")
+        assert switch is not None
+        os.kill(switch, signal.SIGKILL)
+        wait_for(lambda: not lab.is_alive("node1"))
+        with pytest.raises(LabError, match="switch is gone"):
+            Lab.open(lab.name)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_an_owned_lab_goes_with_its_owner(how: signal.Signals) -> None:
+    need_lab()
+    name = new_name()
+    owner = subprocess.Popen([sys.executable, "-c", _UP_AND_STAY, name])
+    wait_for(lambda: (state := registry.read_state(name)) is not None and state.ready, seconds=20)
+    traces = Traces(name)
+    traces.note()
+    assert traces.namespaces
+    owner.send_signal(how)
+    owner.wait(5)
+    assert_gone(traces)
+
+
+def test_unreadable_notes_are_no_obstacle() -> None:
+    with standing_lab(1) as lab:
+        (lab.folder / "lab.json").write_bytes(b"\xff{")
+        with pytest.raises(LabError, match="unreadable"):
+            Lab.open(lab.name)
+
+
+def test_the_printed_commands_build_a_lab_by_hand() -> None:
+    need_lab()
+    name = new_name()
+    script = run(*shoal("lab", "up", "2", "--name", name, "--link", "100mbit", "--cpu", "0.5", "--dry-run")).stdout
+    assert not registry.lab_folder(name).exists()
+    try:
+        done = run("sh", "-ec", script)
+        assert done.returncode == 0, done.stderr
+        node1 = (registry.lab_folder(name) / "node1.pid").read_text().strip()
+        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        assert run("nsenter", "--target", node1, *user, "--net", "ping", "-c", "1", "10.77.0.2").returncode == 0
+    finally:
+        remove(name)
+    assert_gone(Traces(name))
+
+
+def test_the_printed_commands_take_a_lab_down_by_hand() -> None:
+    with standing_lab(2) as lab:
+        script = run(*shoal("lab", "down", "--name", lab.name, "--dry-run")).stdout
+        assert lab.is_alive("node1")
+        done = run("sh", "-ec", script)
+        assert done.returncode == 0, done.stderr
+        assert Traces(lab.name).found() == []
+
+
+def test_the_command_line_from_up_to_down() -> None:
+    need_lab()
+    name = ("--name", new_name())
+    assert "node3" in run(*shoal("lab", "up", "3", *name)).stdout
+    again = run(*shoal("lab", "up", "3", *name))
+    assert (again.returncode, "already up" in again.stderr) == (2, True)
+    assert run(*shoal("lab", "cut", "node1", "node2", *name)).returncode == 0
+    assert "node2 no longer hears node1" in run(*shoal("lab", "status", *name)).stdout
+    assert run(*shoal("lab", "kill", "node3", *name)).returncode == 0
+    assert "dead" in run(*shoal("lab", "status", *name)).stdout
+    assert run(*shoal("lab", "down", *name)).returncode == 0
+    gone = run(*shoal("lab", "status", *name))
+    assert (gone.returncode, "there is no lab" in gone.stderr) == (2, True)
+    assert run(*shoal("lab", "down", *name)).returncode == 0
+    assert_gone(Traces(name[1]))
+
+
+_ROOTLESS = """
+import subprocess, sys
+from shoal.cluster.lab import changes
+from shoal.cluster.lab.build import up
+from shoal.cluster.lab.spec import make_spec
+lab = up(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit"))
+try:
+    said = lambda *argv: subprocess.run(lab.command("node1", argv), capture_output=True, text=True)
+    assert lab.state.rootless
+    assert said("hostname").stdout == "node1\\n", said("hostname").stderr
+    assert said("ping", "-c", "1", "-W", "1", "node2").returncode == 0
+    lab.perform(changes.cut_off("node1", None, one_way=False))
+    assert said("ping", "-c", "1", "-W", "1", "node2").returncode != 0
+    lab.perform(changes.stop_or_go("node1", frozen=True))
+    lab.perform(changes.stop_or_go("node1", frozen=False))
+    lab.perform(changes.kill("node2", silent=True))
+    lab.perform(changes.restart("node2"))
+    print(lab.folder, *lab.state.notes)
+finally:
+    lab.close()
+"""
+
+
+def test_a_lab_without_root() -> None:
+    need_lab()
+    name = new_name()
+    done = run(*as_ordinary_user([sys.executable, "-c", _ROOTLESS, name]))
+    if "lets us make no network namespaces" in done.stderr and os.environ.get("SHOAL_REQUIRE_ALL") != "1":
+        pytest.skip("this machine gives ordinary users no namespaces")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.split()[0])
+    assert folder.name == name
+    assert not folder.parent.exists() or not folder.exists()
+
+
+@pytest.mark.long
+def test_many_labs_one_after_another_leave_nothing() -> None:
+    for _ in range(15):
+        with standing_lab(4) as lab:
+            assert hears(lab, "node1", "node4")
+
+
+@pytest.mark.long
+def test_an_up_killed_at_any_moment_is_cleaned() -> None:
+    need_lab()
+    for step in range(25):
+        name = new_name()
+        builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(4, name=sys.argv[1]))", name])
+        time.sleep(0.25 + 0.03 * step)
+        builder.send_signal(signal.SIGKILL)
+        builder.wait(5)
+        traces = Traces(name)
+        traces.note()
+        remove(name)
+        assert_gone(traces)
+
+
+@pytest.mark.long
+def test_a_gigabit_link_carries_a_gigabit() -> None:
+    with standing_lab(2) as lab:
+        assert nearly(lab, "node1", "node2", 1e9)
+        assert nearly(lab, "node2", "node1", 1e9)
+
+
+@pytest.mark.long
+def test_lost_packets_are_lost() -> None:
+    need_lab()
+    lab = up(make_spec(2, name=new_name(), loss="20%"))
+    try:
+        text = on(lab, "node1", "ping", "-q", "-c", "200", "-i", "0.01", "-W", "1", "node2").stdout
+        lost = float(text.split("% packet loss")[0].split()[-1])
+        assert 20 < lost < 52, "each way loses a fifth: 36% of the round trips"
+        assert said(lab, "node1", "hostname") == "node1"
+    finally:
+        lab.close()

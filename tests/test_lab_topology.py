@@ -1,0 +1,235 @@
+"""A lab on paper: what the words mean, and the exact commands that come of them. No process starts here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cluster.lab import changes, topology
+from shoal.cluster.lab.cgroup import Group, Groups, find_groups, limit_cpu, make_lab_groups
+from shoal.cluster.lab.filters import parse_ports, ruleset
+from shoal.cluster.lab.kernel import Features, notes, possible, why_forbidden
+from shoal.cluster.lab.shaping import bundling, shape
+from shoal.cluster.lab.spec import LabSpec, Link, make_spec, parse_lab
+from shoal.cluster.lab.state import LabState
+from shoal.cluster.lab.steps import render
+from shoal.cluster.lab.topology import Site
+from shoal.errors import UsageError
+from shoal.units import format_delay, format_rate, parse_delay, parse_rate
+
+V1 = Groups(cpu=Group(parent=Path("/cg/cpu"), version=1), freezer=Group(parent=Path("/cg/freezer"), version=1))
+V2 = Groups(cpu=Group(parent=Path("/cg"), version=2), freezer=Group(parent=Path("/cg"), version=2))
+
+
+def site(rootless: bool = False, netem: bool = True, groups: Groups = V1) -> Site:
+    return Site("default", Path("/run/lab"), rootless, netem, groups)
+
+
+def scene(spec: LabSpec, where: Site, **known: object) -> changes.Scene:
+    state = LabState(spec=spec, rootless=where.rootless, netem=where.netem, groups=where.groups)
+    alive = frozenset(node.name for node in spec.nodes)
+    return changes.Scene(state.model_copy(update=known), where, alive)
+
+
+def test_a_node_comes_up_by_these_commands() -> None:
+    node = make_spec(1, link="100mbit", cpu="0.5").nodes[0]
+    first, *rest = [line for line in render(topology.start_node(node, site())).splitlines() if "unshare" not in line]
+    enter = 'nsenter --target "$(cat /run/lab/{}.pid)" --net {}'.format
+    assert first == "echo 10000 > /cg/cpu/shoal-default/node1/cpu.cfs_period_us"
+    assert rest == [
+        "echo 5000 > /cg/cpu/shoal-default/node1/cpu.cfs_quota_us",
+        "until test -s /run/lab/node1.pid; do sleep 0.01; done",
+        enter(
+            "switch",
+            'ip link add node1 type veth peer name eth0 address 02:00:0a:4d:00:01 netns "$(cat /run/lab/node1.pid)"',
+        ),
+        enter("switch", "ip link set node1 master sw0 addrgenmode none up"),
+        enter("node1", "ip link set lo up"),
+        enter("node1", "ip link set eth0 addrgenmode none up"),
+        enter("node1", "ip addr add 10.77.0.1/24 dev eth0"),
+        enter("node1", "tc qdisc replace dev eth0 root handle 1: tbf rate 100.933mbit burst 25000 latency 50ms"),
+        enter("switch", "tc qdisc replace dev node1 root handle 1: tbf rate 100.933mbit burst 25000 latency 50ms"),
+    ]
+
+
+def test_the_first_process_of_a_node_joins_its_groups_and_makes_every_namespace() -> None:
+    node = make_spec(1).nodes[0]
+    line = next(line for line in render(topology.start_node(node, site())).splitlines() if "unshare" in line)
+    assert "echo $$ > /cg/cpu/shoal-default/node1/cgroup.procs" in line
+    assert "unshare --net --uts --mount --pid --fork" in line
+    assert "mount --bind /run/lab/hosts /etc/hosts" in line
+
+
+def test_without_root_everything_enters_the_user_namespace() -> None:
+    lines = render(topology.up(make_spec(2), site(rootless=True, groups=Groups()))).splitlines()
+    entering = [line for line in lines if "nsenter" in line]
+    assert len(entering) > 10
+    assert all("--user --preserve-credentials" in line for line in entering)
+    assert sum("--map-root-user" in line for line in lines) == 1
+
+
+def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
+    link = Link(rate_bps=1e9, delay_s=0.02, loss=0.01)
+    assert shape("node1", link, netem=True) == [
+        "tc qdisc replace dev node1 root handle 2: netem limit 3333 delay 20ms loss 1%",
+        "tc qdisc replace dev node1 parent 2:1 handle 3: tbf rate 1.00933gbit burst 250000 latency 50ms",
+    ]
+    assert shape("eth0", link, netem=False)[0].startswith("tc qdisc replace dev eth0 root handle 1: tbf")
+
+
+def test_lost_packets_are_single_ones() -> None:
+    assert bundling("eth0", Link(loss=0.01), Link()) == ["ip link set eth0 gso_max_segs 1"]
+    assert bundling("eth0", Link(), Link(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
+    assert bundling("eth0", Link(), Link()) == []
+
+
+def test_cpu_limits_in_both_versions_of_control_groups() -> None:
+    assert render(limit_cpu(V2, "a", "node1", 0.3)) == "echo '3000 10000' > /cg/shoal-a/node1/cpu.max\n"
+    assert render(limit_cpu(V2, "a", "node1", 0.05)) == "echo '5000 100000' > /cg/shoal-a/node1/cpu.max\n"
+    assert render(limit_cpu(V2, "a", "node1", None)) == "echo 'max 10000' > /cg/shoal-a/node1/cpu.max\n"
+    assert "echo -1 > /cg/cpu/shoal-a/node1/cpu.cfs_quota_us" in render(limit_cpu(V1, "a", "node1", None))
+    assert "echo +cpu > /cg/shoal-a/cgroup.subtree_control" in render(make_lab_groups(V2, "a"))
+
+
+def test_control_groups_are_found_in_the_mounts() -> None:
+    v1 = "\n".join(f"cgroup /sys/fs/cgroup/{name} cgroup rw,{name} 0 0" for name in ("cpu,cpuacct", "freezer"))
+    v2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0"
+    assert find_groups(v1, 0).cpu == Group(parent=Path("/sys/fs/cgroup/cpu,cpuacct"), version=1)
+    assert find_groups(v2, 0).cpu == find_groups(v2, 0).freezer == Group(parent=Path("/sys/fs/cgroup"), version=2)
+    assert str(find_groups(v2, 1000).cpu).count("user@1000.service") == 1
+    assert find_groups(v1 + "\n" + v2, 0).freezer == Group(parent=Path("/sys/fs/cgroup/freezer"), version=1)
+    assert find_groups("tmpfs / tmpfs rw 0 0", 0) == Groups()
+
+
+def test_a_cut_is_felt_where_packets_arrive() -> None:
+    here = scene(make_spec(3), site())
+    after, steps = changes.cut_off("node1", "node2", one_way=True)(here)
+    lines = render(steps).splitlines()
+    assert len(lines) == 1
+    assert "node2.pid" in lines[0]
+    assert "ip saddr { 10.77.0.1 } drop" in lines[0]
+    assert after.cuts == {("node1", "node2")}
+    assert len(changes.cut_off("node1", None, one_way=False)(here)[1]) == 3
+
+
+def test_healing_one_pair_leaves_the_other_cut() -> None:
+    here = scene(make_spec(3), site(), cuts=frozenset({("node1", "node2"), ("node2", "node1"), ("node1", "node3")}))
+    after, steps = changes.heal_cuts("node1", "node2")(here)
+    assert after.cuts == {("node1", "node3")}
+    assert len(steps) == 2
+    assert changes.heal_cuts(None, None)(here)[0].cuts == frozenset()
+
+
+def test_rules_replace_each_other_in_one_transaction() -> None:
+    assert ruleset([], None, 0.0) == "add table inet shoal; delete table inet shoal"
+    walled = ruleset([], ("22",), 0.01)
+    assert "numgen random mod 1000000 < 10000 drop" in walled
+    assert walled.index("ct state established") < walled.index("tcp dport { 22 } accept")
+    assert walled.endswith("iifname eth0 drop")
+
+
+def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None:
+    here = scene(make_spec(2), site(), frozen=frozenset({"node1"}))
+    after, steps = changes.kill("node1", silent=True)(here)
+    unplug, thaw, end = render(steps).splitlines()
+    assert "ip link del node1" in unplug
+    assert thaw == "echo THAWED > /cg/freezer/shoal-default/node1/freezer.state"
+    assert end == 'kill -KILL "$(cat /run/lab/node1.pid)"'
+    assert after.frozen == frozenset()
+
+
+def test_freezing_without_a_freezer_is_a_signal_to_all() -> None:
+    here = scene(make_spec(1), site(groups=Groups()))
+    assert "kill -STOP -1" in render(changes.stop_or_go("node1", frozen=True)(here)[1])
+
+
+def test_what_the_kernel_lacks_is_named_and_the_rest_kept() -> None:
+    poor = Features(rootless=True, netem=False, nft=True, sshd=True, groups=Groups())
+    asked = make_spec(2, delay="2ms", loss="1%", cpu="0.5", sshd=True)
+    said = " ".join(notes(asked, poor))
+    for word in ("netem", "loss by nftables", "CPU limits", "SSH servers"):
+        assert word in said
+    had = possible(asked, poor)
+    assert (had.nodes[0].link.delay_s, had.nodes[0].link.loss, had.nodes[0].cpu, had.sshd) == (0.0, 0.01, None, False)
+    assert notes(make_spec(2), poor) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"user.max_user_namespaces": "0"}, "user.max_user_namespaces"),
+        ({"kernel.unprivileged_userns_clone": "0"}, "kernel.unprivileged_userns_clone"),
+        ({"kernel.apparmor_restrict_unprivileged_userns": "1"}, "kernel.apparmor_restrict_unprivileged_userns"),
+        ({}, "unshare: no"),
+    ],
+)
+def test_the_setting_that_forbids_namespaces_is_named(settings: dict[str, str], named: str) -> None:
+    why, fix = why_forbidden(settings, "unshare: no", root=False)
+    assert named in why
+    assert "root" in fix
+
+
+def test_on_says_the_same_as_lab_up() -> None:
+    assert parse_lab("lab:3,link=1gbit,cpu=1/1/0.5") == make_spec(3, link="1gbit", cpu="1/1/0.5")
+    assert parse_lab("lab:2,profile=wifi,delay=5ms,loss=1%,name=a,sshd") == make_spec(
+        2, profile="wifi", delay="5ms", loss="1%", name="a", sshd=True
+    )
+    assert parse_lab("lab:1").nodes[0].link == Link(rate_bps=1e9)
+    assert make_spec(2, link="1gbit/none").nodes[1].link.rate_bps is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lab", "names no lab"),
+        ("lab:x", "names no lab"),
+        ("lab:0", "a lab of 0 nodes"),
+        ("lab:-1", "a lab of -1 nodes"),
+        ("lab:1000", "a lab of 1000 nodes"),
+        ("lab:2,link=fast", "'fast' is no link rate"),
+        ("lab:2,link=100", "'100' is no link rate"),
+        ("lab:2,link=0mbit", "no link rate"),
+        ("lab:2,link=1gbps", "no link rate"),
+        ("lab:3,cpu=1/1", "2 values for 3 nodes"),
+        ("lab:2,cpu=0", "no CPU share"),
+        ("lab:2,cpu=nan", "no CPU share"),
+        ("lab:2,delay=2", "no delay"),
+        ("lab:2,loss=0.1", "no packet loss"),
+        ("lab:2,loss=100%", "no packet loss"),
+        ("lab:2,profile=wiffi", "no link profile"),
+        ("lab:2,lnik=1gbit", "cannot use 'lnik=1gbit'"),
+        ("lab:2,link=", "cannot use"),
+        ("lab:2,link=1gbit,link=2gbit", "cannot use"),
+        ("lab:2,name=../x", "no name for a lab"),
+    ],
+)
+def test_wrong_words_are_named(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_lab(text)
+    assert said in raised.value.seen
+    assert raised.value.fix
+
+
+def test_the_nearest_name_is_offered() -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_lab("lab:2,profile=wiffi")
+    assert "'wifi'" in raised.value.why
+    with pytest.raises(UsageError) as raised:
+        make_spec(3).node("nod2")
+    assert "'node2'" in raised.value.why
+
+
+@pytest.mark.parametrize("text", ["x", "0", "70000", "30-20", "22,,a"])
+def test_wrong_ports_are_named(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_ports(text)
+
+
+@given(st.integers(1, 10**7))
+def test_rates_and_delays_survive_being_written(number: int) -> None:
+    rate_bps, delay_s = number * 1000.0, number * 1e-6
+    assert parse_rate(format_rate(rate_bps)) == pytest.approx(rate_bps, rel=1e-5)
+    assert parse_delay(format_delay(delay_s)) == pytest.approx(delay_s, rel=1e-5)
