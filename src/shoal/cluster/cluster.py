@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shoal.cluster.lab.build import up
 from shoal.cluster.lab.cluster import LabCluster
-from shoal.cluster.lab.lab import Lab, as_node
+from shoal.cluster.lab.lab import Lab, as_nodes
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.node import Meeting, Node, bind, local_node, start_process
 from shoal.cluster.spec import LocalSpec, StandingLab, parse_on
@@ -55,7 +55,7 @@ def planned_nodes(on: str) -> list[Node]:
         case StandingLab(name=name):
             return Lab.open(name).nodes
         case LabSpec() as spec:
-            return [as_node(node) for node in spec.nodes]
+            return as_nodes(spec)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ class Node:
     interface: str
     slots: int
     cores: int
+    link_mbps: int | None = None
 
 
 @dataclass(frozen=True)

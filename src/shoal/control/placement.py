@@ -1,6 +1,6 @@
 """Placement: which rank a process is and where its world meets, as environment variables.
 
-The names are torchrun's, so that any script written for torchrun finds what it expects, plus three of our own. This is
+The names are torchrun's, so that any script written for torchrun finds what it expects, plus a few of our own. This is
 the only place that reads or writes them.
 """
 
@@ -18,6 +18,8 @@ class Placement:
 
     `store_fd` is a listening socket inherited from the launcher: rank 0 serves the store on it, so nobody guesses a
     port. `store_is_served` says that somebody outside the ranks (torchrun's agent, a parent process) already serves it.
+    `keeps_files`: of the ranks that share a run folder, one keeps its checkpoints and its ledger. `link_mbps` is known
+    where the launcher made the link itself.
     """
 
     rank: int
@@ -32,6 +34,8 @@ class Placement:
     store_is_served: bool = False
     restarts: int = 0
     launcher: str = ""
+    keeps_files: bool = True
+    link_mbps: int | None = None
 
     @property
     def is_supervised(self) -> bool:
@@ -49,7 +53,10 @@ class Placement:
             "MASTER_PORT": str(self.master_port),
             "SHOAL_NODE": self.node,
             "SHOAL_LAUNCHER": self.launcher,
+            "SHOAL_KEEPS_FILES": str(int(self.keeps_files)),
         }
+        if self.link_mbps is not None:
+            env["SHOAL_LINK_MBPS"] = str(self.link_mbps)
         if self.store_fd is not None:
             env["SHOAL_STORE_FD"] = str(self.store_fd)
         if self.store_is_served:
@@ -61,10 +68,11 @@ class Placement:
         """Where the environment says we are; with no `RANK` at all, alone in a world of one."""
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        local_rank = _integer(env, "LOCAL_RANK", env.get("RANK"))
         placement = cls(
             rank=_integer(env, "RANK"),
             world_size=_integer(env, "WORLD_SIZE"),
-            local_rank=_integer(env, "LOCAL_RANK", env.get("RANK")),
+            local_rank=local_rank,
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")),
             node=env.get("SHOAL_NODE", "local"),
             node_rank=_integer(env, "GROUP_RANK", "0"),
@@ -74,6 +82,8 @@ class Placement:
             store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restarts=_integer(env, "TORCHELASTIC_RESTART_COUNT", "0"),
             launcher=env.get("SHOAL_LAUNCHER", ""),
+            keeps_files=env.get("SHOAL_KEEPS_FILES", "1" if local_rank == 0 else "0") == "1",
+            link_mbps=_integer(env, "SHOAL_LINK_MBPS") if "SHOAL_LINK_MBPS" in env else None,
         )
         placement._check()
         return placement

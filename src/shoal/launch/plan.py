@@ -56,6 +56,9 @@ def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, mee
         master_port=meeting.port,
         store_fd=meeting.fd if rank == 0 else None,
         launcher="shoal",
+        # All kinds of cluster so far share one file system, so one rank keeps the files of all.
+        keeps_files=rank == 0,
+        link_mbps=node.link_mbps,
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shoal.control.placement import Placement
-from shoal.control.route import interface_to
+from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
 
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
@@ -22,7 +22,10 @@ _CONNECT_TIMEOUT_S = 4.0
 
 @dataclass(frozen=True)
 class World:
-    """A rank's view of its process group. Unpacks to `(rank, world_size)` for scripts that want just these."""
+    """A rank's view of its process group. Unpacks to `(rank, world_size)` for scripts that want just these.
+
+    `keeps_files`: of the ranks that share a run folder, this one keeps its checkpoints and its ledger.
+    """
 
     rank: int
     size: int
@@ -34,6 +37,8 @@ class World:
     device: torch.device
     interface: str | None
     group: dist.ProcessGroup
+    keeps_files: bool = True
+    link_mbps: int | None = None
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.rank, self.size))
@@ -44,7 +49,7 @@ class World:
 
     @property
     def is_node_main(self) -> bool:
-        """One rank of every node keeps that node's checkpoints, ledger and interface counters."""
+        """One rank of every node reads that node's interface counters."""
         return self.local_rank == 0
 
     @property
@@ -94,6 +99,8 @@ def join(
         device=device,
         interface=interface,
         group=group,
+        keeps_files=placement.keeps_files,
+        link_mbps=placement.link_mbps or link_mbps(interface),
     )
 
 

@@ -16,7 +16,6 @@ import torch
 
 import shoal
 from shoal.control.process import physical_cores
-from shoal.control.route import link_mbps
 from shoal.sync.world import World
 
 
@@ -71,7 +70,7 @@ def describe_process(world: World) -> dict[str, Any]:
         "backend": world.backend,
         "threads": torch.get_num_threads(),
         "interface": world.interface,
-        "link_mbps": link_mbps(world.interface),
+        "link_mbps": world.link_mbps,
         "versions": versions(),
         "hardware": hardware(),
     }

@@ -74,7 +74,7 @@ class Loop:
         """A full disk does not end a training that may still be saved later; at the very end it does."""
         # Whoever resumes from here skips this step, so the ledger must have it first.
         self._trainer.recorder.commit()
-        if self._trainer.world.is_node_main and step != self._saved_step:
+        if self._trainer.world.keeps_files and step != self._saved_step:
             self._write_checkpoint(step, must)
         # A slow disk is no dead peer: the others wait here, with a deadline of its own, and not in the next exchange.
         barrier(self._trainer.world, timeout_s=WRITE_TIMEOUT_S)

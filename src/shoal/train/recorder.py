@@ -1,4 +1,4 @@
-"""Everything a rank writes while it trains: its events, and on one rank per node the ledger."""
+"""Everything a rank writes while it trains: its events, and on one rank per run folder the ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.sync.world import World
 class Recorder:
     def __init__(self, run: RunFolder, world: World) -> None:
         self._events = EventLog(run.events(world.rank), world.rank)
-        self._ledger = EventLog(run.commits, world.rank) if world.is_node_main else None
+        self._ledger = EventLog(run.commits, world.rank) if world.keeps_files else None
         self._world = world
         self._pending: dict[str, Any] | None = None
         self._wire = WireCounter(world.interface) if world.is_node_main else None

@@ -53,6 +53,7 @@ def _child(rank: int, ranks: int, port: int, arguments: list[str]) -> None:
         master_port=port,
         store_is_served=True,
         launcher="spawn",
+        keeps_files=rank == 0,
     )
     os.environ.update(placement.to_env())
     sys.exit(worker.main(arguments))

@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> int:
     config = _config(options)
-    torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
+    if placement.launcher != "shoal":
+        # Our own launcher has divided the node's cores already; torchrun sets one thread whatever the machine has.
+        torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
     device = choose_device(config.train.device, placement)
     with contextlib.ExitStack() as held:
         if options.folder is None and placement.rank == 0:

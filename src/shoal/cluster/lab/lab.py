@@ -12,7 +12,7 @@ from shoal.cluster.lab.changes import Change, Scene
 from shoal.cluster.lab.enter import TIED, NodeProcess, listening_program, receive_listener, start_in_node
 from shoal.cluster.lab.processes import first_process, running_in, started
 from shoal.cluster.lab.removal import remove
-from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabNode, check_name
+from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabSpec, check_name
 from shoal.cluster.lab.state import LabState
 from shoal.cluster.lab.steps import Step
 from shoal.cluster.node import Node
@@ -44,7 +44,7 @@ class Lab:
 
     @property
     def nodes(self) -> list[Node]:
-        return [as_node(node) for node in self.state.spec.nodes]
+        return as_nodes(self.state.spec)
 
     def is_alive(self, node: str) -> bool:
         return first_process(self.folder, node) is not None
@@ -94,13 +94,27 @@ class Lab:
         remove(self.name)
 
 
-def as_node(node: LabNode) -> Node:
-    return Node(node.name, node.address, INTERFACE, slots=1, cores=_cores(node.cpu))
+def as_nodes(spec: LabSpec) -> list[Node]:
+    return [
+        Node(
+            node.name,
+            node.address,
+            INTERFACE,
+            slots=1,
+            cores=_cores(node.cpu, len(spec.nodes)),
+            link_mbps=round(node.link.rate_bps / 1e6) if node.link.rate_bps else None,
+        )
+        for node in spec.nodes
+    ]
 
 
-def _cores(cpu: float | None) -> int:
-    """Threads for a rank: more than it has cores to run on would only wait for each other."""
-    return physical_cores() if cpu is None else max(1, min(round(cpu), physical_cores()))
+def _cores(cpu: float | None, nodes: int) -> int:
+    """Threads for a rank: more than it has cores to run on would only wait for each other.
+
+    Nodes without a limit share the machine, so each counts on its part of it.
+    """
+    share = physical_cores() // nodes if cpu is None else round(cpu)
+    return max(1, min(share, physical_cores()))
 
 
 def _choose(names: list[str]) -> str:

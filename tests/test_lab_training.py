@@ -1,0 +1,113 @@
+"""A training on emulated nodes: the same command, the same result, and no lab left when it is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.cluster import planned_nodes
+from shoal.cluster.lab import registry
+from shoal.cluster.node import Meeting
+from shoal.cluster.spec import LocalSpec, StandingLab, parse_on, rank_count
+from shoal.config.schema import RunConfig
+from shoal.errors import ConfigError, UsageError
+from shoal.launch.plan import plan_ranks
+from tests.lab_checks import need_lab
+from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
+
+MEETING = Meeting("10.77.0.1", 4242, 7)
+
+
+def test_on_names_a_cluster() -> None:
+    assert parse_on("local:3") == LocalSpec(3)
+    assert parse_on("lab") == StandingLab(None)
+    assert parse_on("lab:attic") == StandingLab("attic")
+    assert rank_count(parse_on("lab:3,link=100mbit")) == 3
+    for wrong in ("moon:3", "local:x", "lab:0", "lab:3,speed=1"):
+        with pytest.raises(UsageError):
+            parse_on(wrong)
+
+
+def test_the_plan_counts_ranks_through_the_nodes() -> None:
+    nodes = planned_nodes("lab:3,link=1gbit/1gbit/100mbit,cpu=0.5")
+    commands = plan_ranks(RunConfig(), Path("run"), nodes, MEETING, resume=False)
+    assert [command.node.name for command in commands] == ["node1", "node2", "node3"]
+    assert [command.env["RANK"] for command in commands] == ["0", "1", "2"]
+    assert {command.env["LOCAL_RANK"] for command in commands} == {"0"}
+    assert [command.env["GROUP_RANK"] for command in commands] == ["0", "1", "2"]
+    assert {command.env["MASTER_ADDR"] for command in commands} == {"10.77.0.1"}
+    assert {command.env["GLOO_SOCKET_IFNAME"] for command in commands} == {"eth0"}
+    assert [command.env["SHOAL_LINK_MBPS"] for command in commands] == ["1000", "1000", "100"]
+    assert [command.env["SHOAL_KEEPS_FILES"] for command in commands] == ["1", "0", "0"]
+    assert ["SHOAL_STORE_FD" in command.env for command in commands] == [True, False, False]
+
+
+def test_other_launchers_stay_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match="this cluster has 3"):
+        plan_ranks(RunConfig(launcher="torchrun"), Path("run"), planned_nodes("lab:3"), MEETING, resume=False)
+
+
+@pytest.fixture
+def no_lab_left() -> Iterator[None]:
+    need_lab()
+    before = set(registry.names())
+    yield
+    deadline = time.monotonic() + 10
+    while set(registry.names()) - before:
+        assert time.monotonic() < deadline, f"left labs: {registry.names()}"
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("no_lab_left")
+def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ("train.steps=12", "train.global_batch=12", "train.checkpoint_every=5")
+    manifest = train_tiny(run, "--on", "lab:3,link=1gbit", sets=settings)
+    assert manifest["byte_equivalent"] is True
+    assert [(node["name"], node["link_mbps"]) for node in manifest["nodes"]] == [
+        ("node1", 1000),
+        ("node2", 1000),
+        ("node3", 1000),
+    ]
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["node1", "node2", "node3"]
+    assert [commit["step"] for commit in read_jsonl(run / "commits.jsonl")] == list(range(1, 13))
+    # Headers of every packet cross the link too.
+    assert manifest["theoretical_bytes_per_step"] < manifest["wire_bytes_per_step"]
+    assert shoal("verify", run).returncode == 0
+    assert shoal("train", "--resume", run, "--steps", "14").returncode == 0
+
+
+@pytest.mark.usefixtures("no_lab_left")
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *set_flags(*TINY))
+    with (tmp_path / "stderr").open("wb") as stderr:
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+    try:
+        wait_for_ledger(run, training)
+        if victim == "launcher":
+            training.kill()
+            training.wait()
+            return
+        subprocess.run(shoal_command("lab", "kill", "node2"), check=True, capture_output=True)
+        assert training.wait(10) == 3
+    finally:
+        if training.poll() is None:
+            os.kill(training.pid, signal.SIGKILL)
+            training.wait()
+    assert "error: rank 1 on node2 was killed (SIGKILL)" in (tmp_path / "stderr").read_text()
+
+
+def wait_for_ledger(run: Path, training: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "commits.jsonl").exists() or not (run / "commits.jsonl").stat().st_size:
+        assert time.monotonic() < deadline
+        assert training.poll() is None
+        time.sleep(0.05)
