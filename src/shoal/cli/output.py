@@ -84,7 +84,7 @@ def print_scaling(points: list[ScalingPoint]) -> None:
     for point in points:
         table.add_row(*_scaling_row(point, base))
     console.print(table)
-    console.print(explain(points), soft_wrap=True)
+    sys.stdout.write(f"\n{explain(points)}\n")
 
 
 def _scaling_row(point: ScalingPoint, base: ScalingPoint) -> tuple[str, ...]:

@@ -162,9 +162,8 @@ def _threads_reason(base: ScalingPoint, point: ScalingPoint, *, slower: bool) ->
     gain = (point.tokens_per_step / point.compute_s) / (base.tokens_per_step / base.compute_s)
     if gain < 1 + NEGLIGIBLE:
         return f"; {per_rank}, so more ranks divided the same computing power instead of adding to it"
-    return (
-        f"; {per_rank}, and {count(after, 'thread')} in all did this work {gain:.2f} times as fast as {before} before"
-    )
+    shared = "so the ranks shared the computing power that one had alone"
+    return f"; {per_rank}, {shared}, and used it {gain:.2f} times as well"
 
 
 def _exposed_reason(found: Account) -> str:
