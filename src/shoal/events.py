@@ -84,8 +84,8 @@ def parse_event(line: bytes) -> Event | None:
     return record if isinstance(record, dict) else None
 
 
-class EventTail:
-    """Reads what was appended since the last look; for live displays."""
+class LineTail:
+    """Reads the whole lines that were appended to a file since the last look."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,13 +95,36 @@ class EventTail:
         """A resumed run appends to old files: only what comes now is news."""
         self._offset = self._path.stat().st_size if self._path.exists() else 0
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self.poll_bytes()]
+
+    def poll_bytes(self) -> list[bytes]:
+        block = self._unread()
+        whole = block[: block.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.split(b"\n")[:-1]
+
+    def last_words(self) -> str:
+        """What a writer that has ended left without a line's end."""
+        return self._unread().decode(errors="replace")
+
+    def _unread(self) -> bytes:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                block = file.read()
+                return file.read()
         except FileNotFoundError:
-            return []
-        whole = block[: block.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [event for line in whole.splitlines() if (event := parse_event(line)) is not None]
+            return b""
+
+
+class EventTail:
+    """Reads the events that were appended since the last look; for live displays."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+
+    def skip_to_end(self) -> None:
+        self._lines.skip_to_end()
+
+    def poll(self) -> list[Event]:
+        return [event for line in self._lines.poll_bytes() if (event := parse_event(line)) is not None]

@@ -21,6 +21,7 @@ from shoal.errors import Interrupted, ShoalError, UsageError
 VERBS = {
     "demo": "The main job: one rank, then two, trained, measured, verified and explained.",
     "train": "Train a model data-parallel; the gradients are exchanged in every step.",
+    "run": "Start anybody's torchrun-style script on the cluster.",
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",

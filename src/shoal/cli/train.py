@@ -46,7 +46,9 @@ def train(
     preset: Annotated[
         str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
     ] = None,
-    on: Annotated[str | None, typer.Option(help="Where to run: local:N.", show_default="local:2")] = None,
+    on: Annotated[
+        str | None, typer.Option(help="Where to run: local:N, or lab:N[,link=1gbit,…].", show_default="local:2")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")

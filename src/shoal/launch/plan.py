@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cluster.node import Meeting, Node
@@ -30,14 +31,40 @@ def plan_ranks(run: RunConfig, folder: Path, nodes: list[Node], meeting: Meeting
         return [_torchrun(run, folder, _only(nodes, run.launcher), resume)]
     if run.launcher == "spawn":
         return [_spawn(run, folder, _only(nodes, run.launcher), resume)]
-    places = [(node_rank, node, slot) for node_rank, node in enumerate(nodes) for slot in range(node.slots)]
     argv = (sys.executable, "-m", "shoal.train.worker", *_arguments(folder, resume))
+    return [
+        Command(
+            f"rank-{place.rank}",
+            node,
+            (place.rank,),
+            argv,
+            {**_common_env(run, node), **place.to_env()},
+            serves_store=place.rank == 0,
+        )
+        for node, place in _places(nodes, meeting)
+    ]
+
+
+def plan_script(run: RunConfig, argv: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
+    """Anybody's script on every slot, with the variables it would get from torchrun.
+
+    It makes torch's own store: rank 0 serves that on the meeting's port, which was free a moment ago.
+    """
     commands = []
-    for rank, (node_rank, node, slot) in enumerate(places):
-        placement = _placement(rank, len(places), slot, node_rank, node, meeting)
-        env = {**_common_env(run, node), **placement.to_env()}
-        commands.append(Command(f"rank-{rank}", node, (rank,), argv, env, serves_store=rank == 0))
+    for node, place in _places(nodes, meeting):
+        variables = replace(place, store_fd=None).to_env()
+        # NCCL reads its own variable; a script on a GPU should take the same way to its peers.
+        env = {**_common_env(run, node), **variables, "NCCL_SOCKET_IFNAME": node.interface}
+        commands.append(Command(f"rank-{place.rank}", node, (place.rank,), tuple(argv), env))
     return commands
+
+
+def _places(nodes: list[Node], meeting: Meeting) -> list[tuple[Node, Placement]]:
+    slots = [(node_rank, node, slot) for node_rank, node in enumerate(nodes) for slot in range(node.slots)]
+    return [
+        (node, _placement(rank, len(slots), slot, node_rank, node, meeting))
+        for rank, (node_rank, node, slot) in enumerate(slots)
+    ]
 
 
 def threads_per_rank(run: RunConfig, node: Node) -> int:

@@ -12,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,8 +21,8 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Meeting
 from shoal.config.schema import RunConfig
 from shoal.errors import Interrupted, RunFailed
-from shoal.events import Event, EventTail, read_events
-from shoal.launch.plan import Command, plan_ranks
+from shoal.events import Event, EventTail, LineTail, read_events
+from shoal.launch.plan import Command, plan_ranks, plan_script
 from shoal.launch.verdict import Ending, caused, failure
 from shoal.runfolder import RunFolder
 
@@ -44,10 +44,7 @@ def run_ranks(config: RunConfig, run: RunFolder, cluster: Cluster, watch: Watch,
     with world, _signals(world):
         with cluster.bind(cluster.nodes[0]) as meeting:
             world.start(plan_ranks(config, run.path, cluster.nodes, meeting, resume), meeting)
-        while world.running():
-            watch([event for tail in tails for event in tail.poll()])
-            time.sleep(POLL_S)
-        watch([event for tail in tails for event in tail.poll()])
+        world.see_through(lambda: watch([event for tail in tails for event in tail.poll()]))
     faults = _faults(run, began)
     error = failure(world.endings, faults, _log_tails(world, run))
     if world.interrupts and not (world.interrupts == 1 and caused(faults)):
@@ -57,6 +54,37 @@ def run_ranks(config: RunConfig, run: RunFolder, cluster: Cluster, watch: Watch,
     if any(ending.code == Interrupted.exit_code for ending in world.endings):
         # Somebody asked a rank itself, and all agreed to stop.
         raise _interrupted(run, at_once=False)
+
+
+def run_script(
+    config: RunConfig, argv: Sequence[str], run: RunFolder, cluster: Cluster, show: Callable[[str, str], None]
+) -> None:
+    """Runs anybody's script on every slot; `show` gets each line with the name of the rank that printed it.
+
+    The error that is raised carries the script's own exit code: that of the first rank to fail.
+    """
+    world = _World(run, cluster)
+    with world, _signals(world):
+        with cluster.bind(cluster.nodes[0]) as meeting:
+            commands = plan_script(config, argv, cluster.nodes, meeting)
+        world.start(commands, meeting)
+        tails = {command.name: LineTail(run.log(command.node.name, command.name)) for command in commands}
+
+        def show_lines() -> None:
+            for name, tail in tails.items():
+                for line in tail.poll():
+                    show(name, line)
+
+        world.see_through(show_lines)
+        for name, tail in tails.items():
+            if words := tail.last_words():
+                show(name, words)
+    if world.interrupts:
+        raise Interrupted("interrupted", fix=f"what the ranks printed is in {run.path / 'logs'}")
+    if error := failure(world.endings, {}, {}):
+        first = min((ending for ending in world.endings if ending.code != 0), key=lambda ending: ending.order)
+        error.exit_code = first.code if first.code > 0 else 128 - first.code
+        raise error
 
 
 def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
@@ -101,6 +129,13 @@ class _World:
 
     def __exit__(self, *_: object) -> None:
         self._kill_all()
+
+    def see_through(self, look: Callable[[], None]) -> None:
+        """Until the last process has ended, looking now and then, and once more when all is said."""
+        while self.running():
+            look()
+            time.sleep(POLL_S)
+        look()
 
     def running(self) -> bool:
         self._obey()
