@@ -229,7 +229,7 @@ def test_a_launcher_killed_while_its_ranks_start_takes_them_along(tmp_path: Path
 
 def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
-        run.pids()
+        run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
         run.process.kill()
         run.end(within_s=5)
     time.sleep(0.5)
