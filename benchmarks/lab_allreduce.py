@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -68,6 +69,8 @@ def main() -> None:
     if chosen.rank:
         be_a_rank(chosen.rounds)
         return
+    if not shutil.which("iperf3"):
+        raise SystemExit("iperf3 is not installed, and there is nothing to compare with; next: sudo apt install iperf3")
     lab = up(make_spec(2, name=f"bench-{os.getpid()}", link="1gbit"), owner=os.getpid())
     try:
         with tempfile.TemporaryDirectory() as folder:
