@@ -30,8 +30,8 @@ _count = itertools.count()
 def need_lab() -> None:
     """Skips by name where no lab can be built; where everything is promised, that is a failure."""
     if os.geteuid() != 0:
-        # Known: without root, a process whose node was killed or frozen is not reaped in time. The rootless lab is tested
-        # from root, as another user, in test_lab_life.
+        # Known: without root, a process whose node was killed or frozen is not reaped in time. The rootless lab is
+        # tested from root, as another user, in test_lab_life.
         pytest.skip("the lab's tests need root")
     need_tool("nft")
     try:
