@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import options
-from shoal.cluster.node import bind, local_node
+from shoal.cluster.node import Meeting, local_node, reserve_port
 from shoal.config.load import build_config
 from shoal.data.run_setup import create_run
 from shoal.launch.plan import plan_ranks
@@ -84,16 +84,16 @@ def one_round(preset: str, steps: int) -> dict[str, Any]:
         config = build_config(preset, sets=["train.steps=1000000"])
         run = create_run(config, Path(folder) / "run", world_size=2)
         node = local_node(2)
-        with bind(node.address) as meeting:
+        with reserve_port(node.address, 0) as holder:
+            meeting = Meeting(node.address, holder.getsockname()[1])
             ranks = [
                 subprocess.Popen(
                     [sys.executable, __file__, "--rank-of", str(run.path), "--steps", str(steps)],
                     env={**os.environ, **command.env},
-                    pass_fds=(meeting.fd,) if command.serves_store else (),
                 )
                 for command in plan_ranks(config.run, run.path, [node], meeting, resume=False)
             ]
-        codes = [rank.wait() for rank in ranks]
+            codes = [rank.wait() for rank in ranks]
         if any(codes):
             raise SystemExit(f"a rank failed: {codes}")
         found: dict[str, Any] = json.loads((run.path / "times.json").read_text())

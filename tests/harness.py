@@ -89,12 +89,11 @@ def _rank(
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=20)
-        )
+        meeting = dist.FileStore(str(store), size)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=20))
         group = dist.group.WORLD
         assert group is not None
-        world = World(rank, size, rank, size, "local", 0, "gloo", torch.device("cpu"), "lo", group)
+        world = World(rank, size, rank, size, "local", 0, "gloo", torch.device("cpu"), "lo", group, meeting)
         answer.send((True, function(world, *arguments)))
         dist.barrier()
         dist.destroy_process_group()

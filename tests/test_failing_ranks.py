@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from shoal.launch.found import AGENT, find
 from shoal.launch.verdict import Ending, failure
+from shoal.trials.stopping import end_processes
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 
 TINY_FLAGS = set_flags(*TINY)
@@ -103,9 +105,11 @@ class Training:
 
     def starting(self) -> list[int]:
         """The ranks as soon as there are two, long before they have imported torch."""
-        launcher = psutil.Process(self.process.pid)
-        ranks: list[psutil.Process] = self.wait_until(lambda: len(found := launcher.children()) == 2 and found)
-        return [rank.pid for rank in ranks]
+        ranks: list[int] = self.wait_until(lambda: len(found := self._started()) == 2 and found)
+        return ranks
+
+    def _started(self) -> list[int]:
+        return [found.pid for found in find(self.out) if found.part.startswith("rank-")]
 
     def pids(self) -> list[int]:
         """The ranks, once all of them train."""
@@ -137,6 +141,7 @@ def training(out: Path, *words: str) -> Iterator[Training]:
         if started.process.poll() is None:
             started.process.kill()
             started.process.wait()
+        end_processes(find(out))
 
 
 def wait_gone(pids: list[int], within_s: float) -> None:
@@ -209,30 +214,23 @@ def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
     assert run.error().startswith("error: interrupted before the first checkpoint\n")
 
 
-def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
-    with training(tmp_path / "run", *LONG) as run:
-        pids = run.pids()
-        run.process.kill()
-        run.end(within_s=5)
-        wait_gone(pids, within_s=5)
-
-
-def test_a_launcher_killed_while_its_ranks_start_takes_them_along(tmp_path: Path) -> None:
+def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
     """Ranks need seconds to import torch, and could then find themselves alone without ever having had a parent."""
     with training(tmp_path / "run", *LONG) as run:
         ranks = run.starting()
-        run.process.kill()
-        run.end(within_s=5)
-        wait_gone(ranks, within_s=5)
-    assert not list((run.out / "events").iterdir())
+        agent = next(found for found in find(run.out) if found.part == AGENT)
+        os.kill(agent.pid, signal.SIGKILL)
+        assert run.end(within_s=5) == 3
+        wait_gone(ranks, within_s=0.5)
+    assert run.error().startswith("error: local is gone, and rank 0 with it")
+    assert "its agent was killed (SIGKILL)" in run.error()
 
 
 def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
         run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
-        run.process.kill()
-        run.end(within_s=5)
-    time.sleep(0.5)
+        end_processes(find(run.out))
+        assert run.end(within_s=5) == 3
     newest = max(int(path.name[5:13]) for path in (run.out / "checkpoints").glob("step-*"))
     assert max(commit["step"] for commit in read_jsonl(run.out / "commits.jsonl")) >= newest
     done = shoal("train", "--resume", run.out, "--steps", str(newest + 2))

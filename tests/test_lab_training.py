@@ -17,11 +17,13 @@ from shoal.cluster.node import Meeting
 from shoal.cluster.spec import LocalSpec, StandingLab, parse_on, rank_count
 from shoal.config.schema import RunConfig
 from shoal.errors import ConfigError, UsageError
+from shoal.launch.found import find, find_keeper
 from shoal.launch.plan import plan_ranks
+from shoal.trials.stopping import end_processes
 from tests.lab_checks import need_lab
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
 
-MEETING = Meeting("10.77.0.1", 4242, 7)
+MEETING = Meeting("10.77.0.1", 4242)
 
 
 def test_on_names_a_cluster() -> None:
@@ -44,8 +46,7 @@ def test_the_plan_counts_ranks_through_the_nodes() -> None:
     assert {command.env["MASTER_ADDR"] for command in commands} == {"10.77.0.1"}
     assert {command.env["GLOO_SOCKET_IFNAME"] for command in commands} == {"eth0"}
     assert [command.env["SHOAL_LINK_MBPS"] for command in commands] == ["1000", "1000", "100"]
-    assert [command.env["SHOAL_KEEPS_FILES"] for command in commands] == ["1", "0", "0"]
-    assert ["SHOAL_STORE_FD" in command.env for command in commands] == [True, False, False]
+    assert all(command.uses_agent_store for command in commands)
 
 
 def test_other_launchers_stay_on_one_machine() -> None:
@@ -84,7 +85,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_lab_left")
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
+@pytest.mark.parametrize("victim", ["node", "keeper"])
 def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *set_flags(*TINY))
@@ -92,17 +93,22 @@ def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
         wait_for_ledger(run, training)
-        if victim == "launcher":
-            training.kill()
-            training.wait()
-            return
-        subprocess.run(shoal_command("lab", "kill", "node2"), check=True, capture_output=True)
+        keeper = find_keeper(run)
+        assert keeper is not None
+        if victim == "keeper":
+            os.kill(keeper.pid, signal.SIGKILL)
+            seen = f"error: whoever kept the run {run} was killed"
+        else:
+            lab = f"run-{keeper.pid}"
+            subprocess.run(shoal_command("lab", "kill", "node2", "--name", lab), check=True, capture_output=True)
+            seen = "error: node2 is gone, and rank 1 with it"
         assert training.wait(10) == 3
     finally:
+        end_processes(find(run))
         if training.poll() is None:
-            os.kill(training.pid, signal.SIGKILL)
+            training.kill()
             training.wait()
-    assert "error: rank 1 on node2 was killed (SIGKILL)" in (tmp_path / "stderr").read_text()
+    assert seen in (tmp_path / "stderr").read_text()
 
 
 def wait_for_ledger(run: Path, training: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,8 @@
     ├── LabError            exit 3   an emulated node could not be made, changed or removed
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
-    │   └── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
+    │   ├── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
+    │   └── ControlError             a machine that is a stranger to the run, or cannot train with the others
     └── Interrupted         exit 130 somebody pressed Ctrl-C; what was asked to be saved is saved
 
 A message has three parts: what was seen, why that is (or probably is), and what to type next. The command line
@@ -71,14 +72,22 @@ class PeerLost(RunFailed):
     pass
 
 
+class ControlError(RunFailed):
+    pass
+
+
 class Interrupted(ShoalError):
     exit_code = 130
 
 
 def from_dict(fault: dict[str, Any]) -> ShoalError:
-    """The error a rank wrote into its `fault` event, as the same class again."""
-    kinds: dict[str, type[ShoalError]] = {
-        kind.__name__: kind for kind in (UsageError, ConfigError, DataError, CheckpointError, PeerLost)
-    }
-    kind = kinds.get(str(fault.get("error")), RunFailed)
+    """The error that another process wrote down with `as_dict`, as the same class again."""
+    kind = _kinds(ShoalError).get(str(fault.get("error")), RunFailed)
     return kind(str(fault.get("seen", "")), why=str(fault.get("why", "")), fix=str(fault.get("fix", "")))
+
+
+def _kinds(kind: type[ShoalError]) -> dict[str, type[ShoalError]]:
+    found = {kind.__name__: kind}
+    for child in kind.__subclasses__():
+        found |= _kinds(child)
+    return found

@@ -44,20 +44,21 @@ class RunFolder:
         return cls(path.resolve())
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Iterator[int]:
         """Ours alone while it is written: two launchers in one folder would mix two trainings beyond repair.
 
-        The lock is on the folder itself and goes with the process, so a killed run leaves none behind.
+        The lock is on the folder itself and goes with the process, so a killed run leaves none behind. A child that
+        inherits the descriptor holds it too, and goes on holding it when we let go.
         """
         fd = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
+            yield fd
         except BlockingIOError:
             raise UsageError(
                 f"{self.path} is being trained in right now",
                 why="another shoal holds this run folder",
-                fix=f"wait for it, or find it: fuser -v {shlex.quote(str(self.path))}",
+                fix=f"watch it: shoal attach {shlex.quote(str(self.path))}",
             ) from None
         finally:
             os.close(fd)
@@ -68,11 +69,24 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        run = cls(path.resolve())
+        """The folder of a training."""
+        run = cls.find(path)
         if not run.config.is_file():
             raise DataError(
-                f"{path} is not a run folder: it has no {run.config.name}",
+                f"{path} is not the folder of a training: it has no {run.config.name}",
                 why="shoal train writes one for every run, under runs/ unless --out says otherwise",
+                fix="ls runs/",
+            )
+        return run
+
+    @classmethod
+    def find(cls, path: Path) -> RunFolder:
+        """The folder of any run, a script's too."""
+        run = cls(path.resolve())
+        if not run.config.is_file() and not run.job.is_file():
+            raise DataError(
+                f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}",
+                why="every run makes one, under runs/ unless --out says otherwise",
                 fix="ls runs/",
             )
         return run
@@ -109,6 +123,24 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def job(self) -> Path:
+        """What the keeper is to do; see `trials.keeper`."""
+        return self.path / "job.json"
+
+    @property
+    def keeper(self) -> Path:
+        """Who keeps the run, and how it ended: the only file that says whether the last launch is over."""
+        return self.path / "keeper.jsonl"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "token"
+
+    def journal(self, node: str) -> Path:
+        """What the agent of a node has to say."""
+        return self.path / "agents" / f"{node}.jsonl"
 
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"

@@ -53,6 +53,16 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
     sys.stdout.write(f"\n{manifest.lesson_notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
 
+def print_detached(run: RunFolder, json: bool) -> None:
+    """What to type next for a run that goes on without us."""
+    if json:
+        print_json({"run": str(run.path)})
+        return
+    folder = shown(run.path)
+    nexts = "\n      ".join(command(*words) for words in (("attach", folder), ("logs", "-f", folder), ("stop", folder)))
+    sys.stdout.write(f"run folder: {folder}\nnext: {nexts}\n")
+
+
 def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows = [
         ("loss", f"{_number(manifest.final_loss, '.4f')} (validation {_number(manifest.val_loss, '.4f')})"),

@@ -114,6 +114,8 @@ def announcements(event: Event, title: str) -> Iterable[str]:
         yield f"rank {rank}: {event['size']:,} of {event['total']:,} samples, first: {escape(event['first'])}"
     elif kind == "eval" and rank == 0:
         yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"
+    elif kind == "note":
+        yield f"[yellow]note[/]: {escape(event['text'])}"
     elif kind == "warning":
         yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
 

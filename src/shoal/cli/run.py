@@ -8,37 +8,47 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from shoal.cluster.cluster import open_cluster
+from shoal.cli.leftovers import clear_leftovers
+from shoal.cli.lines import make_line_printer, print_note
+from shoal.cli.output import print_detached
 from shoal.config.load import validate
 from shoal.errors import UsageError
-from shoal.launch.supervise import run_script
-from shoal.runfolder import RunFolder
+from shoal.trials.scripts import run_anything
 from shoal.trials.training import default_out
 
 app = typer.Typer(add_completion=False)
-
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[list[str], typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")],
-    on: Annotated[str, typer.Option(help="Where to run: local:N, or lab:N[,link=1gbit,…].")] = "local:2",
+    on: Annotated[str, typer.Option(help="Where to run: local:N, lab:N[,link=1gbit,…] or a hosts file.")] = "local:2",
     out: Annotated[Path | None, typer.Option(help="The folder for logs.", show_default="runs/NAME-TIME")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads a rank.", show_default="cores / ranks")] = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, help="MASTER_PORT, when a firewall lets only one through.", show_default="a free one"
+        ),
+    ] = 0,
+    clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
+    ] = False,
 ) -> None:
     """Start anybody's torchrun-style script on every slot of the cluster.
 
     It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. Ends with the script's exit code.
     """
     argv, name = script_command(script)
-    config = validate({"run": {"on": on, "threads": threads}}, "the command line")
-    colours = Console(highlight=False, soft_wrap=True)
-    with open_cluster(on) as cluster:
-        folder = RunFolder.create(out or default_out(name))
-        run_script(config.run, argv, folder, cluster, lambda rank, line: _show(colours, rank, line))
+    validate({"run": {"on": on, "threads": threads}}, "the command line")
+    clear_leftovers(clean)
+    out = out or default_out(name)
+    show = make_line_printer(Console(highlight=False, soft_wrap=True))
+    folder = run_anything(argv, on, out, threads, port, detach, show, print_note)
+    if detach:
+        print_detached(folder, json=False)
 
 
 def script_command(words: list[str]) -> tuple[list[str], str]:
@@ -55,8 +65,3 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
             fix=f"check the path: ls {script.parent}",
         )
     return [sys.executable, str(script.absolute()), *words[1:]], script.stem
-
-
-def _show(console: Console, rank: str, line: str) -> None:
-    number = int(rank.rpartition("-")[2])
-    console.print(Text(f"[{number}] ", style=_COLOURS[number % len(_COLOURS)]) + Text(line))

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.output import print_json, print_run
+from shoal.cli.leftovers import clear_leftovers
+from shoal.cli.output import print_detached, print_json, print_run
 from shoal.cli.progress import make_display
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Meeting
@@ -69,6 +70,10 @@ def train(
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
@@ -79,15 +84,19 @@ def train(
     given = locals()
     if resume is not None:
         refuse_with_resume(given)
-        run, manifest = train_on(resume, make_display, steps)
+        clear_leftovers(clean)
+        run, manifest = train_on(resume, make_display, steps, detach)
     else:
         name = preset or DEFAULT_PRESET
         settings = build_config(name, config, flags_to_overrides(given), set_ or [])
         if dry_run:
             print_plan(settings, out or default_out(name))
             return
-        run, manifest = train_new(settings, out or default_out(name), make_display)
-    if json:
+        clear_leftovers(clean)
+        run, manifest = train_new(settings, out or default_out(name), make_display, detach)
+    if manifest is None:
+        print_detached(run, json)
+    elif json:
         print_json(manifest.model_dump(mode="json"))
     else:
         print_run(run, manifest)
@@ -104,7 +113,7 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
     """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
-    allowed = {"steps", "resume", "json"}
+    allowed = {"steps", "resume", "json", "detach", "clean"}
     # A zero was given too: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]
@@ -118,9 +127,9 @@ def refuse_with_resume(given: dict[str, Any]) -> None:
 
 
 def print_plan(config: Config, out: Path) -> None:
-    """Commands as they could be typed; port and descriptor are placeholders, the real ones are found at launch."""
+    """Commands as they could be typed. The port is a placeholder: the real one is found at launch."""
     nodes = planned_nodes(config.run.on)
-    meeting = Meeting(nodes[0].address, 0, -1)
+    meeting = Meeting(nodes[0].address, 0)
     for command in plan_ranks(config.run, out, nodes, meeting, resume=False):
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
         typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +12,8 @@ from shoal.cluster.lab.build import up
 from shoal.cluster.lab.cluster import LabCluster
 from shoal.cluster.lab.lab import Lab, as_nodes
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.node import Meeting, Node, bind, local_node, start_process
+from shoal.cluster.link import Link, PipeLink, agent_command
+from shoal.cluster.node import Node, local_node
 from shoal.cluster.spec import LocalSpec, StandingLab, parse_on
 
 
@@ -21,14 +21,12 @@ class Cluster(Protocol):
     @property
     def nodes(self) -> list[Node]: ...
 
-    def start(
-        self, node: Node, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
-        """A process on the node, in a session of its own, that dies with us."""
+    def start_agent(self, node: Node, run: Path) -> Link:
+        """An agent on the node, which outlives us, for a run whose folder we have at `run`."""
         ...
 
-    def bind(self, node: Node) -> AbstractContextManager[Meeting]:
-        """A listening socket on the node's own address, for a process there to inherit."""
+    def folder(self, node: Node, run: Path) -> str:
+        """Where the node has that run folder."""
         ...
 
 
@@ -38,13 +36,11 @@ class LocalCluster:
     def __init__(self, ranks: int) -> None:
         self.nodes = [local_node(ranks)]
 
-    def start(
-        self, node: Node, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
-        return start_process(argv, env, log, pass_fds)
+    def start_agent(self, node: Node, run: Path) -> Link:
+        return PipeLink(agent_command(run, node.name), run, node.name)
 
-    def bind(self, node: Node) -> AbstractContextManager[Meeting]:
-        return bind(node.address)
+    def folder(self, node: Node, run: Path) -> str:
+        return str(run)
 
 
 def planned_nodes(on: str) -> list[Node]:

@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.control.process import physical_cores, tie_to
+import psutil
+
+from shoal.control.machine import physical_cores
+from shoal.control.process import tie_to
 from shoal.control.route import interface_of
+from shoal.errors import RunFailed
+from shoal.units import format_duration
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Node:
-    """`slots` is how many ranks it takes, `cores` how many cores they share."""
+    """`slots` is how many ranks it takes, `cores` how many cores they share; None for what its agent will find out."""
 
     name: str
     address: str
-    interface: str
+    interface: str | None
     slots: int
-    cores: int
+    cores: int | None
     link_mbps: int | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks find each other: an address we have bound already, so no port is guessed."""
+    """Where the ranks of a script find each other: rank 0 serves torch's own store there."""
 
     address: str
     port: int
-    fd: int
 
 
 def local_node(slots: int) -> Node:
@@ -63,8 +70,31 @@ def start_process(
         )
 
 
-@contextlib.contextmanager
-def bind(address: str) -> Iterator[Meeting]:
-    """A listening socket on a free port of one address; rank 0 inherits it, and we let go of it once it has."""
-    with socket.create_server((address, 0)) as listener:
-        yield Meeting(address, listener.getsockname()[1], listener.fileno())
+def reserve_port(address: str, wanted: int) -> socket.socket:
+    """Holds a port for a process that will listen on it: nobody else is given it, and torch's store may still bind it.
+
+    Both allow the address to be used again, and neither of two such sockets is refused while none of them listens.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((address, wanted))
+    except OSError as error:
+        holder.close()
+        raise RunFailed(
+            f"port {wanted} of {address} cannot be used: {error.strerror}",
+            why=_owner(wanted) or "the kernel does not say whose it is",
+            fix="leave --port out: a free one is found; or end that process",
+        ) from error
+    return holder
+
+
+def _owner(port: int) -> str:
+    """Who listens there, as far as we may see."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                process = psutil.Process(connection.pid)
+                age_s = time.time() - process.create_time()
+                return f"process {process.pid} has it, for {format_duration(age_s)}: {shlex.join(process.cmdline())}"
+    return ""

@@ -11,13 +11,18 @@ from dataclasses import dataclass
 
 from shoal.errors import UsageError
 
+# The agent decides these two when it starts a rank: it knows who shares its folder, and holds the other end.
+KEEPS_FILES = "SHOAL_KEEPS_FILES"
+AGENT_FD = "SHOAL_AGENT_FD"
+
 
 @dataclass(frozen=True)
 class Placement:
     """One rank's place in a world.
 
-    `store_fd` is a listening socket inherited from the launcher: rank 0 serves the store on it, so nobody guesses a
-    port. `store_is_served` says that somebody outside the ranks (torchrun's agent, a parent process) already serves it.
+    `agent_fd` is a connection to this node's agent, inherited from it: the store by which the ranks meet. Without one
+    they meet at `master_addr`; `store_is_served` then says that somebody outside the ranks (torchrun's agent, a parent
+    process) already serves a store there.
     `keeps_files`: of the ranks that share a run folder, one keeps its checkpoints and its ledger. `link_mbps` is known
     where the launcher made the link itself.
     """
@@ -30,7 +35,7 @@ class Placement:
     node_rank: int = 0
     master_addr: str = ""
     master_port: int = 0
-    store_fd: int | None = None
+    agent_fd: int | None = None
     store_is_served: bool = False
     restarts: int = 0
     launcher: str = ""
@@ -53,12 +58,12 @@ class Placement:
             "MASTER_PORT": str(self.master_port),
             "SHOAL_NODE": self.node,
             "SHOAL_LAUNCHER": self.launcher,
-            "SHOAL_KEEPS_FILES": str(int(self.keeps_files)),
+            KEEPS_FILES: str(int(self.keeps_files)),
         }
         if self.link_mbps is not None:
             env["SHOAL_LINK_MBPS"] = str(self.link_mbps)
-        if self.store_fd is not None:
-            env["SHOAL_STORE_FD"] = str(self.store_fd)
+        if self.agent_fd is not None:
+            env[AGENT_FD] = str(self.agent_fd)
         if self.store_is_served:
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         return env
@@ -78,11 +83,11 @@ class Placement:
             node_rank=_integer(env, "GROUP_RANK", "0"),
             master_addr=env.get("MASTER_ADDR", ""),
             master_port=_integer(env, "MASTER_PORT", "0"),
-            store_fd=_integer(env, "SHOAL_STORE_FD") if "SHOAL_STORE_FD" in env else None,
+            agent_fd=_integer(env, AGENT_FD) if AGENT_FD in env else None,
             store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             restarts=_integer(env, "TORCHELASTIC_RESTART_COUNT", "0"),
             launcher=env.get("SHOAL_LAUNCHER", ""),
-            keeps_files=env.get("SHOAL_KEEPS_FILES", "1" if local_rank == 0 else "0") == "1",
+            keeps_files=env.get(KEEPS_FILES, "1" if local_rank == 0 else "0") == "1",
             link_mbps=_integer(env, "SHOAL_LINK_MBPS") if "SHOAL_LINK_MBPS" in env else None,
         )
         placement._check()
@@ -96,7 +101,7 @@ class Placement:
                 why="ranks count from 0 to WORLD_SIZE - 1",
                 fix="start the script with torchrun",
             )
-        if self.world_size > 1 and not (self.master_addr and self.master_port):
+        if self.world_size > 1 and self.agent_fd is None and not (self.master_addr and self.master_port):
             raise UsageError(
                 f"WORLD_SIZE={self.world_size}, but MASTER_ADDR or MASTER_PORT is not set",
                 why="without them the ranks cannot find each other, and each would train alone",

@@ -1,4 +1,4 @@
-"""What a process of a run may take for granted: which cores it has, and that it goes when its parent goes."""
+"""How processes of a run hang together: marked as belonging to it, and gone when their parent goes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-
-import psutil
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+RUN_MARK = "SHOAL_RUN"
+PART_MARK = "SHOAL_PART"
 
 
-def physical_cores() -> int:
-    """Cores this process may use; two hardware threads of one core share its arithmetic, so they count once."""
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:
-        usable = os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
+def unmark() -> None:
+    """For a marked process whose children are no part of the run in their own right, such as a lab's."""
+    for name in (RUN_MARK, PART_MARK):
+        os.environ.pop(name, None)
+
+
+def marks(run: Path | str, part: str) -> dict[str, str]:
+    """Variables by which a process is later known as ours, whatever its number and parent are by then."""
+    return {RUN_MARK: str(run), PART_MARK: part}
 
 
 def tie_to(parent: int) -> Callable[[], None]:

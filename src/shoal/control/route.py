@@ -6,6 +6,8 @@ import socket
 
 import psutil
 
+from shoal.errors import UsageError
+
 
 def source_address(peer: str) -> str:
     """Our own address on the route to `peer`. Connecting a UDP socket picks the route and sends nothing."""
@@ -36,3 +38,32 @@ def link_mbps(interface: str | None) -> int | None:
     """The card's own word on its speed; virtual interfaces and loopback have none."""
     stats = psutil.net_if_stats().get(interface or "")
     return stats.speed if stats and stats.speed > 0 else None
+
+
+def interface_for(address: str, wanted: str | None, node: str) -> str:
+    """By which this machine, called `node`, talks to its peers; a wrong one is named with the right ones."""
+    here = psutil.net_if_addrs()
+    if wanted is not None and wanted not in here:
+        raise UsageError(
+            f"{node} has no interface {wanted!r}",
+            why=f"it has {_listing()}",
+            fix="name one of these, or leave the interface out: it is found by the address",
+        )
+    found = wanted or interface_of(address)
+    if found is None:
+        raise UsageError(
+            f"the address {address} is not one of {node}'s",
+            why=f"it has {_listing()}",
+            fix="name the address by which the other machines reach it",
+        )
+    return found
+
+
+def _listing() -> str:
+    pairs = [
+        f"{name} ({entry.address})"
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
+    ]
+    return ", ".join(pairs) or "no interface with an address"

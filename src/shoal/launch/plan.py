@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.node import Meeting, Node
@@ -15,14 +15,16 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start. `ranks` are those it stands for: one, or all of a node's under torchrun and spawn."""
+    """One process to start. `ranks` are those it stands for: one, or all of a node's under torchrun and spawn.
+
+    `uses_agent_store`: its agent hands it a connection, by which it meets the others."""
 
     name: str
     node: Node
     ranks: tuple[int, ...]
     argv: tuple[str, ...]
     env: dict[str, str]
-    serves_store: bool = False
+    uses_agent_store: bool = False
 
 
 def plan_ranks(run: RunConfig, folder: Path, nodes: list[Node], meeting: Meeting, resume: bool) -> list[Command]:
@@ -39,7 +41,7 @@ def plan_ranks(run: RunConfig, folder: Path, nodes: list[Node], meeting: Meeting
             (place.rank,),
             argv,
             {**_common_env(run, node), **place.to_env()},
-            serves_store=place.rank == 0,
+            uses_agent_store=True,
         )
         for node, place in _places(nodes, meeting)
     ]
@@ -52,9 +54,7 @@ def plan_script(run: RunConfig, argv: Sequence[str], nodes: list[Node], meeting:
     """
     commands = []
     for node, place in _places(nodes, meeting):
-        variables = replace(place, store_fd=None).to_env()
-        # NCCL reads its own variable; a script on a GPU should take the same way to its peers.
-        env = {**_common_env(run, node), **variables, "NCCL_SOCKET_IFNAME": node.interface}
+        env = {**_common_env(run, node), **place.to_env()}
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), tuple(argv), env))
     return commands
 
@@ -68,7 +68,7 @@ def _places(nodes: list[Node], meeting: Meeting) -> list[tuple[Node, Placement]]
 
 
 def threads_per_rank(run: RunConfig, node: Node) -> int:
-    return run.threads or max(1, node.cores // node.slots)
+    return run.threads or node.threads or max(1, (node.cores or 1) // node.slots)
 
 
 def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, meeting: Meeting) -> Placement:
@@ -81,10 +81,9 @@ def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, mee
         node_rank=node_rank,
         master_addr=meeting.address,
         master_port=meeting.port,
-        store_fd=meeting.fd if rank == 0 else None,
         launcher="shoal",
-        # All kinds of cluster so far share one file system, so one rank keeps the files of all.
-        keeps_files=rank == 0,
+        # One a node; where nodes turn out to share a folder, their agents leave it to the first of them.
+        keeps_files=slot == 0,
         link_mbps=node.link_mbps,
     )
 
@@ -119,8 +118,8 @@ def _arguments(folder: Path, resume: bool) -> tuple[str, ...]:
 
 
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(threads_per_rank(run, node)),
-        "GLOO_SOCKET_IFNAME": node.interface,
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = {"OMP_NUM_THREADS": str(threads_per_rank(run, node)), "PYTHONUNBUFFERED": "1"}
+    if node.interface is not None:
+        # NCCL reads a variable of its own; on a GPU too, ranks take this way to their peers.
+        env |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
+    return env

@@ -1,51 +1,60 @@
-"""Starts the processes of a plan, watches them, and sees to it that none is left.
+"""Starts an agent on every node, tells them what to start, and follows their journals to the end of the run.
 
-Ctrl-C once asks every rank to finish its step and save; twice ends them now. When one rank fails the others are given a
-moment to notice by themselves, so that their logs say so, and are then ended.
+Ctrl-C once asks every rank to finish its step and save; twice ends them now. What becomes of a failing rank's peers is
+the agents' own business, so that it happens whether or not we are still there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import hashlib
+import secrets
 import shlex
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.node import Meeting
+from shoal.cluster.link import Link
+from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import RunConfig
-from shoal.errors import Interrupted, RunFailed
-from shoal.events import Event, EventTail, LineTail, read_events
+from shoal.control.token import make_token
+from shoal.errors import ControlError, Interrupted, ShoalError, from_dict
+from shoal.events import Event, EventLog, EventTail
+from shoal.launch.orders import END, STOP, Meet, Member, make_go, to_line
 from shoal.launch.plan import Command, plan_ranks, plan_script
-from shoal.launch.verdict import Ending, caused, failure
+from shoal.launch.verdict import Ending, caused, failure, first_to_fail
 from shoal.runfolder import RunFolder
 
 POLL_S = 0.05
-GRACE_AFTER_FAILURE_S = 3.0
-# A lost terminal (SIGHUP) saves what was done, as Ctrl-C does.
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Over SSH to a slow machine Python alone may take seconds to start.
+READY_WITHIN_S = 45.0
+# A journal's last line may be written a moment before or after its agent's end is seen.
+_LAST_WORDS_S = 1.0
+_END_WITHIN_S = 5.0
 
-Watch = Callable[[list[Event]], None]
+Plan = Callable[[list[Node], Meeting], list[Command]]
 
 
-def run_ranks(config: RunConfig, run: RunFolder, cluster: Cluster, watch: Watch, resume: bool = False) -> None:
-    """Runs the world to its end. Raises what went wrong, or `Interrupted`; returns when every rank ended well."""
-    tails = [EventTail(run.events(rank)) for rank in range(sum(node.slots for node in cluster.nodes))]
-    for tail in tails:
-        tail.skip_to_end()
-    began = time.time()
-    world = _World(run, cluster)
-    with world, _signals(world):
-        with cluster.bind(cluster.nodes[0]) as meeting:
-            world.start(plan_ranks(config, run.path, cluster.nodes, meeting, resume), meeting)
-        world.see_through(lambda: watch([event for tail in tails for event in tail.poll()]))
-    faults = _faults(run, began)
+def run_ranks(
+    config: RunConfig, run: RunFolder, cluster: Cluster, log: EventLog, data: str, resume: bool = False
+) -> None:
+    """Runs the world to its end. Raises what went wrong, or `Interrupted`; returns when every rank ended well.
+
+    `log` gets what a person should hear of meanwhile."""
+    news = _news_of_ranks(run, cluster)
+    world = _World(run, cluster, log)
+    with _signals(world), world:
+        world.launch(
+            lambda nodes, meeting: plan_ranks(config, run.path, nodes, meeting, resume),
+            config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
+            data=data,
+        )
+        world.see_through()
+    faults = _faults(news)
     error = failure(world.endings, faults, _log_tails(world, run))
     if world.interrupts and not (world.interrupts == 1 and caused(faults)):
         raise _interrupted(run, at_once=world.interrupts > 1)
@@ -57,32 +66,21 @@ def run_ranks(config: RunConfig, run: RunFolder, cluster: Cluster, watch: Watch,
 
 
 def run_script(
-    config: RunConfig, argv: Sequence[str], run: RunFolder, cluster: Cluster, show: Callable[[str, str], None]
+    config: RunConfig, argv: Sequence[str], run: RunFolder, cluster: Cluster, log: EventLog, port: int = 0
 ) -> None:
-    """Runs anybody's script on every slot; `show` gets each line with the name of the rank that printed it.
-
-    The error that is raised carries the script's own exit code: that of the first rank to fail.
-    """
-    world = _World(run, cluster)
-    with world, _signals(world):
-        with cluster.bind(cluster.nodes[0]) as meeting:
-            commands = plan_script(config, argv, cluster.nodes, meeting)
-        world.start(commands, meeting)
-        tails = {command.name: LineTail(run.log(command.node.name, command.name)) for command in commands}
-
-        def show_lines() -> None:
-            for name, tail in tails.items():
-                for line in tail.poll():
-                    show(name, line)
-
-        world.see_through(show_lines)
-        for name, tail in tails.items():
-            if words := tail.last_words():
-                show(name, words)
+    """Runs anybody's script on every slot. The error that is raised carries the script's own exit code: that of the
+    first rank to fail."""
+    world = _World(run, cluster, log)
+    with _signals(world), world:
+        digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
+        world.launch(
+            lambda nodes, meeting: plan_script(config, argv, nodes, meeting), config=digest, data="", script_port=port
+        )
+        world.see_through()
     if world.interrupts:
         raise Interrupted("interrupted", fix=f"what the ranks printed is in {run.path / 'logs'}")
-    if error := failure(world.endings, {}, {}):
-        first = min((ending for ending in world.endings if ending.code != 0), key=lambda ending: ending.order)
+    error, first = failure(world.endings, {}, {}), first_to_fail(world.endings, {})
+    if error and first:
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
 
@@ -97,90 +95,192 @@ def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
 
 
 @dataclass
+class _Post:
+    """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so."""
+
+    node: Node
+    link: Link
+    tail: EventTail
+    ready: Event | None = None
+    started: bool = False
+    done: bool = False
+    since: float | None = None
+
+
+@dataclass
 class _World:
-    """The processes of one run. Leaving the `with` block leaves none of them."""
+    """The agents of one run. Leaving the `with` block leaves none of them, and so none of their ranks."""
 
     run: RunFolder
     cluster: Cluster
+    log: EventLog
+    launch_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    posts: list[_Post] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
+    refused: ShoalError | None = None
     interrupts: int = 0
-    _failed_at: float | None = None
-    _asked_to_stop: bool = False
+    _obeyed: int = 0
+    _ended_at: float | None = None
 
-    def start(self, commands: list[Command], meeting: Meeting) -> None:
-        """While the meeting's socket is still open for rank 0 to inherit."""
-        self.commands = commands
-        try:
-            for command in commands:
-                fds = (meeting.fd,) if command.serves_store else ()
-                log = self.run.log(command.node.name, command.name)
-                self.processes[command.name] = self.cluster.start(command.node, command.argv, command.env, log, fds)
-        except OSError as error:
-            raise RunFailed(
-                f"cannot start {command.name} on {command.node.name}: {error.strerror}",
-                why="the machine is out of processes or memory, or the run folder is not writable",
-                fix="check: ulimit -u; df -h",
-            ) from error
+    def launch(self, plan: Plan, config: str, data: str, script_port: int | None = None) -> None:
+        token, launched_at = make_token(self.run.token), time.time()
+        for member, node in enumerate(self.cluster.nodes):
+            tail = EventTail(self.run.journal(node.name))
+            tail.skip_to_end()
+            self.posts.append(_Post(node, self.cluster.start_agent(node, self.run.path), tail))
+            self.posts[-1].link.send(
+                to_line(
+                    Meet(
+                        folder=self.cluster.folder(node, self.run.path),
+                        node=node.name,
+                        member=member,
+                        address=node.address,
+                        interface=node.interface,
+                        token=token,
+                        launch=self.launch_id,
+                        launched_at=launched_at,
+                        config=config,
+                        data=data,
+                        script_port=script_port if member == 0 else None,
+                    )
+                )
+            )
+        self._await_ready()
+        self._send_off(plan)
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN_S
+        while waiting := [post for post in self.posts if post.ready is None]:
+            self._look()
+            if self.interrupts:
+                raise Interrupted("interrupted before the ranks were started", fix="start anew")
+            if time.monotonic() > deadline:
+                raise ControlError(
+                    f"the agent on {waiting[0].node.name} did not answer within {READY_WITHIN_S:.0f} s",
+                    why="the machine is very slow or very busy, or lost its connection",
+                    fix=f"look at {self.run.path / 'agents'}, then try again",
+                )
+            time.sleep(POLL_S)
+
+    def _send_off(self, plan: Plan) -> None:
+        nodes, roster = [], []
+        for post in self.posts:
+            said = post.ready or {}
+            post.node = replace(post.node, interface=said["interface"], cores=post.node.cores or said["cores"])
+            nodes.append(post.node)
+            roster.append(Member(post.node.name, post.node.address, said["port"], said["mark"]))
+        head = self.posts[0].ready or {}
+        self.commands = plan(nodes, Meeting(nodes[0].address, head["script_port"] or head["port"]))
+        for post in self.posts:
+            post.link.send(to_line(make_go(roster, self.commands, post.node.name)))
 
     def __enter__(self) -> _World:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill_all()
+        """However we leave: what is still there is asked to end, and then ended."""
+        deadline = time.monotonic() + _END_WITHIN_S
+        if any(not post.done for post in self.posts):
+            self._tell(END)
+        while any(post.link.ended() is None for post in self.posts) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 5)
+        for post in self.posts:
+            if post.link.ended() is None:
+                post.link.kill()
+            post.link.close()
 
-    def see_through(self, look: Callable[[], None]) -> None:
-        """Until the last process has ended, looking now and then, and once more when all is said."""
-        while self.running():
-            look()
+    def see_through(self) -> None:
+        while not all(post.done for post in self.posts):
+            self._obey()
+            self._look()
             time.sleep(POLL_S)
-        look()
-
-    def running(self) -> bool:
-        self._obey()
-        for command in self.commands:
-            self._reap(command)
-        if self._failed_at is not None and time.monotonic() - self._failed_at > GRACE_AFTER_FAILURE_S:
-            self._kill_all()
-        return len(self.endings) < len(self.commands)
+        if self.refused and not self.interrupts:
+            raise self.refused
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Only counted here: a handler that waited for a process would hang where it interrupts `poll`, which locks."""
         self.interrupts += 1
 
     def _obey(self) -> None:
-        if self.interrupts > 1:
-            self._kill_all()
-        elif self.interrupts and not self._asked_to_stop:
-            self._asked_to_stop = True
-            for process in self.processes.values():
-                process.send_signal(signal.SIGINT)
+        while self._obeyed < self.interrupts:
+            self._obeyed += 1
+            self._tell(STOP if self._obeyed == 1 else END)
 
-    def _reap(self, command: Command, by_us: bool = False) -> None:
-        code = self.processes[command.name].poll()
-        if code is None or any(ending.name == command.name for ending in self.endings):
+    def _tell(self, wish: str) -> None:
+        for post in self.posts:
+            post.link.send(to_line(wish))
+
+    def _look(self) -> None:
+        for post in self.posts:
+            for event in post.tail.poll():
+                if event.get("launch") == self.launch_id:
+                    self._take(post, event)
+        for post in self.posts:
+            self._look_after(post)
+
+    def _take(self, post: _Post, event: Event) -> None:
+        match event["event"]:
+            case "ready":
+                post.ready = event
+            case "started":
+                post.started = True
+                if all(each.started for each in self.posts):
+                    self.log.write("running", nodes=[each.node.name for each in self.posts])
+            case "ended":
+                self._end(post, event["name"], event["code"], event["by_us"], starved=event["starved"])
+            case "note":
+                self._note(f"{post.node.name}: {event['text']}")
+            case "lost":
+                self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
+            case "refused":
+                self._refuse(post, from_dict(event))
+            case "done":
+                post.done = True
+
+    def _note(self, text: str) -> None:
+        self.log.write("note", text=text)
+
+    def _refuse(self, post: _Post, error: ShoalError) -> None:
+        """Before the run began. Those who wait for the refusing one need wait no longer."""
+        if self.refused is None:
+            self.refused = error
+            self._tell(END)
+        if not self.commands:
+            raise self.refused
+
+    def _end(self, post: _Post, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
+        command = next(command for command in self.commands if command.name == name)
+        log = str(self.run.log(post.node.name, name))
+        order = len(self.endings)
+        self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
+
+    def _look_after(self, post: _Post) -> None:
+        """An agent that ended without a word was killed, or its machine is gone."""
+        if post.done or (how := post.link.ended()) is None:
             return
-        log = str(self.run.log(command.node.name, command.name))
-        self.endings.append(Ending(command.name, command.node.name, command.ranks, code, len(self.endings), by_us, log))
-        if code not in (0, Interrupted.exit_code) and self._failed_at is None:
-            self._failed_at = time.monotonic()
+        if post.since is None:
+            post.since = time.monotonic()
+        elif time.monotonic() - post.since > _LAST_WORDS_S:
+            post.done = True
+            self._lose(post, how)
 
-    def _kill_all(self) -> None:
-        """The whole session of each process, so a launcher's own children go too."""
+    def _lose(self, post: _Post, how: str) -> None:
+        if not self.commands:
+            raise ControlError(
+                f"{post.node.name} did not start: {how}",
+                why="the agent that starts its ranks ended before it could",
+                fix=f"look at {self.run.path / 'agents'}",
+            )
+        ended = {ending.name for ending in self.endings}
         for command in self.commands:
-            process = self.processes.get(command.name)
-            if process is None or process.poll() is not None:
-                continue
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self._reap(command, by_us=True)
+            if command.node.name == post.node.name and command.name not in ended:
+                self._end(post, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
 
 
 @contextlib.contextmanager
 def _signals(world: _World) -> Iterator[None]:
-    before = {signum: signal.signal(signum, world.interrupt) for signum in _STOP}
+    """Only counted: a handler that did more would do it in the middle of anything."""
+    before = {signum: signal.signal(signum, world.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -188,12 +288,20 @@ def _signals(world: _World) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _faults(run: RunFolder, since: float) -> dict[int, Event]:
-    """The first fault each rank wrote in this launch; a resumed run's older ones are history."""
+def _news_of_ranks(run: RunFolder, cluster: Cluster) -> list[EventTail]:
+    """What the ranks write from now on: a resumed run's older events are history."""
+    tails = [EventTail(run.events(rank)) for rank in range(sum(node.slots for node in cluster.nodes))]
+    for tail in tails:
+        tail.skip_to_end()
+    return tails
+
+
+def _faults(news: list[EventTail]) -> dict[int, Event]:
+    """The first fault each rank wrote."""
     faults: dict[int, Event] = {}
-    for rank, path in run.event_files().items():
-        for event in read_events(path):
-            if event.get("event") == "fault" and event.get("time", 0) >= since:
+    for rank, tail in enumerate(news):
+        for event in tail.poll():
+            if event.get("event") == "fault":
                 faults.setdefault(rank, event)
     return faults
 

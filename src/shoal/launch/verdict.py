@@ -13,7 +13,8 @@ from shoal.events import Event
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended; `order` counts the endings as the launcher saw them."""
+    """How one process ended; `order` counts the endings as the launcher saw them. `starved`: the kernel killed for lack
+    of memory meanwhile. `lost`: how its whole node was lost, so that nobody knows the process's own end."""
 
     name: str
     node: str
@@ -22,15 +23,16 @@ class Ending:
     order: int
     by_us: bool = False
     log: str = ""
+    starved: bool = False
+    lost: str = ""
 
 
 def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str]) -> ShoalError | None:
     """The error that explains the run's failure, or None when every process ended well."""
-    good = (0, Interrupted.exit_code)
-    failed = [ending for ending in endings if ending.code not in good and not ending.by_us]
-    if not failed:
+    failed = _failed(endings)
+    first = first_to_fail(failed, faults)
+    if first is None:
         return None
-    first = min(failed, key=lambda ending: (_is_consequence(ending, faults), ending.order))
     fault = _fault_of(first, faults)
     error = _explain(first, fault)
     why = [error.why, *_others([ending for ending in failed if ending is not first], faults)]
@@ -39,6 +41,19 @@ def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Ma
     if (fault is None or not fault.get("why")) and (tail := log_tail.get(first.name, "").strip()):
         error.why += f"\nthe end of its log:\n{tail}"
     return error
+
+
+def first_to_fail(endings: Iterable[Ending], faults: Mapping[int, Event]) -> Ending | None:
+    """A lost node is noticed last and was first; a rank that only lost its peer comes after everybody else."""
+    return min(
+        _failed(endings),
+        key=lambda ending: (_is_consequence(ending, faults), not ending.lost, ending.order),
+        default=None,
+    )
+
+
+def _failed(endings: Iterable[Ending]) -> list[Ending]:
+    return [ending for ending in endings if ending.code not in (0, Interrupted.exit_code) and not ending.by_us]
 
 
 def _others(failed: list[Ending], faults: Mapping[int, Event]) -> Iterator[str]:
@@ -74,14 +89,19 @@ def _explain(ending: Ending, fault: Event | None) -> ShoalError:
         if isinstance(error, RunFailed) and "rank" not in error.seen:
             error.seen = f"rank {fault.get('rank', ending.ranks[0])} on {ending.node}: {error.seen}"
         return error
-    return RunFailed(f"{who} on {ending.node} {_how(ending.code)}", fix=f"read its log: less {shlex.quote(ending.log)}")
+    log = f"read its log: less {shlex.quote(ending.log)}"
+    if ending.lost:
+        return RunFailed(f"{ending.node} is gone, and {who} with it", why=ending.lost, fix=log)
+    return RunFailed(f"{who} on {ending.node} {_how(ending.code, ending.starved)}", fix=log)
 
 
-def _how(code: int) -> str:
+def _how(code: int, starved: bool) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     # Real-time signals have no name of their own.
     name = {int(known): known.name for known in signal.Signals}.get(-code, f"signal {-code}")
+    if -code == signal.SIGKILL and starved:
+        return f"was killed ({name}) when the machine ran out of memory: use a smaller --micro-batch or --seq-len"
     if -code == signal.SIGKILL:
-        return f"was killed ({name}): somebody did, or the kernel for lack of memory (sudo dmesg | grep -i oom)"
+        return f"was killed ({name}) by somebody; the machine did not run out of memory meanwhile"
     return f"was killed by {name}"

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from shoal.control.placement import Placement
 from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
+from shoal.sync.store import AgentStore
 
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
 # then, so a connection that is not there in seconds never will be.
@@ -37,6 +38,8 @@ class World:
     device: torch.device
     interface: str | None
     group: dist.ProcessGroup
+    # torch holds the C++ half of a store only: without this, a store of our own would lose its methods under the group.
+    store: dist.Store
     keeps_files: bool = True
     link_mbps: int | None = None
 
@@ -84,7 +87,8 @@ def join(
     collective that takes longer than `timeout_s` means that somebody is gone.
     """
     interface = _choose_interface(placement)
-    store = dist.PrefixStore(f"shoal/{placement.restarts}", _open_store(placement, join_timeout_s))
+    base = _open_store(placement, join_timeout_s)
+    store = dist.PrefixStore(f"shoal/{placement.restarts}", base)
     _meet(store, placement, join_timeout_s)
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     group = _form_group(placement, device, chosen, store, timeout_s)
@@ -99,6 +103,7 @@ def join(
         device=device,
         interface=interface,
         group=group,
+        store=base,
         keeps_files=placement.keeps_files,
         link_mbps=placement.link_mbps or link_mbps(interface),
     )
@@ -153,6 +158,8 @@ def _choose_interface(placement: Placement) -> str | None:
 def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
     if placement.world_size == 1:
         return dist.HashStore()
+    if placement.agent_fd is not None:
+        return AgentStore(placement.agent_fd, timedelta(seconds=timeout_s))
     serves = placement.rank == 0 and not placement.store_is_served
     try:
         return dist.TCPStore(
@@ -162,7 +169,6 @@ def _open_store(placement: Placement, timeout_s: float) -> dist.Store:
             is_master=serves,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            master_listen_fd=placement.store_fd if serves else None,
         )
     except (RuntimeError, dist.DistError) as error:
         raise RunFailed(
@@ -191,7 +197,6 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
         raise RunFailed(
             f"the world did not form: rank {', '.join(map(str, missing)) or '?'} of {placement.world_size} "
             f"did not come within {timeout_s:.0f} s",
-            why="those processes were not started, died early, or cannot reach "
-            f"{placement.master_addr}:{placement.master_port}",
+            why="those processes were not started, died early, or cannot reach the others",
             fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",
         ) from error

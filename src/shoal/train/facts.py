@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,8 @@ import psutil
 import torch
 
 import shoal
-from shoal.control.process import physical_cores
+from shoal.control.machine import cpu_name, physical_cores
 from shoal.sync.world import World
-
-
-@cache
-def cpu_name() -> str:
-    """`platform.processor()` is empty on most Linux machines, and /proc/cpuinfo names an ARM core only by number."""
-    try:
-        listing = subprocess.run(["/usr/bin/lscpu", "--json"], capture_output=True, timeout=5, check=True).stdout
-        fields = {entry["field"]: entry["data"] for entry in json.loads(listing)["lscpu"]}
-        return str(fields["Model name:"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return platform.processor() or platform.machine()
 
 
 def _boot_id() -> str | None:

@@ -20,8 +20,9 @@ import torch
 
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
+from shoal.control.machine import physical_cores
 from shoal.control.placement import Placement
-from shoal.control.process import physical_cores, tie_to
+from shoal.control.process import tie_to
 from shoal.data.run_setup import create_run, reopen_run
 from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
@@ -34,7 +35,13 @@ from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
 
-_SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting")
+_SIGNS_OF_A_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out waiting",
+    "keeps the keys",
+)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,18 +8,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.cluster import open_cluster
 from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
 from shoal.data.run_setup import create_run, reopen_run
-from shoal.errors import ShoalError
+from shoal.errors import RunFailed
 from shoal.events import Event
-from shoal.launch.supervise import run_ranks
-from shoal.report.finish import finish
-from shoal.report.replicas import compare_replicas
+from shoal.report.finish import read_manifest
 from shoal.runfolder import RunFolder
+from shoal.trials.following import Keeping, RunNews, await_running, follow
+from shoal.trials.keeper import Job, start_keeper
 
 
 class Display(Protocol):
@@ -32,30 +31,44 @@ class Display(Protocol):
 MakeDisplay = Callable[[Config], Display]
 
 
-def train_new(config: Config, out: Path, watch: MakeDisplay) -> tuple[RunFolder, Manifest]:
-    """A new run; `watch` makes the display once the configuration is resolved."""
+def train_new(config: Config, out: Path, watch: MakeDisplay, detach: bool = False) -> tuple[RunFolder, Manifest | None]:
+    """A new run; `watch` makes the display once the configuration is resolved. None for one that was let go."""
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
-    with run.held():
-        return run, _train(run, watch, resume=False)
+    return run, _train(run, watch, Job(), detach)
 
 
-def train_on(path: Path, watch: MakeDisplay, steps: int | None = None) -> tuple[RunFolder, Manifest]:
+def train_on(
+    path: Path, watch: MakeDisplay, steps: int | None = None, detach: bool = False
+) -> tuple[RunFolder, Manifest | None]:
     """Goes on with an interrupted or finished run from its newest whole checkpoint."""
-    with RunFolder.open(path).held():
-        run = reopen_run(path, steps)
-        return run, _train(run, watch, resume=True)
+    run = RunFolder.open(path)
+    return run, _train(run, watch, Job(resume=True), detach, lambda: reopen_run(path, steps))
 
 
-def _train(run: RunFolder, watch: MakeDisplay, resume: bool) -> Manifest:
-    config = load_config(run.config)
-    try:
-        with open_cluster(config.run.on) as cluster, contextlib.closing(watch(config)) as display:
-            run_ranks(config.run, run, cluster, display, resume)
-    except ShoalError:
-        with contextlib.suppress(ShoalError):
-            finish(run)
-        raise
-    return finish(run, compare_replicas(run.state_files(), rank_count(parse_on(config.run.on))))
+def _train(
+    run: RunFolder, watch: MakeDisplay, job: Job, detach: bool, prepare: Callable[[], object] = lambda: None
+) -> Manifest | None:
+    with run.held() as lock:
+        prepare()
+        config = load_config(run.config)
+        news, keeping = RunNews(run, rank_count(parse_on(config.run.on)), only_new=True), Keeping.from_now(run)
+        keeper = start_keeper(run, job, lock)
+    with contextlib.closing(watch(config)) as display:
+        if detach:
+            await_running(keeper, keeping, display)
+            return None
+        follow(run, keeper, keeping, lambda notes: display([*notes, *news.poll()]))
+    return the_manifest(run)
+
+
+def the_manifest(run: RunFolder) -> Manifest:
+    manifest = read_manifest(run)
+    if manifest is None:
+        raise RunFailed(
+            f"{run.manifest} is missing or broken, although the run ended well",
+            fix=f"make it again: python -m shoal.report.finish {run.path}",
+        )
+    return manifest
 
 
 def default_out(name: str) -> Path:

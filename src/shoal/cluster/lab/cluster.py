@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shoal.cluster.lab.lab import Lab
-from shoal.cluster.node import Meeting, Node
+from shoal.cluster.link import Link, PipeLink, agent_command
+from shoal.cluster.node import Node
 
 
 class LabCluster:
@@ -16,13 +14,8 @@ class LabCluster:
         self._lab = lab
         self.nodes = lab.nodes
 
-    def start(
-        self, node: Node, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
-        return self._lab.start(node.name, argv, env, log, pass_fds)
+    def start_agent(self, node: Node, run: Path) -> Link:
+        return PipeLink(self._lab.command(node.name, agent_command(run, node.name)), run, node.name)
 
-    @contextlib.contextmanager
-    def bind(self, node: Node) -> Iterator[Meeting]:
-        """Made inside the node's network and handed out to us: a socket bound here would stay on the host."""
-        with self._lab.listen(node.name) as listener:
-            yield Meeting(node.address, listener.getsockname()[1], listener.fileno())
+    def folder(self, node: Node, run: Path) -> str:
+        return str(run)

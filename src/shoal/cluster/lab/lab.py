@@ -17,7 +17,7 @@ from shoal.cluster.lab.state import LabState
 from shoal.cluster.lab.steps import Step
 from shoal.cluster.node import Node
 from shoal.config.presets import did_you_mean
-from shoal.control.process import physical_cores
+from shoal.control.machine import physical_cores
 from shoal.errors import LabError, UsageError
 
 

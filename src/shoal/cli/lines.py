@@ -1,0 +1,32 @@
+"""Lines that ranks printed, on the terminal: coloured by rank, whole, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from shoal.launch.found import Found
+from shoal.launch.logs import LogLine
+from shoal.units import format_duration
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def make_line_printer(console: Console) -> Callable[[LogLine], None]:
+    def show(line: LogLine) -> None:
+        label = line.node if line.rank is None else str(line.rank)
+        console.print(Text(f"[{label}] ", style=_COLOURS[(line.rank or 0) % len(_COLOURS)]) + Text(line.text))
+
+    return show
+
+
+def process_lines(processes: Iterable[Found]) -> Iterator[str]:
+    for found in processes:
+        age = format_duration(found.age_s)
+        yield f"{found.pid:>8}  {found.part:<8}  {found.node:<8}  {age:>8}  {found.command}"
+
+
+def print_note(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text("note: ", style="yellow") + Text(text))

@@ -1,0 +1,51 @@
+"""`shoal logs`: what the ranks of a run printed, as one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.cli.lines import make_line_printer
+from shoal.errors import UsageError
+from shoal.launch.found import find
+from shoal.launch.logs import LogFollower
+from shoal.runfolder import RunFolder
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def logs(
+    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Of this rank only.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+) -> None:
+    """What the ranks printed, stderr included: merged in order, line by line, coloured by rank."""
+    folder = RunFolder.find(run)
+    follower = LogFollower(folder, rank)
+    show = make_line_printer(Console(highlight=False, soft_wrap=True))
+    count = 0
+    while True:
+        over = not follow or not find(folder.path)
+        for line in follower.poll():
+            count += 1
+            show(line)
+        if over:
+            break
+        sys.stdout.flush()
+        time.sleep(0.2)
+    for line in follower.last_words():
+        count += 1
+        show(line)
+    if not count and rank is not None:
+        there = ", ".join(path.name for path in sorted(folder.path.glob("logs/*/*.log")))
+        raise UsageError(
+            f"rank {rank} of {run} has printed nothing",
+            why=f"logs there are: {there or 'none'}",
+            fix=f"shoal logs {run}",
+        )

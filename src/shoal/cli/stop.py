@@ -1,0 +1,34 @@
+"""`shoal stop`: end a run in good order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import command, print_json, shown
+from shoal.runfolder import RunFolder
+from shoal.trials.stopping import ASK_S, Outcome
+from shoal.trials.stopping import stop as stop_run
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def stop(
+    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    now: Annotated[bool, typer.Option("--now", help="Don't wait for the step and the checkpoint.")] = False,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds it may take to stop by itself.")] = ASK_S,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Ask a run to finish its step and save; end exactly its own processes if it doesn't."""
+    folder = RunFolder.find(run)
+    outcome = stop_run(folder, 0.0 if now else wait_s)
+    if json:
+        print_json({"run": str(folder.path), "outcome": outcome.name.lower()})
+        return
+    sys.stdout.write(f"{shown(folder.path)} {outcome.value}\n")
+    if outcome is not Outcome.NOT_RUNNING and folder.checkpoints.is_dir():
+        sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")

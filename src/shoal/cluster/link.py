@@ -1,0 +1,88 @@
+"""A launcher's connection to the agent it started on a node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from shoal.control.process import marks
+
+
+def agent_command(run: Path | str, node: str) -> tuple[str, ...]:
+    """Marked by `env`, not by whoever starts it: on an emulated node a helper stands in between, which is no agent."""
+    variables = {**marks(run, "agent"), "SHOAL_NODE": node}
+    words = (f"{name}={value}" for name, value in variables.items())
+    return ("env", *words, sys.executable, "-P", "-m", "shoal.launch.agent")
+
+
+class Link(Protocol):
+    """Orders go in by `send`; answers come by the agent's journal in the run folder."""
+
+    def send(self, line: bytes) -> None:
+        """Does nothing when the agent is gone: its journal, or the lack of it, says so."""
+        ...
+
+    def ended(self) -> str | None:
+        """How the agent ended, in words; None while it lives."""
+        ...
+
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class PipeLink:
+    """To an agent on this machine or on an emulated node of it, which share our run folder."""
+
+    def __init__(self, argv: Sequence[str], run: Path, node: str) -> None:
+        """In a session of its own and not tied to us: it outlives whoever started it."""
+        self._log = run / "agents" / f"{node}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def send(self, line: bytes) -> None:
+        stdin = self._process.stdin
+        if stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(line)
+                stdin.flush()
+
+    def ended(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        return f"its agent {how}" + _last_words(self._log)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Lets go of it; one that still runs goes on by itself."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._process.poll() is None:
+            # Not ours to wait for any longer; without this the interpreter warns when it forgets the object.
+            self._process.returncode = 0
+
+
+def _last_words(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+    return ""

@@ -1,0 +1,156 @@
+"""An authenticated channel between two processes of one run.
+
+Both sides know the run's token and neither sends it: each proves that it does over the other's fresh random number.
+After that every message carries a tag made with a key of its own direction and its place in the stream, so nobody in
+between can add, change, drop or repeat one unseen. It is not encrypted, like gloo's own traffic beside it.
+
+It carries membership, state and logs; no message makes the other side run anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import ControlError
+
+PROTOCOL = 1
+Message = dict[str, Any]
+
+_LENGTH = 4
+_TAG = 16
+_MOST_BYTES = 8 << 20
+# Before a stranger has proved anything, it gets little of our memory and time.
+_MOST_BYTES_FROM_STRANGERS = 1024
+_GREETING_S = 5.0
+
+
+@dataclass(frozen=True)
+class Nonces:
+    """One fresh random number from each side, so that no recorded talk can be played again."""
+
+    acceptor: str
+    dialer: str
+
+    def sign(self, token: str, purpose: str) -> bytes:
+        text = f"shoal {PROTOCOL} {purpose} {self.acceptor} {self.dialer}"
+        return hmac.new(token.encode(), text.encode(), hashlib.sha256).digest()
+
+
+class Channel:
+    """Messages in both directions, after the greeting. `send` may be called by several tasks at once."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send_key: bytes, receive_key: bytes
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._sent = 0
+        self._received = 0
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Message) -> None:
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        async with self._sending:
+            frame = _tag(self._send_key, self._sent, payload) + payload
+            self._sent += 1
+            self._writer.write(len(payload).to_bytes(_LENGTH, "big") + frame)
+            await self._writer.drain()
+
+    async def receive(self) -> Message:
+        """Raises `ControlError` for a forged message and `OSError` or `EOFError` when the other side is gone."""
+        size = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
+        if size > _MOST_BYTES:
+            raise ControlError(
+                f"a message of {size} bytes on the control channel", why="the stream is broken or forged"
+            )
+        tag = await self._reader.readexactly(_TAG)
+        payload = await self._reader.readexactly(size)
+        if not hmac.compare_digest(tag, _tag(self._receive_key, self._received, payload)):
+            raise ControlError(
+                "a message on the control channel does not carry the run's tag",
+                why="somebody between the machines changed it, or wrote into the connection",
+            )
+        self._received += 1
+        return _parse(payload)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Channel:
+    """The listening side's greeting."""
+    async with asyncio.timeout(_GREETING_S):
+        ours = secrets.token_hex(16)
+        await _say(writer, {"shoal": PROTOCOL, "nonce": ours})
+        answer = await _hear(reader)
+        nonces = Nonces(ours, str(answer.get("nonce", "")))
+        _check(answer, nonces, token, "dialer")
+        await _say(writer, {"proof": nonces.sign(token, "acceptor").hex()})
+    keys = nonces.sign(token, "acceptor to dialer"), nonces.sign(token, "dialer to acceptor")
+    return Channel(reader, writer, *keys)
+
+
+async def dial(address: str, port: int, token: str) -> Channel:
+    """The calling side's greeting. The writer is closed again when it fails."""
+    reader, writer = await asyncio.open_connection(address, port)
+    try:
+        async with asyncio.timeout(_GREETING_S):
+            opening = await _hear(reader)
+            if opening.get("shoal") != PROTOCOL:
+                raise ControlError(
+                    f"{address}:{port} speaks protocol {opening.get('shoal')}, we speak {PROTOCOL}",
+                    why="the machines have different versions of shoal",
+                    fix="bring all of them to the same one: shoal setup HOSTS",
+                )
+            nonces = Nonces(str(opening.get("nonce", "")), secrets.token_hex(16))
+            await _say(writer, {"nonce": nonces.dialer, "proof": nonces.sign(token, "dialer").hex()})
+            _check(await _hear(reader), nonces, token, "acceptor")
+    except BaseException:
+        writer.close()
+        raise
+    keys = nonces.sign(token, "dialer to acceptor"), nonces.sign(token, "acceptor to dialer")
+    return Channel(reader, writer, *keys)
+
+
+def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
+    proof = str(answer.get("proof", ""))
+    if not hmac.compare_digest(proof.encode(), nonces.sign(token, purpose).hex().encode()):
+        raise ControlError(
+            "a stranger on the control channel: it does not know this run's token",
+            why="it belongs to another run, or to nobody",
+        )
+
+
+def _tag(key: bytes, position: int, payload: bytes) -> bytes:
+    return hmac.new(key, position.to_bytes(8, "big") + payload, hashlib.sha256).digest()[:_TAG]
+
+
+async def _say(writer: asyncio.StreamWriter, message: Message) -> None:
+    payload = json.dumps(message).encode()
+    writer.write(len(payload).to_bytes(_LENGTH, "big") + payload)
+    await writer.drain()
+
+
+async def _hear(reader: asyncio.StreamReader) -> Message:
+    size = int.from_bytes(await reader.readexactly(_LENGTH), "big")
+    if size > _MOST_BYTES_FROM_STRANGERS:
+        raise ControlError("what answers there is not shoal", why=f"it began with a message of {size} bytes")
+    return _parse(await reader.readexactly(size))
+
+
+def _parse(payload: bytes) -> Message:
+    try:
+        message = json.loads(payload)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise ControlError("a message on the control channel that is no message", why="the other side is not shoal")
+    return message

@@ -1,0 +1,92 @@
+"""The processes of runs on this machine, found by the marks they carry, whatever their parents are by now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shoal.control.process import PART_MARK, RUN_MARK
+
+KEEPER = "keeper"
+AGENT = "agent"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One process of a run. `part` is keeper, agent or the name of a rank; a rank's own children carry its name too."""
+
+    pid: int
+    run: Path
+    part: str
+    node: str
+    command: str
+    started_at: float
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.started_at)
+
+
+def find(run: Path | None = None) -> list[Found]:
+    """Of this user, or of everybody for root; those of one run, or of all."""
+    return [found for found in _look_at_all() if run is None or found.run == run]
+
+
+def find_keeper(run: Path) -> Found | None:
+    return next((found for found in find(run) if found.part == KEEPER), None)
+
+
+def is_alive(found: Found) -> bool:
+    return _look_at(found.pid) is not None
+
+
+def ask(processes: Iterable[Found]) -> None:
+    """To finish the step and save. Asked a second time, they end at once."""
+    _signal(processes, signal.SIGINT)
+
+
+def end(processes: Iterable[Found]) -> None:
+    _signal(processes, signal.SIGKILL)
+
+
+def await_end(still_there: Callable[[], Iterable[Found]], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(True for _ in still_there()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _signal(processes: Iterable[Found], signum: signal.Signals) -> None:
+    for found in processes:
+        # Looked at again: in between it may have ended, and its number may be somebody else's.
+        if is_alive(found):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(found.pid, signum)
+
+
+def _look_at_all() -> Iterator[Found]:
+    for pid in psutil.pids():
+        found = _look_at(pid) if pid != os.getpid() else None
+        if found is not None:
+            yield found
+
+
+def _look_at(pid: int) -> Found | None:
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        variables = process.environ()
+        if RUN_MARK in variables and process.status() != psutil.STATUS_ZOMBIE:
+            part, node = variables.get(PART_MARK, ""), variables.get("SHOAL_NODE", "")
+            command = shlex.join(process.cmdline())
+            return Found(pid, Path(variables[RUN_MARK]), part, node, command, process.create_time())
+    return None

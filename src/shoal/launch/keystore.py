@@ -1,0 +1,110 @@
+"""The keys by which ranks find each other, kept by the agents: what torch calls a store.
+
+A rank asks its own agent over a socket it inherited; that one answers, or passes the question on to the agent that
+keeps the keys, over their authenticated channel. So no rank opens a port for it, and no stranger can write a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+Request = dict[str, Any]
+Reply = dict[str, Any]
+
+LENGTH = 4
+# A waiting rank asks again after this long, so that another thread of it gets its turn.
+LONGEST_WAIT_S = 0.2
+
+
+class KeyStore:
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = asyncio.Condition()
+
+    async def answer(self, request: Request) -> Reply:
+        operation = {
+            "set": self._set,
+            "get": self._get,
+            "add": self._add,
+            "swap": self._swap,
+            "check": self._check,
+            "delete": self._delete,
+            "count": self._count,
+        }.get(str(request.get("op")))
+        if operation is None:
+            return {"error": f"the agents' store knows no {request.get('op')!r}"}
+        return await operation(request)
+
+    async def _set(self, request: Request) -> Reply:
+        await self._put(request["key"], decode(request["value"]))
+        return {}
+
+    async def _put(self, key: str, value: bytes) -> None:
+        async with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    async def _get(self, request: Request) -> Reply:
+        """The value, or none when nobody has set it within a short wait."""
+        if await self._all_there([request["key"]], request):
+            return {"value": encode(self._values[request["key"]])}
+        return {"value": None}
+
+    async def _check(self, request: Request) -> Reply:
+        return {"there": await self._all_there(request["keys"], request)}
+
+    async def _all_there(self, keys: list[str], request: Request) -> bool:
+        def there() -> bool:
+            return all(key in self._values for key in keys)
+
+        wait_s = min(float(request.get("wait_s", 0.0)), LONGEST_WAIT_S)
+        if wait_s <= 0 or there():
+            return there()
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(there)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _add(self, request: Request) -> Reply:
+        total = int(self._values.get(request["key"], b"0")) + int(request["amount"])
+        await self._put(request["key"], str(total).encode())
+        return {"total": total}
+
+    async def _swap(self, request: Request) -> Reply:
+        """torch's rule: an empty expectation sets a missing key; otherwise the answer is what is there afterwards."""
+        expected, wanted = decode(request["expected"]), decode(request["value"])
+        now = self._values.get(request["key"])
+        if now == expected or (now is None and not expected):
+            await self._put(request["key"], wanted)
+            return {"value": encode(wanted)}
+        return {"value": encode(expected if now is None else now)}
+
+    async def _delete(self, request: Request) -> Reply:
+        return {"deleted": self._values.pop(request["key"], None) is not None}
+
+    async def _count(self, request: Request) -> Reply:
+        return {"count": len(self._values)}
+
+
+def encode(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def decode(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    size = int.from_bytes(await reader.readexactly(LENGTH), "big")
+    request: Request = json.loads(await reader.readexactly(size))
+    return request
+
+
+def to_frame(message: dict[str, Any]) -> bytes:
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    return len(payload).to_bytes(LENGTH, "big") + payload

@@ -1,0 +1,87 @@
+"""The logs of all ranks as one: whole lines only, in the order in which they were written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.events import LineTail
+from shoal.launch.ranks import times_of
+from shoal.runfolder import RunFolder
+
+_LOG = re.compile(r"(?:rank-(\d+)|torchrun|spawn)\.log")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """`rank` is None where one process speaks for all ranks of a node. `time` is on the launcher's clock."""
+
+    time: float
+    rank: int | None
+    node: str
+    text: str
+
+
+class LogFollower:
+    """Finds logs as they appear, and reads on where it stood."""
+
+    def __init__(self, run: RunFolder, rank: int | None = None, only_new: bool = False) -> None:
+        self._folder = run.path / "logs"
+        self._rank = rank
+        self._logs: dict[Path, _Log] = {}
+        if only_new:
+            self._find(skip=True)
+
+    def poll(self) -> list[LogLine]:
+        """What is new, in order. Lines of one rank keep theirs; between ranks it is good to a twentieth of a second."""
+        self._find()
+        return sorted((line for log in self._logs.values() for line in log.poll()), key=lambda line: line.time)
+
+    def last_words(self) -> list[LogLine]:
+        """What writers that have ended left without a line's end."""
+        return [line for log in self._logs.values() for line in log.last_words()]
+
+    def _find(self, skip: bool = False) -> None:
+        for path in sorted(self._folder.glob("*/*.log")):
+            match = _LOG.fullmatch(path.name)
+            if match is None or path in self._logs:
+                continue
+            rank = None if match[1] is None else int(match[1])
+            if self._rank is None or rank == self._rank:
+                self._logs[path] = _Log(path, rank, skip)
+
+
+class _Log:
+    def __init__(self, path: Path, rank: int | None, skip: bool) -> None:
+        self._lines = LineTail(path)
+        self._times = LineTail(times_of(path))
+        self._rank = rank
+        self._node = path.parent.name
+        self._notes: list[tuple[float, int]] = []
+        self._time = 0.0
+        self._offset = 0
+        if skip:
+            self._lines.skip_to_end()
+            self._offset = path.stat().st_size
+
+    def poll(self) -> Iterable[LogLine]:
+        for block in self._lines.poll_bytes():
+            self._offset += len(block) + 1
+            yield self._line(block)
+
+    def last_words(self) -> Iterable[LogLine]:
+        if words := self._lines.last_words():
+            yield self._line(words.encode())
+
+    def _line(self, block: bytes) -> LogLine:
+        return LogLine(self._time_of(self._offset), self._rank, self._node, block.decode(errors="replace"))
+
+    def _time_of(self, offset: int) -> float:
+        """The first note that covers the offset. The newest lines may have none yet: they are later than all others."""
+        if not self._notes:
+            self._notes = [(float(when), int(size)) for when, size in map(str.split, self._times.poll())]
+        while self._notes and self._notes[0][1] < offset:
+            self._time = self._notes.pop(0)[0]
+        return self._notes[0][0] if self._notes else self._time

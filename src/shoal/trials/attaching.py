@@ -1,0 +1,60 @@
+"""Joining a run in the middle: what it has said that still matters, then everything new, to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+
+from shoal.cluster.spec import parse_on, rank_count
+from shoal.config.load import load_config
+from shoal.events import Event, read_events
+from shoal.launch.found import Found, find_keeper, is_alive
+from shoal.launch.logs import LogFollower
+from shoal.runfolder import RunFolder
+from shoal.trials.following import POLL_S, Keeping, RunNews
+from shoal.trials.scripts import ShowLine, ShowNote
+from shoal.trials.training import MakeDisplay
+
+
+def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
+    """Raises what the run says went wrong. A run that is over already is told the same way."""
+    config = load_config(run.config)
+    keeping, keeper = Keeping(run), find_keeper(run.path)
+    ranks = rank_count(parse_on(config.run.on))
+    news = RunNews(run, ranks, only_new=True)
+    with contextlib.closing(watch(config)) as display:
+        display([event for rank in range(ranks) for event in _opening(run, rank)])
+        for notes in _until_over(keeping, keeper):
+            display([*notes, *news.poll()])
+    keeping.raise_error()
+
+
+def attach_script(run: RunFolder, show: ShowLine, show_note: ShowNote) -> None:
+    keeping, keeper = Keeping(run), find_keeper(run.path)
+    logs = LogFollower(run)
+    for notes in _until_over(keeping, keeper):
+        for note in notes:
+            show_note(note["text"])
+        for line in logs.poll():
+            show(line)
+    for line in logs.last_words():
+        show(line)
+    keeping.raise_error()
+
+
+def _until_over(keeping: Keeping, keeper: Found | None) -> Iterator[list[Event]]:
+    """The keeper's notes, look by look; once more after its end."""
+    while keeper is not None and is_alive(keeper):
+        yield keeping.poll()
+        time.sleep(POLL_S)
+    yield keeping.poll()
+
+
+def _opening(run: RunFolder, rank: int) -> Iterable[Event]:
+    """How the newest launch began on a rank: what it is, and its part of the data."""
+    path = run.events(rank)
+    if not path.exists():
+        return []
+    return takewhile(lambda event: event["event"] in ("start", "shard"), read_events(path))

@@ -1,0 +1,121 @@
+"""The keeper of a run: `python -P -m shoal.trials.keeper FOLDER`.
+
+A process of its own on the machine that launched, in a session of its own, so that neither a closed terminal nor a lost
+connection ends the run. It opens the cluster, sees the ranks through and sums up. What it has to say stands in
+`keeper.jsonl`; `shoal train` itself is only somebody who reads there, like `shoal attach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.cluster import open_cluster
+from shoal.cluster.spec import parse_on, rank_count
+from shoal.config.load import load_config
+from shoal.config.schema import RunConfig
+from shoal.control.process import marks, unmark
+from shoal.data.run_setup import read_facts
+from shoal.errors import Interrupted, RunFailed, ShoalError
+from shoal.events import EventLog
+from shoal.launch.supervise import run_ranks, run_script
+from shoal.report.finish import finish
+from shoal.report.replicas import compare_replicas
+from shoal.runfolder import RunFolder, write_atomically
+
+
+@dataclass(frozen=True)
+class Job:
+    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` are a script's."""
+
+    resume: bool = False
+    script: tuple[str, ...] = ()
+    on: str = ""
+    threads: int | None = None
+    port: int = 0
+
+
+def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:
+    """It inherits the lock on the folder, so that the run is never nobody's."""
+    write_atomically(run.job, json.dumps(asdict(job)) + "\n")
+    with run.keeper.with_suffix(".log").open("ab") as output:
+        return subprocess.Popen(
+            (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
+            env={**os.environ, **marks(run.path, "keeper")},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+
+
+def read_job(run: RunFolder) -> Job:
+    said: dict[str, Any] = json.loads(run.job.read_text(encoding="utf-8"))
+    return Job(**{**said, "script": tuple(said["script"])})
+
+
+def main(folder: Path) -> int:
+    run = RunFolder(folder)
+    unmark()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Both end a keeper in good order, also while it still builds a lab.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log = EventLog(run.keeper, 0)
+    log.write("keeping", pid=os.getpid())
+    error: ShoalError | None = None
+    with _said_in_words() as said:
+        _keep(run, read_job(run), log)
+    error = said[0] if said else None
+    log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))
+    return error.exit_code if error else 0
+
+
+@contextlib.contextmanager
+def _said_in_words() -> Iterator[list[ShoalError]]:
+    """Whatever goes wrong, as one of our errors; a bug's traceback is in the keeper's log."""
+    said: list[ShoalError] = []
+    try:
+        yield said
+    except ShoalError as error:
+        said.append(error)
+    except KeyboardInterrupt:
+        said.append(Interrupted("interrupted before the ranks were started", fix="start anew"))
+    except Exception as error:
+        traceback.print_exc()
+        said.append(
+            RunFailed(
+                f"the keeper of the run failed: {type(error).__name__}: {error}",
+                why="that is a bug in shoal, or the machine is in trouble",
+                fix="its log has the traceback: keeper.log in the run folder",
+            )
+        )
+
+
+def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
+    if job.script:
+        with open_cluster(job.on) as cluster:
+            run_script(RunConfig(on=job.on, threads=job.threads), job.script, run, cluster, log, job.port)
+        return
+    config = load_config(run.config)
+    try:
+        with open_cluster(config.run.on) as cluster:
+            run_ranks(config.run, run, cluster, log, read_facts(run).digest, job.resume)
+    except ShoalError:
+        with contextlib.suppress(ShoalError):
+            finish(run)
+        raise
+    finish(run, compare_replicas(run.state_files(), rank_count(parse_on(config.run.on))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,51 @@
+"""Anybody's script from its start to its end: what `shoal run` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shoal.cluster.spec import parse_on
+from shoal.events import Event
+from shoal.launch.logs import LogFollower, LogLine
+from shoal.runfolder import RunFolder
+from shoal.trials.following import Keeping, await_running, follow
+from shoal.trials.keeper import Job, start_keeper
+
+ShowLine = Callable[[LogLine], None]
+ShowNote = Callable[[str], None]
+
+
+def run_anything(
+    argv: Sequence[str],
+    on: str,
+    out: Path,
+    threads: int | None,
+    port: int,
+    detach: bool,
+    show: ShowLine,
+    show_note: ShowNote,
+) -> RunFolder:
+    """Raises with the script's own exit code."""
+    parse_on(on)
+    run = RunFolder.create(out)
+    keeping = Keeping.from_now(run)
+    with run.held() as lock:
+        keeper = start_keeper(run, Job(script=tuple(argv), on=on, threads=threads, port=port), lock)
+    logs = LogFollower(run)
+
+    def look(notes: list[Event]) -> None:
+        for note in notes:
+            show_note(note["text"])
+        for line in [] if detach else logs.poll():
+            show(line)
+
+    if detach:
+        await_running(keeper, keeping, look)
+        return run
+    try:
+        follow(run, keeper, keeping, look)
+    finally:
+        for line in logs.last_words():
+            show(line)
+    return run

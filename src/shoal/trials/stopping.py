@@ -1,0 +1,49 @@
+"""Ending a run from outside: it is asked first, and then exactly its own processes are ended."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from shoal.errors import RunFailed
+from shoal.launch.found import AGENT, KEEPER, Found, ask, await_end, end, find, is_alive
+from shoal.runfolder import RunFolder
+
+# A step of a large model on a slow machine, and the checkpoint after it, take their time.
+ASK_S = 60.0
+_END_S = 8.0
+
+
+class Outcome(Enum):
+    """How a run came to its end, in the words of `shoal stop`."""
+
+    NOT_RUNNING = "was not running"
+    STOPPED = "finished its step and stopped"
+    ENDED = "was ended"
+
+
+def stop(run: RunFolder, wait_s: float = ASK_S) -> Outcome:
+    """Whoever is highest is asked: the keeper, or the agents where there is none."""
+    if not find(run.path):
+        return Outcome.NOT_RUNNING
+    ask(_heads(run))
+    if wait_s and await_end(lambda: find(run.path), wait_s):
+        return Outcome.STOPPED
+    ask(_heads(run))
+    if not await_end(lambda: find(run.path), _END_S):
+        end_processes(find(run.path))
+    return Outcome.ENDED
+
+
+def end_processes(processes: list[Found]) -> None:
+    end(processes)
+    if not await_end(lambda: filter(is_alive, processes), _END_S):
+        left = ", ".join(f"{found.pid} ({found.command})" for found in processes if is_alive(found))
+        raise RunFailed(f"processes do not end: {left}", why="the kernel has not finished with them")
+
+
+def _heads(run: RunFolder) -> list[Found]:
+    found = find(run.path)
+    for part in (KEEPER, AGENT):
+        if heads := [each for each in found if each.part == part]:
+            return heads
+    return found
