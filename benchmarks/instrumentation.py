@@ -91,7 +91,7 @@ def one_round(preset: str, steps: int) -> dict[str, Any]:
                     [sys.executable, __file__, "--rank-of", str(run.path), "--steps", str(steps)],
                     env={**os.environ, **command.env},
                 )
-                for command in plan_ranks(config.run, run.path, [node], meeting, resume=False)
+                for command in plan_ranks(config.run, lambda node: str(run.path), [node], meeting, resume=False)
             ]
             codes = [rank.wait() for rank in ranks]
         if any(codes):

@@ -38,7 +38,7 @@ def test_on_names_a_cluster() -> None:
 
 def test_the_plan_counts_ranks_through_the_nodes() -> None:
     nodes = planned_nodes("lab:3,link=1gbit/1gbit/100mbit,cpu=0.5")
-    commands = plan_ranks(RunConfig(), Path("run"), nodes, MEETING, resume=False)
+    commands = plan_ranks(RunConfig(), lambda node: "run", nodes, MEETING, resume=False)
     assert [command.node.name for command in commands] == ["node1", "node2", "node3"]
     assert [command.env["RANK"] for command in commands] == ["0", "1", "2"]
     assert {command.env["LOCAL_RANK"] for command in commands} == {"0"}
@@ -51,7 +51,7 @@ def test_the_plan_counts_ranks_through_the_nodes() -> None:
 
 def test_other_launchers_stay_on_one_machine() -> None:
     with pytest.raises(ConfigError, match="this cluster has 3"):
-        plan_ranks(RunConfig(launcher="torchrun"), Path("run"), planned_nodes("lab:3"), MEETING, resume=False)
+        plan_ranks(RunConfig(launcher="torchrun"), lambda node: "run", planned_nodes("lab:3"), MEETING, resume=False)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +55,7 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
     if words[0] == "-m":
         if len(words) < 2:
             raise UsageError("-m without a module", fix="write for example: shoal run -m my.training --epochs 3")
-        return [sys.executable, *words], words[1].rpartition(".")[2]
+        return words, words[1].rpartition(".")[2]
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(
@@ -64,4 +63,4 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
             why="the first word that is no option of shoal run is the script to start",
             fix=f"check the path: ls {script.parent}",
         )
-    return [sys.executable, str(script.absolute()), *words[1:]], script.stem
+    return [str(script.resolve()), *words[1:]], script.stem

@@ -130,6 +130,6 @@ def print_plan(config: Config, out: Path) -> None:
     """Commands as they could be typed. The port is a placeholder: the real one is found at launch."""
     nodes = planned_nodes(config.run.on)
     meeting = Meeting(nodes[0].address, 0)
-    for command in plan_ranks(config.run, out, nodes, meeting, resume=False):
+    for command in plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False):
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
         typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")

@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,22 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
+class Project:
+    """The user's files, here and as a copy on a machine that does not share our disk."""
+
+    here: Path
+    there: str
+
+    def moved(self, path: str) -> str:
+        inside = Path(path).is_relative_to(self.here)
+        return str(Path(self.there) / Path(path).relative_to(self.here)) if inside else path
+
+
+@dataclass(frozen=True)
 class Node:
-    """`slots` is how many ranks it takes, `cores` how many cores they share; None for what its agent will find out."""
+    """`slots` is how many ranks it takes, `cores` how many cores they share; None for what its agent will find out.
+
+    `python` and `project` are those on that machine; no `project` where it is the same as here."""
 
     name: str
     address: str
@@ -34,6 +49,8 @@ class Node:
     cores: int | None
     link_mbps: int | None = None
     threads: int | None = None
+    python: str = sys.executable
+    project: Project | None = None
 
 
 @dataclass(frozen=True)

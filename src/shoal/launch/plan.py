@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import RunConfig
 from shoal.control.placement import Placement
 from shoal.errors import ConfigError
+
+# Where a node has the run folder.
+FolderOf = Callable[[Node], str]
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,18 @@ class Command:
     uses_agent_store: bool = False
 
 
-def plan_ranks(run: RunConfig, folder: Path, nodes: list[Node], meeting: Meeting, resume: bool) -> list[Command]:
+def plan_ranks(run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Meeting, resume: bool) -> list[Command]:
     """The commands that make one world of all slots of all nodes; ranks count through the nodes in their order."""
     if run.launcher == "torchrun":
         return [_torchrun(run, folder, _only(nodes, run.launcher), resume)]
     if run.launcher == "spawn":
         return [_spawn(run, folder, _only(nodes, run.launcher), resume)]
-    argv = (sys.executable, "-m", "shoal.train.worker", *_arguments(folder, resume))
     return [
         Command(
             f"rank-{place.rank}",
             node,
             (place.rank,),
-            argv,
+            (node.python, "-m", "shoal.train.worker", *_arguments(folder(node), resume)),
             {**_common_env(run, node), **place.to_env()},
             uses_agent_store=True,
         )
@@ -47,15 +47,17 @@ def plan_ranks(run: RunConfig, folder: Path, nodes: list[Node], meeting: Meeting
     ]
 
 
-def plan_script(run: RunConfig, argv: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
-    """Anybody's script on every slot, with the variables it would get from torchrun.
+def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
+    """Anybody's script on every slot, with the variables it would get from torchrun; `words` are what Python gets.
 
-    It makes torch's own store: rank 0 serves that on the meeting's port, which was free a moment ago.
+    It makes torch's own store: rank 0 serves that on the meeting's port, which its agent holds for it.
     """
     commands = []
     for node, place in _places(nodes, meeting):
         env = {**_common_env(run, node), **place.to_env()}
-        commands.append(Command(f"rank-{place.rank}", node, (place.rank,), tuple(argv), env))
+        first = node.project.moved(words[0]) if node.project else words[0]
+        argv = (node.python, first, *words[1:])
+        commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
 
 
@@ -98,23 +100,23 @@ def _only(nodes: list[Node], launcher: str) -> Node:
     return nodes[0]
 
 
-def _torchrun(run: RunConfig, folder: Path, node: Node, resume: bool) -> Command:
-    worker = ("-m", "shoal.train.worker", *_arguments(folder, resume))
+def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
+    worker = ("-m", "shoal.train.worker", *_arguments(folder(node), resume))
     flags = ("--standalone", f"--nproc-per-node={node.slots}")
-    argv = (sys.executable, "-m", "torch.distributed.run", *flags, *worker)
+    argv = (node.python, "-m", "torch.distributed.run", *flags, *worker)
     env = {**_common_env(run, node), "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
     return Command("torchrun", node, tuple(range(node.slots)), argv, env)
 
 
-def _spawn(run: RunConfig, folder: Path, node: Node, resume: bool) -> Command:
-    flags = ("--ranks", str(node.slots), *_arguments(folder, resume))
-    argv = (sys.executable, "-m", "shoal.train.spawn", *flags)
+def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
+    flags = ("--ranks", str(node.slots), *_arguments(folder(node), resume))
+    argv = (node.python, "-m", "shoal.train.spawn", *flags)
     return Command("spawn", node, tuple(range(node.slots)), argv, _common_env(run, node))
 
 
-def _arguments(folder: Path, resume: bool) -> tuple[str, ...]:
+def _arguments(folder: str, resume: bool) -> tuple[str, ...]:
     # Not `--run`: torchrun takes it for an abbreviation of its own --run-path, even behind the module's name.
-    return ("--folder", str(folder), *(("--resume",) if resume else ()))
+    return ("--folder", folder, *(("--resume",) if resume else ()))
 
 
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:

@@ -45,11 +45,15 @@ def run_ranks(
     """Runs the world to its end. Raises what went wrong, or `Interrupted`; returns when every rank ended well.
 
     `log` gets what a person should hear of meanwhile."""
+
+    def folder_of(node: Node) -> str:
+        return cluster.folder(node, run.path)
+
     news = _news_of_ranks(run, cluster)
     world = _World(run, cluster, log)
     with _signals(world), world:
         world.launch(
-            lambda nodes, meeting: plan_ranks(config, run.path, nodes, meeting, resume),
+            lambda nodes, meeting: plan_ranks(config, folder_of, nodes, meeting, resume),
             config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
             data=data,
         )

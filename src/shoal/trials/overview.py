@@ -62,8 +62,8 @@ def _purpose(run: RunFolder) -> tuple[str, str, int | None]:
             config = load_config(run.config)
             return config.run.preset, config.run.on, config.train.steps
         job = read_job(run)
-        words = [word for word in job.script[1:] if word != "-m"]
-        return Path(words[0]).name if words else "", job.on, None
+        word = job.script[1] if job.script[0] == "-m" else job.script[0]
+        return Path(word).name, job.on, None
     return "", "", None
 
 

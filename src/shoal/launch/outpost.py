@@ -1,0 +1,144 @@
+"""The near end of SSH on another machine: `python -P -m shoal.launch.outpost`.
+
+It starts the agent there, or finds the one that an earlier connection started, passes orders on to it, and sends home
+what the run writes on that machine. It is only a messenger: when the connection breaks it goes, and the agent stays.
+
+In:  one JSON line (`Errand`), then the agent's own orders, line by line.
+Out: for each piece of a file a JSON line with path, offset and size, and then its bytes; at the very end {"end": true}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from shoal.cluster.link import agent_command
+from shoal.launch.found import AGENT, ask, end, find
+from shoal.launch.orders import END, STOP, read_wish
+from shoal.runfolder import RunFolder, write_atomically
+
+POLL_S = 0.1
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Errand:
+    """`texts` are small files of the run folder to put there; `have` is how much of each file is at home already.
+    `keeps`: the ledger and, at the end, the newest checkpoint are wanted from here. `follow`: the agent runs already."""
+
+    folder: str
+    node: str
+    texts: Mapping[str, str] = field(default_factory=dict)
+    have: Mapping[str, int] = field(default_factory=dict)
+    keeps: bool = False
+    follow: bool = False
+
+
+def main() -> int:
+    errand = Errand(**json.loads(sys.stdin.buffer.readline()))
+    run = RunFolder(Path(errand.folder).expanduser())
+    agent = None if errand.follow else _start(errand, run)
+    threading.Thread(target=_pass_on, args=(sys.stdin.buffer, agent, run), daemon=True).start()
+    freight = Freight(run, errand)
+    with contextlib.suppress(BrokenPipeError):
+        _send_while(lambda: _is_alive(agent, run), freight)
+        if errand.keeps:
+            freight.add_newest_checkpoint()
+            freight.send_new()
+        _put({"end": True})
+    # The descriptor may be broken: nothing is to be said any more when Python closes it.
+    os._exit(0)
+
+
+def _start(errand: Errand, run: RunFolder) -> subprocess.Popen[bytes]:
+    (run.path / "events").mkdir(parents=True, exist_ok=True)
+    (run.path / "agents").mkdir(exist_ok=True)
+    for name, text in errand.texts.items():
+        write_atomically(run.path / name, text)
+    with (run.path / "agents" / f"{errand.node}.log").open("ab") as log:
+        return subprocess.Popen(
+            agent_command(run.path, errand.node),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _pass_on(lines: IO[bytes], agent: subprocess.Popen[bytes] | None, run: RunFolder) -> None:
+    """To an agent that an earlier connection started, a wish is a signal."""
+    for line in iter(lines.readline, b""):
+        if agent is not None and agent.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.write(line)
+                agent.stdin.flush()
+        elif (wish := read_wish(line)) in (STOP, END):
+            agents = [found for found in find(run.path) if found.part == AGENT]
+            ask(agents) if wish == STOP else end(agents)
+    # Whoever sent us is gone, or has lost us.
+    os._exit(0)
+
+
+def _is_alive(agent: subprocess.Popen[bytes] | None, run: RunFolder) -> bool:
+    if agent is not None:
+        return agent.poll() is None
+    return any(found.part == AGENT for found in find(run.path))
+
+
+def _send_while(alive: Callable[[], bool], freight: Freight) -> None:
+    """And once more afterwards: the agent's last words come just before its end."""
+    while True:
+        was_alive = alive()
+        freight.send_new()
+        if not was_alive:
+            return
+        time.sleep(POLL_S)
+
+
+class Freight:
+    """The files to send home, and how much of each has gone."""
+
+    def __init__(self, run: RunFolder, errand: Errand) -> None:
+        self._run = run
+        self._sent = dict(errand.have)
+        self._patterns = [f"agents/{errand.node}.*", "events/*.jsonl", f"logs/{errand.node}/*"]
+        if errand.keeps:
+            self._patterns.append(run.commits.name)
+        self._last: list[Path] = []
+
+    def add_newest_checkpoint(self) -> None:
+        """Its manifest last, as it was written: what is whole at home is known by it."""
+        if newest := max(self._run.checkpoints.glob("step-????????"), default=None):
+            self._last = sorted(newest.iterdir(), key=lambda path: path.name == "manifest.json")
+
+    def send_new(self) -> None:
+        for path in self._files():
+            name = str(path.relative_to(self._run.path))
+            with path.open("rb") as file:
+                file.seek(self._sent.get(name, 0))
+                while piece := file.read(_PIECE):
+                    _put({"path": name, "offset": self._sent.get(name, 0), "size": len(piece)}, piece)
+                    self._sent[name] = self._sent.get(name, 0) + len(piece)
+
+    def _files(self) -> Iterator[Path]:
+        for pattern in self._patterns:
+            yield from sorted(path for path in self._run.path.glob(pattern) if path.is_file())
+        yield from self._last
+
+
+def _put(head: Mapping[str, object], piece: bytes = b"") -> None:
+    sys.stdout.buffer.write(json.dumps(head).encode() + b"\n" + piece)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
