@@ -5,6 +5,7 @@
     │   ├── ConfigError              an unknown key, a value out of range, settings that contradict each other
     │   └── DataError                a text, token file or run folder that cannot be used
     ├── LabError            exit 3   an emulated node could not be made, changed or removed
+    ├── HostError           exit 3   a machine could not be reached or prepared over SSH
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
     │   ├── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
@@ -57,6 +58,10 @@ class DataError(UsageError):
 
 
 class LabError(ShoalError):
+    pass
+
+
+class HostError(ShoalError):
     pass
 
 

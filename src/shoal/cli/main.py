@@ -30,6 +30,7 @@ VERBS = {
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",
     "lab": "An emulated cluster on this machine: nodes with links, CPU limits and faults as you like.",
+    "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
     "bench": "Measured tables and plots, such as how speed grows with ranks.",
 }
 

@@ -3,13 +3,16 @@
 local:4                      four ranks as processes on this machine
 lab:3,link=1gbit,cpu=1/1/0.5 three emulated nodes, made for the run and removed with it
 lab                          the lab that is up already; with a name: lab:NAME
+hosts.toml                   machines over SSH: a cluster file, or an MPI or DeepSpeed hostfile
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from shoal.cluster.hosts.spec import HostsSpec, read_hosts
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabSpec, parse_lab
 from shoal.errors import UsageError
@@ -32,7 +35,9 @@ class StandingLab:
     name: str | None
 
 
-On = LocalSpec | LabSpec | StandingLab
+On = LocalSpec | LabSpec | StandingLab | HostsSpec
+
+_HOSTS_FILES = (".toml", ".hosts", ".txt")
 
 
 def parse_on(text: str) -> On:
@@ -43,15 +48,17 @@ def parse_on(text: str) -> On:
         return StandingLab(match[1])
     if text.startswith("lab:"):
         return parse_lab(text)
+    if "/" in text or text.endswith(_HOSTS_FILES) or Path(text).is_file():
+        return read_hosts(Path(text))
     raise UsageError(
         f"--on {text!r} names no cluster",
-        why="ranks run on this machine (local:N) or on the nodes of a lab (lab:N)",
-        fix="write for example: --on local:2 or --on lab:3,link=1gbit",
+        why="ranks run on this machine (local:N), on the nodes of a lab (lab:N) or on the machines of a hosts file",
+        fix="write for example: --on local:2, --on lab:3,link=1gbit or --on hosts.toml",
     )
 
 
 def rank_count(on: On) -> int:
-    """A lab's nodes take one rank each."""
+    """A lab's nodes take one rank each, a host as many as it has slots."""
     match on:
         case LocalSpec():
             return on.ranks
@@ -59,6 +66,8 @@ def rank_count(on: On) -> int:
             return len(Lab.open(on.name).nodes)
         case LabSpec():
             return len(on.nodes)
+        case HostsSpec():
+            return sum(host.slots for host in on.hosts)
 
 
 def _local(text: str, ranks: int) -> LocalSpec:

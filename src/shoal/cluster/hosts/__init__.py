@@ -1,0 +1,1 @@
+"""Real machines over SSH: what names them, reaches them and prepares them."""

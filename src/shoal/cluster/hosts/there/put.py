@@ -1,0 +1,176 @@
+"""On a host: receives files over stdin. Nothing appears under its name before it is whole and its SHA-256 was compared.
+
+A line of JSON says what comes: `base`, the folder; `files`, a list of path below it, size, mode and, for a symbolic
+link, its target; `whole`, whether the folder shall appear all at once; `remove`, paths to remove; `note`, what to write
+into the project's note. Then, for each file, its bytes and the 64 digits of its SHA-256.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+NOTE = ".shoal-project.json"
+_CHUNK = 1 << 20
+# A file system needs some room of its own for every file.
+_PER_FILE_BYTES = 4096
+_STALE_S = 24 * 3600.0
+_PART = ".part-"
+
+
+class CannotPut(Exception):
+    """`needed` and `free` are set when there is no room."""
+
+    def __init__(self, text: str, **numbers: int) -> None:
+        super().__init__(text)
+        self.numbers = numbers
+
+
+def put(stream: BinaryIO) -> Path:
+    order = json.loads(stream.readline())
+    base = Path(order["base"]).expanduser()
+    base.parent.mkdir(parents=True, exist_ok=True)
+    need_room(base.parent, sum(size + _PER_FILE_BYTES for _, size, _, _ in order["files"]))
+    if order["whole"]:
+        _put_whole(stream, base, order["files"])
+    else:
+        _put_into(stream, base, order)
+    return base
+
+
+def _put_whole(stream: BinaryIO, base: Path, files: list[Any]) -> None:
+    throw_out_parts(base.parent)
+    stage = base.with_name(f".{base.name}{_PART}{os.getpid()}")
+    try:
+        receive_all(stream, stage, files)
+        if not base.exists():
+            # Somebody may have been faster; theirs has the same content.
+            stage.rename(base)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _put_into(stream: BinaryIO, base: Path, order: dict[str, Any]) -> None:
+    """The note forgets what is about to change, so that an interrupted copy is taken for none."""
+    base.mkdir(exist_ok=True)
+    throw_out_parts(base)
+    note = order["note"]
+    if note is not None:
+        changing = {path for path, *_ in order["files"]} | set(order["remove"])
+        kept = {path: digest for path, digest in _note(base).items() if path not in changing}
+        write_note(base, {"digest": "", "files": kept})
+    for path in order["remove"]:
+        remove(base, inside(base, path))
+    receive_all(stream, base, order["files"])
+    if note is not None:
+        write_note(base, note)
+
+
+def receive_all(stream: BinaryIO, base: Path, files: list[Any]) -> None:
+    """All of them beside their places first: on the disk before any is renamed, and synchronised together, which is
+    many times faster than one after another."""
+    parts: list[tuple[Path, Path]] = []
+    try:
+        for path, size, mode, link in files:
+            place = inside(base, path)
+            parts.append((place.with_name(f".{place.name}{_PART}{os.getpid()}"), place))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _receive(stream, parts[-1][0], size, mode, link)
+        for part, _ in parts:
+            _synchronise(part)
+        for part, place in parts:
+            part.replace(place)
+    finally:
+        for part, _ in parts:
+            part.unlink(missing_ok=True)
+
+
+def _receive(stream: BinaryIO, part: Path, size: int, mode: int, link: str | None) -> None:
+    if link is not None:
+        part.symlink_to(link)
+        return
+    summed = hashlib.sha256()
+    with part.open("wb") as file:
+        while size:
+            chunk = stream.read(min(size, _CHUNK))
+            if not chunk:
+                raise CannotPut("the connection ended in the middle of a file")
+            summed.update(chunk)
+            file.write(chunk)
+            size -= len(chunk)
+    part.chmod(mode)
+    if stream.read(64).decode(errors="replace") != summed.hexdigest():
+        raise CannotPut(f"{part.name} did not arrive as it was sent: its SHA-256 differs")
+
+
+def _synchronise(part: Path) -> None:
+    if not part.is_symlink():
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def remove(base: Path, path: Path) -> None:
+    """With the folders that are empty without it."""
+    path.unlink(missing_ok=True)
+    for folder in path.parents:
+        if folder == base or any(folder.iterdir()):
+            break
+        folder.rmdir()
+
+
+def inside(base: Path, path: str) -> Path:
+    if path.startswith("/") or ".." in path.split("/"):
+        raise CannotPut(f"{path!r} would lie outside {base}")
+    return base / path
+
+
+def need_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CannotPut("no room", needed=needed, free=free)
+
+
+def throw_out_parts(folder: Path) -> None:
+    """What a copy left that lost its machine's power, long ago."""
+    for path in folder.glob(f".*{_PART}*"):
+        if time.time() - path.lstat().st_mtime > _STALE_S:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _note(base: Path) -> dict[str, str]:
+    try:
+        files: dict[str, str] = json.loads((base / NOTE).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return files
+
+
+def write_note(base: Path, note: dict[str, Any]) -> None:
+    part = base / f"{NOTE}{_PART}{os.getpid()}"
+    try:
+        part.write_text(json.dumps(note), encoding="utf-8")
+        part.replace(base / NOTE)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main() -> int:
+    try:
+        answer: dict[str, Any] = {"base": str(put(sys.stdin.buffer))}
+    except CannotPut as error:
+        answer = {"error": str(error), **error.numbers}
+    except OSError as error:
+        answer = {"error": str(error), "full": error.errno in (errno.ENOSPC, errno.EDQUOT)}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 1 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Which Python, which address, which environment: decided from what a host says about itself. No host is asked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.hosts.addresses import host_name_of, settle
+from shoal.cluster.hosts.environment import cannot_make, plan_environment
+from shoal.cluster.hosts.facts import HostFacts
+from shoal.cluster.hosts.python import PythonFacts, Wanted, misfits, public, wanted_here
+from shoal.cluster.hosts.ready import usable_python
+from shoal.cluster.hosts.spec import Host, HostsSpec
+from shoal.errors import HostError
+
+SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="anna@laptop-b"),))
+HOST = SPEC.hosts[0]
+WANTED = Wanted("3.11", {"numpy": "2.4.6", "torch": "2.13.0"}, {"numpy": "2.0", "torch": "2.9"})
+
+
+def python(origin: str = "named", version: str = "3.11.2", **packages: str) -> PythonFacts:
+    path = {"named": "/opt/python", "own": "/srv/shoal/env/bin/python", "found": "/usr/bin/python3"}[origin]
+    facts = {"origin": origin, "executable": path, "version": version, "packages": packages, "has_venv": True}
+    return PythonFacts.model_validate(facts)
+
+
+def facts(*pythons: PythonFacts) -> HostFacts:
+    return HostFacts(
+        pythons=pythons,
+        others=("/usr/bin/python3.9",),
+        folder="/srv/shoal",
+        free_bytes=10**9,
+        cores=4,
+        arch="x86_64",
+        os="Linux",
+        host_name="laptop-b",
+        interfaces={"lo": ["127.0.0.1"], "eth0": ["192.168.1.7"], "wg0": ["10.8.0.2"], "wlan0": []},
+        link_mbps={"eth0": 1000},
+        has_nvidia=False,
+        has_code=False,
+        files=(),
+        project_digest="",
+        project_files={},
+    )
+
+
+GOOD = {"torch": "2.13.0+cpu", "numpy": "2.4.6"}
+
+
+def test_a_python_that_will_do() -> None:
+    assert misfits(python(torch="2.13.0+cu130", numpy="2.1.0"), WANTED) == []
+    assert misfits(python(torch="2.13.0", numpy="2.1.0"), WANTED, exactly=True) == [
+        "it has numpy 2.1.0, and here is 2.4.6"
+    ]
+    assert public("2.13.0+cpu") == "2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("there", "seen"),
+    [
+        (python(version="3.9.2", **GOOD), "it is Python 3.9.2, and here is 3.11"),
+        (python(numpy="2.4.6"), "torch is not installed, and here is 2.13.0"),
+        (python(torch="2.9.1+cpu", numpy="1.0"), "it has torch 2.9.1+cpu, and here is 2.13.0"),
+        (python(torch="2.13.0", numpy="1.26"), "it has numpy 1.26, and shoal needs 2.0 or newer"),
+    ],
+)
+def test_a_python_that_will_not_do(there: PythonFacts, seen: str) -> None:
+    assert misfits(there, WANTED)[0] == seen
+    with pytest.raises(HostError, match="the Python of laptop-b cannot run this") as caught:
+        usable_python(HOST, SPEC, facts(there), WANTED)
+    assert seen in caught.value.seen
+    assert caught.value.fix == "shoal setup hosts.toml"
+
+
+def test_what_is_wanted_is_what_runs_here() -> None:
+    wanted = wanted_here()
+    assert {"torch", "numpy", "pydantic"} <= wanted.packages.keys()
+    assert "pytest" not in wanted.packages, "what only development needs"
+    assert wanted.packages["torch"] == importlib.metadata.version("torch").partition("+")[0]
+    assert wanted.least["torch"] == "2.9"
+
+
+NAMED = HOST.model_copy(update={"python": "/opt/python"})
+
+
+def test_environments_are_made_only_where_needed() -> None:
+    own, found = python("own", **GOOD), python("found")
+    assert plan_environment(NAMED, SPEC, facts(python(**GOOD)), WANTED).state == "present"
+    assert plan_environment(HOST, SPEC, facts(own, found), WANTED).python == own
+    made = plan_environment(HOST, SPEC, facts(found), WANTED)
+    assert (made.state, made.python) == ("made", found)
+    old = python("own", torch="2.12.0", numpy="2.4.6")
+    updated = plan_environment(HOST, SPEC, facts(old, found), WANTED)
+    assert (updated.state, updated.why) == ("updated", "it has torch 2.12.0, and here is 2.13.0")
+    beside = plan_environment(NAMED, SPEC, facts(python(torch="2.9.0")), WANTED)
+    assert (beside.state, beside.why) == ("made", "it has torch 2.9.0, and here is 2.13.0")
+    assert plan_environment(HOST, SPEC, facts(python("own", "3.10.1"), found), WANTED).state == "made"
+
+
+@pytest.mark.parametrize(
+    ("host", "pythons", "seen"),
+    [
+        (HOST, (python("found", "3.9.2"),), "there is no Python 3.11 on laptop-b"),
+        (
+            HOST,
+            (python("found").model_copy(update={"has_venv": False}),),
+            "/usr/bin/python3 on laptop-b cannot make environments",
+        ),
+        (NAMED, (python("own", torch="2.12.0"),), "there is no /opt/python on laptop-b"),
+        (NAMED, (python(version="3.12.1", **GOOD),), "there is no Python 3.11 on laptop-b"),
+    ],
+)
+def test_no_environment_can_be_made(host: Host, pythons: tuple[PythonFacts, ...], seen: str) -> None:
+    with pytest.raises(HostError, match=seen) as caught:
+        plan_environment(host, SPEC, facts(*pythons), WANTED)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_address_and_interface_are_what_the_host_has() -> None:
+    there = facts(python())
+    assert settle(HOST, SPEC, "192.168.1.7", there) == ("192.168.1.7", "eth0")
+    through = HOST.model_copy(update={"interface": "wg0"})
+    assert settle(through, SPEC, "192.168.1.7", there) == ("10.8.0.2", "wg0")
+    with pytest.raises(HostError, match="laptop-b has no interface eth9") as caught:
+        settle(HOST.model_copy(update={"interface": "eth9"}), SPEC, "192.168.1.7", there)
+    assert caught.value.why == "there are: lo, eth0, wg0, wlan0"
+    with pytest.raises(HostError, match=r"does not have the address 203\.0\.113\.5") as caught:
+        settle(HOST, SPEC, "203.0.113.5", there)
+    assert "192.168.1.7 on eth0, 10.8.0.2 on wg0" in caught.value.why
+
+
+def test_the_name_that_ssh_makes_of_a_host() -> None:
+    assert host_name_of("user anna\nhostname laptop-b.lan\nport 22\n") == "laptop-b.lan"
+    assert host_name_of("") == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "seen", "fix"),
+    [
+        ({"error": "room", "needed": 1.5e9, "free": 2e8}, "the disk of laptop-b is full", "df -h /srv/shoal"),
+        ({"error": "full", "log": "[Errno 28] No space left on device"}, "the disk of laptop-b is full", "df -h"),
+        ({"error": "pip", "log": "ERROR: [Errno 28] No space left on device"}, "the disk of laptop-b is full", "df -h"),
+        ({"error": "busy"}, "another shoal setup is at work", "wait"),
+        ({"error": "in the way", "log": "/srv/shoal/env"}, "/srv/shoal/env on laptop-b is in the way", "folder"),
+        ({"error": "pip", "log": "NewConnectionError: Failed"}, "cannot reach a package index", "--wheels DIR"),
+        (
+            {"error": "pip", "log": "ERROR: No matching distribution found for torch==2.13.0"},
+            "finds no torch==2.13.0 for x86_64",
+            "--wheels",
+        ),
+        ({"error": "pip", "log": "strange"}, "could not install", "cat /srv/shoal/setup.log"),
+        ({"error": "import", "log": "ImportError: libfoo.so"}, "cannot be imported", "cat /srv/shoal/setup.log"),
+        ({"error": "venv", "log": "no"}, "cannot make /srv/shoal/env on laptop-b", "cat /srv/shoal/setup.log"),
+    ],
+)
+def test_why_no_environment_was_made(answer: dict[str, object], seen: str, fix: str) -> None:
+    error = cannot_make(HOST, SPEC, facts(), WANTED, answer, "")
+    assert seen in error.seen
+    assert fix in error.fix
