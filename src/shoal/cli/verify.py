@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.events import read_events
 from shoal.report.finish import finish
 from shoal.report.ledger import LedgerReport, check_ledger
-from shoal.report.replicas import ReplicaReport, compare_replicas
+from shoal.report.replicas import ReplicaReport, judge_replicas
 from shoal.report.summary import summarize
 from shoal.runfolder import RunFolder
 
@@ -31,7 +31,7 @@ def verify(
     Exit code 0 when they do, 1 when they don't.
     """
     folder = RunFolder.open(run)
-    replicas = compare_replicas(folder.state_files(), summarize(folder.read_all_events()).world_size)
+    replicas = judge_replicas(folder, summarize(folder.read_all_events()).world_size)
     ledger = check_ledger(read_events(folder.commits) if folder.commits.exists() else ())
     with contextlib.suppress(ShoalError):
         # A read-only folder can be verified too; the verdict is then only printed.
@@ -48,8 +48,14 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
     console = stdout_console()
     if replicas.byte_equivalent:
         console.print(
-            f"[green]identical[/]: {replicas.ranks} replicas, {replicas.tensors} tensors each, equal to the bit "
+            f"[green]identical[/]: {replicas.ranks} replicas{_tensors(replicas)}, equal to the bit "
             f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})",
+            soft_wrap=True,
+        )
+    elif replicas.tensors is None:
+        console.print(
+            f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
+            f"{min(replicas.digests)} by digest; the states are on the machines that wrote them",
             soft_wrap=True,
         )
     else:
@@ -61,6 +67,10 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
             soft_wrap=True,
         )
     console.print(ledger_verdict(ledger, sharding), soft_wrap=True)
+
+
+def _tensors(replicas: ReplicaReport) -> str:
+    return " by their digests" if replicas.tensors is None else f", {replicas.tensors} tensors each"
 
 
 def ledger_verdict(ledger: LedgerReport, sharding: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from shoal.cluster.cargo import Cargo
+from shoal.cluster.hosts.cluster import HostsCluster, planned
+from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.lab.build import up
 from shoal.cluster.lab.cluster import LabCluster
 from shoal.cluster.lab.lab import Lab, as_nodes
@@ -43,6 +46,9 @@ class LocalCluster:
         return str(run)
 
 
+Note = Callable[[str], None]
+
+
 def planned_nodes(on: str) -> list[Node]:
     """The nodes that `--on` names, with nothing started: for `--dry-run`."""
     match parse_on(on):
@@ -52,11 +58,16 @@ def planned_nodes(on: str) -> list[Node]:
             return Lab.open(name).nodes
         case LabSpec() as spec:
             return as_nodes(spec)
+        case HostsSpec() as hosts:
+            return [planned(host) for host in hosts.hosts]
 
 
 @contextmanager
-def open_cluster(on: str) -> Iterator[Cluster]:
-    """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run."""
+def open_cluster(on: str, cargo: Cargo, note: Note) -> Iterator[Cluster]:
+    """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run.
+
+    `cargo` goes to machines that do not share our disk; `note` gets what a person should hear of later.
+    """
     match parse_on(on):
         case LocalSpec(ranks=ranks):
             yield LocalCluster(ranks)
@@ -68,3 +79,5 @@ def open_cluster(on: str) -> Iterator[Cluster]:
                 yield LabCluster(lab)
             finally:
                 lab.close()
+        case HostsSpec() as hosts:
+            yield HostsCluster.prepare(hosts, cargo, note)

@@ -14,11 +14,11 @@ from typing import Protocol
 from shoal.control.process import marks
 
 
-def agent_command(run: Path | str, node: str) -> tuple[str, ...]:
+def agent_command(run: Path | str, node: str, python: str = sys.executable) -> tuple[str, ...]:
     """Marked by `env`, not by whoever starts it: on an emulated node a helper stands in between, which is no agent."""
     variables = {**marks(run, "agent"), "SHOAL_NODE": node}
     words = (f"{name}={value}" for name, value in variables.items())
-    return ("env", *words, sys.executable, "-P", "-m", "shoal.launch.agent")
+    return ("env", *words, python, "-P", "-m", "shoal.launch.agent")
 
 
 class Link(Protocol):
@@ -30,6 +30,10 @@ class Link(Protocol):
 
     def ended(self) -> str | None:
         """How the agent ended, in words; None while it lives."""
+        ...
+
+    def is_reachable(self) -> bool:
+        """Whether orders would arrive now."""
         ...
 
     def kill(self) -> None: ...
@@ -65,6 +69,9 @@ class PipeLink:
             return None
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         return f"its agent {how}" + _last_words(self._log)
+
+    def is_reachable(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

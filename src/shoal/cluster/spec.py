@@ -57,6 +57,12 @@ def parse_on(text: str) -> On:
     )
 
 
+def settled(on: str) -> str:
+    """The same cluster from wherever the run is looked at or resumed later."""
+    found = parse_on(on)
+    return str(found.path.absolute()) if isinstance(found, HostsSpec) else on
+
+
 def rank_count(on: On) -> int:
     """A lab's nodes take one rank each, a host as many as it has slots."""
     match on:

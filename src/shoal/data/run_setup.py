@@ -39,7 +39,7 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     run = RunFolder.create(out)
     try:
         write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
-        write_atomically(run.data, json.dumps(asdict(_facts(prepared)), indent=1))
+        write_atomically(run.data, to_json(_facts(prepared)))
         write_atomically(run.config, to_toml(resolved))
     except OSError as error:
         run.discard()
@@ -64,9 +64,13 @@ def reopen_run(path: Path, steps: int | None = None) -> RunFolder:
         )
     if steps is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    write_atomically(run.data, json.dumps(asdict(_facts(prepared)), indent=1))
+    write_atomically(run.data, to_json(_facts(prepared)))
     write_atomically(run.config, to_toml(config))
     return run
+
+
+def to_json(facts: DataFacts) -> str:
+    return json.dumps(asdict(facts), indent=1)
 
 
 def read_facts(run: RunFolder) -> DataFacts:

@@ -50,7 +50,8 @@ class Agent:
         self._roster: tuple[Member, ...] = ()
         self._met_at = boot_clock()
         self._failed_at: float | None = None
-        self._wishes = 0
+        self._signals = 0
+        self._asked_to_stop = False
         self._over: set[int] = set()
         self._questions: dict[int, asyncio.Future[Reply]] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -159,8 +160,13 @@ class Agent:
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, lambda: self._keep(self._wish(at_once=self._wishes > 0)))
+            loop.add_signal_handler(signum, self._on_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _on_signal(self) -> None:
+        """The second one ends everything; what peers were told before the first does not count."""
+        self._signals += 1
+        self._keep(self._wish(at_once=self._signals > 1))
 
     async def _wish(self, at_once: bool) -> None:
         """We have been asked to stop; the others hear of it, and ask their own ranks."""
@@ -171,9 +177,9 @@ class Agent:
     def _stop(self, at_once: bool) -> None:
         if at_once:
             self._ranks.kill()
-        elif not self._wishes:
+        elif not self._asked_to_stop:
+            self._asked_to_stop = True
             self._ranks.ask_to_stop()
-        self._wishes += 1
 
     async def _on_ended(self, ended: Ended) -> None:
         self._report(ended)

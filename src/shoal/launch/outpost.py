@@ -33,7 +33,7 @@ _PIECE = 1 << 20
 @dataclass(frozen=True)
 class Errand:
     """`texts` are small files of the run folder to put there; `have` is how much of each file is at home already.
-    `keeps`: the ledger and, at the end, the newest checkpoint are wanted from here. `follow`: the agent runs already."""
+    `keeps`: the ledger and, at the end, the newest checkpoint are wanted. `follow`: the agent runs already."""
 
     folder: str
     node: str

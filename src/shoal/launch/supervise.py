@@ -100,7 +100,8 @@ def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
 
 @dataclass
 class _Post:
-    """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so."""
+    """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
+    another agent lost it."""
 
     node: Node
     link: Link
@@ -109,6 +110,12 @@ class _Post:
     started: bool = False
     done: bool = False
     since: float | None = None
+    lost: str = ""
+
+    def gone(self) -> str | None:
+        """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
+        how = self.link.ended()
+        return self.lost if how is None and self.lost and not self.link.is_reachable() else how
 
 
 @dataclass
@@ -187,7 +194,7 @@ class _World:
         deadline = time.monotonic() + _END_WITHIN_S
         if any(not post.done for post in self.posts):
             self._tell(END)
-        while any(post.link.ended() is None for post in self.posts) and time.monotonic() < deadline:
+        while any(post.gone() is None for post in self.posts) and time.monotonic() < deadline:
             time.sleep(POLL_S / 5)
         for post in self.posts:
             if post.link.ended() is None:
@@ -236,6 +243,7 @@ class _World:
                 self._note(f"{post.node.name}: {event['text']}")
             case "lost":
                 self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
+                next(each for each in self.posts if each.node.name == event["node"]).lost = event["how"]
             case "refused":
                 self._refuse(post, from_dict(event))
             case "done":
@@ -260,7 +268,7 @@ class _World:
 
     def _look_after(self, post: _Post) -> None:
         """An agent that ended without a word was killed, or its machine is gone."""
-        if post.done or (how := post.link.ended()) is None:
+        if post.done or (how := post.gone()) is None:
             return
         if post.since is None:
             post.since = time.monotonic()

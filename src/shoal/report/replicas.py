@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from shoal.errors import DataError
+from shoal.events import Event
 from shoal.report.statefile import StateFile, as_floats, open_state
+from shoal.runfolder import RunFolder
 
 TOLERANCE = 1e-5
 
@@ -25,7 +27,8 @@ class ReplicaReport(BaseModel):
 
     `equal` allows differences up to `TOLERANCE`; `byte_equivalent` allows none, so a zero that changed its sign counts
     and two NaNs of the same bits do not. `max_abs_diff` is infinite where no number can say how far apart two states
-    are: a tensor missing on one side, of another shape or type, or a NaN against a number.
+    are: a tensor missing on one side, of another shape or type, or a NaN against a number. `tensors` is None where only
+    digests were compared.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
@@ -35,7 +38,7 @@ class ReplicaReport(BaseModel):
     max_abs_diff: float
     first_difference: str | None
     ranks: int
-    tensors: int
+    tensors: int | None
     differing_ranks: list[int]
     digests: dict[int, str]
 
@@ -60,6 +63,40 @@ def compare_replicas(files: dict[int, Path], expected_ranks: int | None = None) 
         first_difference=min((name for name, _ in differences), default=None),
         ranks=len(states),
         tensors=len(reference.tensors),
+        differing_ranks=differing,
+        digests=digests,
+    )
+
+
+def judge_replicas(run: RunFolder, ranks: int) -> ReplicaReport:
+    """By the states where all of them are in this folder; otherwise by the digests that the ranks sent home."""
+    files = run.state_files()
+    if len(files) < ranks and len(digests := final_digests(run.read_all_events())) == ranks:
+        return compare_digests(digests)
+    return compare_replicas(files, ranks)
+
+
+def final_digests(events: Iterable[Event]) -> dict[int, str]:
+    """What each rank's state was when it ended; one that has started again since has none."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event["event"] == "digest":
+            found[event["rank"]] = event["sha256"]
+        elif event["event"] == "start":
+            found.pop(event["rank"], None)
+    return found
+
+
+def compare_digests(digests: dict[int, str]) -> ReplicaReport:
+    """Equal or not; the states that could say by how much lie on the machines that wrote them."""
+    differing = [rank for rank, value in sorted(digests.items()) if value != digests[min(digests)]]
+    return ReplicaReport(
+        equal=not differing,
+        byte_equivalent=not differing,
+        max_abs_diff=math.inf if differing else 0.0,
+        first_difference=None,
+        ranks=len(digests),
+        tensors=None,
         differing_ranks=differing,
         digests=digests,
     )

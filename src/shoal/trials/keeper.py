@@ -14,22 +14,24 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.cargo import Cargo
 from shoal.cluster.cluster import open_cluster
+from shoal.cluster.hosts.files import project_of
 from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
 from shoal.control.process import marks, unmark
-from shoal.data.run_setup import read_facts
+from shoal.data.run_setup import read_facts, to_json
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.supervise import run_ranks, run_script
 from shoal.report.finish import finish
-from shoal.report.replicas import compare_replicas
+from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
 
 
@@ -102,19 +104,41 @@ def _said_in_words() -> Iterator[list[ShoalError]]:
 
 
 def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
+    def note(text: str) -> None:
+        log.write("note", text=text)
+
     if job.script:
-        with open_cluster(job.on) as cluster:
+        with open_cluster(job.on, Cargo(project=_project(job)), note) as cluster:
             run_script(RunConfig(on=job.on, threads=job.threads), job.script, run, cluster, log, job.port)
         return
     config = load_config(run.config)
     try:
-        with open_cluster(config.run.on) as cluster:
+        with open_cluster(config.run.on, training_cargo(run), note) as cluster:
             run_ranks(config.run, run, cluster, log, read_facts(run).digest, job.resume)
     except ShoalError:
         with contextlib.suppress(ShoalError):
             finish(run)
         raise
-    finish(run, compare_replicas(run.state_files(), rank_count(parse_on(config.run.on))))
+    finish(run, judge_replicas(run, rank_count(parse_on(config.run.on))))
+
+
+def training_cargo(run: RunFolder) -> Cargo:
+    """The encoded text, and the files that say what to do with it."""
+    facts = read_facts(run)
+    names = {"train": f"{facts.digest}-train", "val": f"{facts.digest}-val"}
+
+    def texts(places: Mapping[str, str]) -> dict[str, str]:
+        there = replace(facts, train=places[names["train"]], val=places[names["val"]])
+        whole = (run.config, run.tokenizer)
+        return {path.name: path.read_text(encoding="utf-8") for path in whole} | {run.data.name: to_json(there)}
+
+    return Cargo(files={names["train"]: Path(facts.train), names["val"]: Path(facts.val)}, texts=texts)
+
+
+def _project(job: Job) -> Path:
+    """What the script may need beside itself: the git project it is in, or its folder; a module's is where we stand."""
+    place = Path.cwd() if job.script[0] == "-m" else Path(job.script[0]).parent
+    return project_of(place) or place
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shoal.cluster.spec import parse_on
+from shoal.cluster.spec import settled
 from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.runfolder import RunFolder
@@ -27,7 +27,7 @@ def run_anything(
     show_note: ShowNote,
 ) -> RunFolder:
     """Raises with the script's own exit code."""
-    parse_on(on)
+    on = settled(on)
     run = RunFolder.create(out)
     keeping = Keeping.from_now(run)
     with run.held() as lock:

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.spec import parse_on, rank_count
+from shoal.cluster.spec import parse_on, rank_count, settled
 from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
@@ -33,6 +33,7 @@ MakeDisplay = Callable[[Config], Display]
 
 def train_new(config: Config, out: Path, watch: MakeDisplay, detach: bool = False) -> tuple[RunFolder, Manifest | None]:
     """A new run; `watch` makes the display once the configuration is resolved. None for one that was let go."""
+    config = config.model_copy(update={"run": config.run.model_copy(update={"on": settled(config.run.on)})})
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     return run, _train(run, watch, Job(), detach)
 

@@ -1,0 +1,178 @@
+"""The connection to the agent of another machine, over SSH; mended when it breaks.
+
+What the run writes there comes home over it, piece by piece, into the same places of our run folder. SSH's own failure
+says nothing about the ranks: they go on, and what they did meanwhile is fetched when the connection is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.cluster.hosts.ready import ReadyHost
+from shoal.cluster.hosts.spec import HostsSpec
+from shoal.cluster.hosts.ssh import Script
+from shoal.errors import ShoalError
+
+# While the others hear the node's heartbeats we go on trying; when they have lost it too, we stop.
+AGAIN_S = 3.0
+GIVE_UP_S = 600.0
+
+
+class SshLink:
+    """`errand` is the first line that the messenger there reads, see `launch.outpost`."""
+
+    def __init__(
+        self, ready: ReadyHost, spec: HostsSpec, run: Path, errand: Mapping[str, Any], note: Callable[[str], None]
+    ) -> None:
+        self._ready = ready
+        self._spec = spec
+        self._run = run
+        self._errand = dict(errand)
+        self._note = note
+        self._lines: list[bytes] = []
+        self._script: Script | None = None
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        self._closed = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._attend, name=f"ssh {ready.host.name}", daemon=True)
+        self._thread.start()
+
+    def send(self, line: bytes) -> None:
+        """Kept until there is a connection."""
+        with self._lock:
+            if self._script is None:
+                self._lines.append(line)
+            else:
+                self._script.send([line])
+
+    def ended(self) -> str | None:
+        return self._ended
+
+    def is_reachable(self) -> bool:
+        return self._script is not None
+
+    def kill(self) -> None:
+        """Only our end: the agent there was asked to end already, and its ranks die with it."""
+        self._closed.set()
+        if self._process is not None:
+            self._process.kill()
+        self._thread.join(timeout=5)
+
+    def close(self) -> None:
+        self.kill()
+
+    def _attend(self) -> None:
+        lost_at = None
+        while not self._closed.is_set():
+            try:
+                if self._talk():
+                    self._ended = "its agent ended"
+                    return
+            except ShoalError as error:
+                if not self._errand["follow"]:
+                    self._ended = f"{error.seen}: {error.why}"
+                    return
+            # The agent is there, whatever became of the connection.
+            lost_at = lost_at or time.monotonic()
+            if time.monotonic() - lost_at > GIVE_UP_S:
+                break
+            self._closed.wait(AGAIN_S)
+        self._ended = self._ended or "its connection was lost and did not come back"
+
+    def _talk(self) -> bool:
+        """One connection; True when the agent there has ended and everything is at home."""
+        host = self._ready.host
+        with Script(host, self._spec, own_session=True) as script:
+            self._process = script.process
+            script.start(self._messenger())
+            script.send([json.dumps({**self._errand, "have": self._have()}).encode() + b"\n"])
+            if self._errand["follow"]:
+                self._note(f"the connection to {host.name} is back")
+            self._errand["follow"] = True
+            with self._connected(script):
+                if self._receive(script.stdout):
+                    return True
+        if not self._closed.is_set():
+            self._note(f"lost the connection to {host.name}; what runs there goes on if the machine does; trying again")
+        return False
+
+    @contextlib.contextmanager
+    def _connected(self, script: Script) -> Iterator[None]:
+        with self._lock:
+            script.send(self._lines)
+            self._lines = []
+            self._script = script
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._script = None
+
+    def _messenger(self) -> str:
+        ready = self._ready
+        folder = shlex.quote(ready.project) if ready.project else "/"
+        return (
+            f"cd {folder}\n"
+            f"PYTHONPATH={shlex.quote(ready.pythonpath)}${{PYTHONPATH:+:$PYTHONPATH}}\nexport PYTHONPATH\n"
+            f"exec {shlex.quote(ready.python)} -P -m shoal.launch.outpost"
+        )
+
+    def _have(self) -> dict[str, int]:
+        """How much of each file is here already."""
+        files = (path for part in ("agents", "events", "logs", "checkpoints") for path in (self._run / part).rglob("*"))
+        ledger = self._run / "commits.jsonl"
+        return {str(path.relative_to(self._run)): path.stat().st_size for path in [*files, ledger] if path.is_file()}
+
+    def _receive(self, stream: IO[bytes]) -> bool:
+        reader = _Reader(stream)
+        while head := reader.line():
+            said = json.loads(head)
+            if said.get("end"):
+                return True
+            self._keep(str(said["path"]), int(said["offset"]), reader.exactly(int(said["size"])))
+        return False
+
+    def _keep(self, name: str, offset: int, piece: bytes) -> None:
+        path = self._run / name
+        if not path.resolve().is_relative_to(self._run.resolve()):
+            raise ShoalError(f"{self._ready.host.name} wanted to write {name}, outside the run folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.seek(offset)
+            file.write(piece)
+
+
+class _Reader:
+    """Lines and exact amounts from an unbuffered pipe; empty at its end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._buffer = b""
+
+    def line(self) -> bytes:
+        while b"\n" not in self._buffer:
+            if not self._more():
+                return b""
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def exactly(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            if not self._more():
+                break
+        piece, self._buffer = self._buffer[:size], self._buffer[size:]
+        return piece
+
+    def _more(self) -> bool:
+        block = self._stream.read(1 << 16)
+        self._buffer += block or b""
+        return bool(block)
