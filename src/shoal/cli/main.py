@@ -22,6 +22,7 @@ VERBS = {
     "demo": "The main job: one rank, then two, trained, measured, verified and explained.",
     "train": "Train a model data-parallel; the gradients are exchanged in every step.",
     "run": "Start anybody's torchrun-style script on the cluster.",
+    "emit": "The same training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",
