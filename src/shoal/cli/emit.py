@@ -35,7 +35,7 @@ RunConfig = Annotated[
 ]
 On = Annotated[
     str | None,
-    typer.Option(help="The cluster's shape: local:N, or lab:N[,cpu=…].", show_default="the configuration's"),
+    typer.Option(help="Nodes and ranks: local:N, lab:N, lab.", show_default="the configuration's"),
 ]
 Set = Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")]
 Python = Annotated[str, typer.Option(help="The Python with shoal in it, on the machines that train.")]
