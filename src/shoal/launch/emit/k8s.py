@@ -12,7 +12,7 @@ from shoal.errors import UsageError
 from shoal.launch.emit.job import Job, comment, cores_per_node, needs, quoted, slug, summary, threads_on
 from shoal.launch.emit.nodescript import by_number, node_script
 
-MOUNT = Path("/work")
+MOUNT = Path("/data")
 DEFAULT_CLAIM = "shoal"
 DEFAULT_MEMORY = "4Gi"
 
