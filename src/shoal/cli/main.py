@@ -26,6 +26,8 @@ VERBS = {
     "logs": "What the ranks of a run printed, merged in order and coloured by rank.",
     "attach": "Watch a run that goes on without a terminal.",
     "stop": "End a run in good order: it finishes its step and saves.",
+    "host": "Train with machines that join by themselves, without SSH: prints the line to type there.",
+    "join": "Take part in a run that another machine hosts.",
     "emit": "The same training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",

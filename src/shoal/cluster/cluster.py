@@ -11,6 +11,8 @@ from typing import Protocol
 from shoal.cluster.cargo import Cargo
 from shoal.cluster.hosts.cluster import HostsCluster, planned
 from shoal.cluster.hosts.spec import HostsSpec
+from shoal.cluster.join.cluster import JoinCluster
+from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.lab.build import up
 from shoal.cluster.lab.cluster import LabCluster
 from shoal.cluster.lab.lab import Lab, as_nodes
@@ -60,6 +62,8 @@ def planned_nodes(on: str) -> list[Node]:
             return as_nodes(spec)
         case HostsSpec() as hosts:
             return [planned(host) for host in hosts.hosts]
+        case JoinSpec(machines=machines, address=address):
+            return [Node(f"machine-{number}", address or "", None, 1, None) for number in range(1, machines + 1)]
 
 
 @contextmanager
@@ -81,3 +85,6 @@ def open_cluster(on: str, cargo: Cargo, note: Note) -> Iterator[Cluster]:
                 lab.close()
         case HostsSpec() as hosts:
             yield HostsCluster.prepare(hosts, cargo, note)
+        case JoinSpec() as join:
+            with JoinCluster.open(join, cargo, note) as cluster:
+                yield cluster

@@ -4,6 +4,7 @@ local:4                      four ranks as processes on this machine
 lab:3,link=1gbit,cpu=1/1/0.5 three emulated nodes, made for the run and removed with it
 lab                          the lab that is up already; with a name: lab:NAME
 hosts.toml                   machines over SSH: a cluster file, or an MPI or DeepSpeed hostfile
+join:3                       this machine and two that join it by themselves, see shoal host
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.hosts.spec import HostsSpec, read_hosts
+from shoal.cluster.join.spec import JoinSpec, parse_join
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabSpec, parse_lab
 from shoal.errors import UsageError
@@ -35,7 +37,7 @@ class StandingLab:
     name: str | None
 
 
-On = LocalSpec | LabSpec | StandingLab | HostsSpec
+On = LocalSpec | LabSpec | StandingLab | HostsSpec | JoinSpec
 
 _HOSTS_FILES = (".toml", ".hosts", ".txt")
 
@@ -48,6 +50,8 @@ def parse_on(text: str) -> On:
         return StandingLab(match[1])
     if text.startswith("lab:"):
         return parse_lab(text)
+    if text.startswith("join:"):
+        return parse_join(text)
     if "/" in text or text.endswith(_HOSTS_FILES) or Path(text).is_file():
         return read_hosts(Path(text))
     raise UsageError(
@@ -74,6 +78,8 @@ def rank_count(on: On) -> int:
             return len(on.nodes)
         case HostsSpec():
             return sum(host.slots for host in on.hosts)
+        case JoinSpec():
+            return on.machines
 
 
 def _local(text: str, ranks: int) -> LocalSpec:

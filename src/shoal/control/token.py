@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -14,3 +16,20 @@ def make_token(path: Path) -> str:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token)
     return token
+
+
+def seal(token: str, code: str) -> str:
+    """The token for one who knows a one-time code; to everybody else on the way it is noise."""
+    nonce = secrets.token_bytes(16)
+    return (nonce + _mix(bytes.fromhex(token), code, nonce)).hex()
+
+
+def unseal(sealed: str, code: str) -> str:
+    raw = bytes.fromhex(sealed)
+    return _mix(raw[16:], code, raw[:16]).hex()
+
+
+def _mix(secret: bytes, code: str, nonce: bytes) -> bytes:
+    """Both are as long as one digest, and a code is used once: so this is a one-time pad."""
+    pad = hmac.new(code.encode(), b"shoal token " + nonce, hashlib.sha256).digest()
+    return bytes(a ^ b for a, b in zip(secret, pad, strict=True))

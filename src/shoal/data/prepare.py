@@ -14,8 +14,8 @@ from shoal.data.cache import Index, cache_root, obtain
 from shoal.data.corpus import digest_files, find_texts, read_texts, stamps
 from shoal.data.grammar import GRAMMAR_VERSION, Sentence, generate, write_corpus
 from shoal.data.order import window_count
-from shoal.data.tokenfile import FORMAT_VERSION, write_tokens
-from shoal.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
+from shoal.data.tokenfile import FORMAT_VERSION, TokenHeader, open_tokens, write_tokens
+from shoal.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, save_tokenizer
 from shoal.data.tokenizer import digest as tokenizer_digest
 from shoal.errors import DataError
 from shoal.units import format_si
@@ -129,12 +129,21 @@ def _write_parts(tokenizer: Tokenizer, folder: Path, train: str, val: str) -> In
         write_tokens(folder / name, tokenizer.encode(text), vocab_size=tokenizer.vocab_size, tokenizer=made_with)
         for name, text in ((TRAIN, train), (VAL, val))
     ]
-    identity = " ".join([made_with, *(header.sha256 for header in headers)])
     return {
         "train_tokens": headers[0].count,
         "val_tokens": headers[1].count,
-        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+        "digest": _identity(made_with, headers),
     }
+
+
+def digest_of(tokenizer: Path, train: Path, val: Path) -> str:
+    """What `Prepared.digest` is for these files, from their own bytes: for a machine that was sent them."""
+    headers = [open_tokens(path, check=True).header for path in (train, val)]
+    return _identity(tokenizer_digest(load_tokenizer(tokenizer)), headers)
+
+
+def _identity(tokenizer: str, headers: list[TokenHeader]) -> str:
+    return hashlib.sha256(" ".join([tokenizer, *(header.sha256 for header in headers)]).encode()).hexdigest()
 
 
 def check_enough(prepared: Prepared, seq_len: int, global_batch: int) -> None:

@@ -48,9 +48,9 @@ def main() -> int:
     run = RunFolder(Path(errand.folder).expanduser())
     agent = None if errand.follow else _start(errand, run)
     threading.Thread(target=_pass_on, args=(sys.stdin.buffer, agent, run), daemon=True).start()
-    freight = Freight(run, errand)
+    freight = Freight(run, errand.node, errand.have, errand.keeps, _put_piece)
     with contextlib.suppress(BrokenPipeError):
-        _send_while(lambda: _is_alive(agent, run), freight)
+        send_while(lambda: _is_alive(agent, run), freight)
         if errand.keeps:
             freight.add_newest_checkpoint()
             freight.send_new()
@@ -94,7 +94,7 @@ def _is_alive(agent: subprocess.Popen[bytes] | None, run: RunFolder) -> bool:
     return any(found.part == AGENT for found in find(run.path))
 
 
-def _send_while(alive: Callable[[], bool], freight: Freight) -> None:
+def send_while(alive: Callable[[], bool], freight: Freight) -> None:
     """And once more afterwards: the agent's last words come just before its end."""
     while True:
         was_alive = alive()
@@ -105,13 +105,16 @@ def _send_while(alive: Callable[[], bool], freight: Freight) -> None:
 
 
 class Freight:
-    """The files to send home, and how much of each has gone."""
+    """The files to send home, and how much of each has gone. `put` gets a file's name, an offset and bytes."""
 
-    def __init__(self, run: RunFolder, errand: Errand) -> None:
+    def __init__(
+        self, run: RunFolder, node: str, have: Mapping[str, int], keeps: bool, put: Callable[[str, int, bytes], None]
+    ) -> None:
         self._run = run
-        self._sent = dict(errand.have)
-        self._patterns = [f"agents/{errand.node}.*", "events/*.jsonl", f"logs/{errand.node}/*"]
-        if errand.keeps:
+        self._put = put
+        self._sent = dict(have)
+        self._patterns = [f"agents/{node}.*", "events/*.jsonl", f"logs/{node}/*"]
+        if keeps:
             self._patterns.append(run.commits.name)
         self._last: list[Path] = []
 
@@ -126,13 +129,17 @@ class Freight:
             with path.open("rb") as file:
                 file.seek(self._sent.get(name, 0))
                 while piece := file.read(_PIECE):
-                    _put({"path": name, "offset": self._sent.get(name, 0), "size": len(piece)}, piece)
+                    self._put(name, self._sent.get(name, 0), piece)
                     self._sent[name] = self._sent.get(name, 0) + len(piece)
 
     def _files(self) -> Iterator[Path]:
         for pattern in self._patterns:
             yield from sorted(path for path in self._run.path.glob(pattern) if path.is_file())
         yield from self._last
+
+
+def _put_piece(name: str, offset: int, piece: bytes) -> None:
+    _put({"path": name, "offset": offset, "size": len(piece)}, piece)
 
 
 def _put(head: Mapping[str, object], piece: bytes = b"") -> None:

@@ -54,7 +54,7 @@ def run_ranks(
     with _signals(world), world:
         world.launch(
             lambda nodes, meeting: plan_ranks(config, folder_of, nodes, meeting, resume),
-            config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
+            config=digest_of_config(run),
             data=data,
         )
         world.see_through()
@@ -89,6 +89,10 @@ def run_script(
         raise error
 
 
+def digest_of_config(run: RunFolder) -> str:
+    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+
+
 def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
     if not run.checkpoints.is_dir():
         return Interrupted("interrupted before the first checkpoint", fix="start anew with another --out")
@@ -101,7 +105,7 @@ def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
 @dataclass
 class _Post:
     """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
-    another agent lost it."""
+    another agent lost it. `finished`: another agent heard that all its ranks have ended."""
 
     node: Node
     link: Link
@@ -111,6 +115,7 @@ class _Post:
     done: bool = False
     since: float | None = None
     lost: str = ""
+    finished: bool = False
 
     def gone(self) -> str | None:
         """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
@@ -243,7 +248,10 @@ class _World:
                 self._note(f"{post.node.name}: {event['text']}")
             case "lost":
                 self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
-                next(each for each in self.posts if each.node.name == event["node"]).lost = event["how"]
+                self._post_of(event["node"]).lost = event["how"]
+            case "peer":
+                # Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure.
+                self._post_of(event["node"]).finished = True
             case "refused":
                 self._refuse(post, from_dict(event))
             case "done":
@@ -266,8 +274,13 @@ class _World:
         order = len(self.endings)
         self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
 
+    def _post_of(self, node: str) -> _Post:
+        return next(post for post in self.posts if post.node.name == node)
+
     def _look_after(self, post: _Post) -> None:
         """An agent that ended without a word was killed, or its machine is gone."""
+        if post.finished and not post.link.is_reachable():
+            post.done = True
         if post.done or (how := post.gone()) is None:
             return
         if post.since is None:

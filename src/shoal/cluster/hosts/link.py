@@ -19,6 +19,7 @@ from typing import IO, Any
 from shoal.cluster.hosts.ready import ReadyHost
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.hosts.ssh import Script
+from shoal.cluster.keeping import keep_piece
 from shoal.errors import ShoalError
 
 # While the others hear the node's heartbeats we go on trying; when they have lost it too, we stop.
@@ -138,17 +139,9 @@ class SshLink:
             said = json.loads(head)
             if said.get("end"):
                 return True
-            self._keep(str(said["path"]), int(said["offset"]), reader.exactly(int(said["size"])))
+            piece = reader.exactly(int(said["size"]))
+            keep_piece(self._run, str(said["path"]), int(said["offset"]), piece, self._ready.host.name)
         return False
-
-    def _keep(self, name: str, offset: int, piece: bytes) -> None:
-        path = self._run / name
-        if not path.resolve().is_relative_to(self._run.resolve()):
-            raise ShoalError(f"{self._ready.host.name} wanted to write {name}, outside the run folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+b" if path.exists() else "wb") as file:
-            file.seek(offset)
-            file.write(piece)
 
 
 class _Reader:

@@ -1,0 +1,57 @@
+"""`shoal host`: train with machines that join by themselves, without SSH."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.leftovers import clear_leftovers
+from shoal.cli.output import print_json, print_run
+from shoal.cli.progress import make_display
+from shoal.cli.train import DEFAULT_PRESET
+from shoal.config.load import build_config
+from shoal.config.presets import Overrides
+from shoal.trials.training import default_out, train_new
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def host(
+    preset: Annotated[
+        str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
+    ] = None,
+    machines: Annotated[int, typer.Option(min=2, help="How many take part, this one included.")] = 2,
+    address: Annotated[
+        str | None, typer.Option(help="Ours, by which the others reach us.", show_default="found")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to wait for them.", show_default="a free one")] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="A text file or a folder of them; it is sent to the others.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
+) -> None:
+    """Train with machines that join by themselves: prints one line for each, to be typed there.
+
+    The same as shoal train --on join:N, which takes every other flag of a training.
+    """
+    name = preset or DEFAULT_PRESET
+    on = f"join:{machines}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
+    flags: Overrides = {"run": {"on": on}}
+    if steps is not None:
+        flags["train"] = {"steps": steps}
+    if data is not None:
+        flags["data"] = {"path": data}
+    settings = build_config(name, config, flags, set_ or [])
+    clear_leftovers(clean=False)
+    run, manifest = train_new(settings, out or default_out(name), make_display)
+    if manifest is not None:
+        print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)

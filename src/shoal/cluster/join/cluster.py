@@ -1,0 +1,160 @@
+"""This machine and others that join it, each by one line that its owner types."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from shoal.cluster.cargo import Cargo
+from shoal.cluster.join.guest import Guest
+from shoal.cluster.join.invitation import Invitation, make_code
+from shoal.cluster.join.spec import JoinSpec
+from shoal.cluster.link import Link, PipeLink, agent_command
+from shoal.cluster.node import Node
+from shoal.control.channel import Channel, accept
+from shoal.control.hello import Hello, introduce, refusal
+from shoal.control.machine import physical_cores
+from shoal.control.route import interface_for, source_address
+from shoal.errors import ShoalError, UsageError
+
+Note = Callable[[str], None]
+# A machine that has never trained before fetches the text over a slow network first.
+_PROVIDE_S = 3600.0
+
+
+class JoinCluster:
+    """Open once all have come; `nodes` begins with this machine."""
+
+    def __init__(self, spec: JoinSpec, cargo: Cargo, note: Note) -> None:
+        self._spec = spec
+        self._cargo = cargo
+        self._note = note
+        self._address = spec.address or own_address()
+        self._guests: dict[str, Guest] = {}
+        self._loop = asyncio.new_event_loop()
+        interface = interface_for(self._address, None, socket.gethostname())
+        here = Node(safe_name(socket.gethostname()), self._address, interface, 1, physical_cores())
+        self.nodes = [here]
+
+    @classmethod
+    @contextmanager
+    def open(cls, spec: JoinSpec, cargo: Cargo, note: Note) -> Iterator[JoinCluster]:
+        cluster = cls(spec, cargo, note)
+        thread = threading.Thread(target=cluster._loop.run_forever, name="reception", daemon=True)
+        thread.start()
+        try:
+            # In turns, so that Ctrl-C is heard while nobody comes.
+            waiting = asyncio.run_coroutine_threadsafe(cluster._receive_all(), cluster._loop)
+            while not waiting.done():
+                threading.Event().wait(0.1)
+            waiting.result()
+            yield cluster
+        finally:
+            cluster._loop.call_soon_threadsafe(cluster._loop.stop)
+            thread.join(timeout=5)
+
+    def start_agent(self, node: Node, run: Path) -> Link:
+        if node is self.nodes[0]:
+            return PipeLink(agent_command(run, node.name), run, node.name)
+        guest = self._guests[node.name]
+        guest.listen(run)
+        return guest
+
+    def folder(self, node: Node, run: Path) -> str:
+        return str(run)
+
+    async def _receive_all(self) -> None:
+        """One after another, each with a code of its own."""
+        while len(self.nodes) < self._spec.machines:
+            guest = await self._receive_one()
+            self._guests[guest.name] = guest
+            self.nodes.append(Node(guest.name, guest.address, None, 1, int(guest.facts["cores"])))
+            self._note(
+                f"{guest.name} ({guest.address}) has joined: {len(self.nodes)} of {self._spec.machines} machines"
+            )
+
+    async def _receive_one(self) -> Guest:
+        code = make_code()
+        arrived: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
+
+        async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer = writer.get_extra_info("peername")[0]
+            try:
+                channel = await accept(reader, writer, code)
+                guest = await asyncio.wait_for(self._admit(channel, code), _PROVIDE_S)
+            except (ShoalError, OSError, EOFError, TimeoutError) as error:
+                self._note(
+                    f"refused {peer}: {error.seen if isinstance(error, ShoalError) else error or 'it went away'}"
+                )
+                writer.close()
+                return
+            if arrived.done():
+                writer.close()
+            else:
+                arrived.set_result(guest)
+
+        async with await self._listen(welcome) as server:
+            invitation = Invitation(self._address, server.sockets[0].getsockname()[1], code)
+            self._note(f"on the machine to join, type: shoal join {invitation}")
+            return await arrived
+
+    async def _listen(self, welcome: object) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(welcome, self._address, self._spec.port)  # type: ignore[arg-type]
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen at {self._address}:{self._spec.port}: {error.strerror}",
+                fix="name another port, or none: a free one is found",
+            ) from error
+
+    async def _admit(self, channel: Channel, code: str) -> Guest:
+        facts = await channel.receive()
+        if error := refusal(_us(), Hello.from_dict(facts["hello"])):
+            await channel.send({"type": "refused", **error.as_dict()})
+            raise error
+        name = self._free_name(safe_name(str(facts["name"])))
+        guest = Guest(name, str(facts["address"]), facts, channel, code, self._loop)
+        await guest.provide(self._cargo.texts({digest: digest for digest in self._cargo.files}), self._cargo.files)
+        return guest
+
+    def _free_name(self, wanted: str) -> str:
+        taken = {node.name for node in self.nodes}
+        names = (wanted if count == 1 else f"{wanted}-{count}" for count in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
+
+
+def _us() -> Hello:
+    """Versions and kind of machine; the run's own digests are compared when the agents meet."""
+    return introduce(0, safe_name(socket.gethostname()), "", "", "")
+
+
+def safe_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).strip(".-")[:64] or "machine"
+
+
+def own_address() -> str:
+    """On the way out of the house; without one, of the first interface that leads anywhere."""
+    try:
+        found = source_address("192.0.2.1")
+    except OSError:
+        found = "127.0.0.1"
+    if not found.startswith("127."):
+        return found
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    others = [
+        entry.address for entry in entries if entry.family is socket.AF_INET and not entry.address.startswith("127.")
+    ]
+    if not others:
+        raise UsageError(
+            "this machine has no network address that another one could reach",
+            why="only the loopback interface is up",
+            fix="connect it to a network, then try again",
+        )
+    return others[0]

@@ -1,0 +1,91 @@
+"""One machine that joined: what it needs goes to it, what it writes comes here, and nothing makes it run anything.
+
+It plans and starts its own ranks. Of our orders it is told only who takes part, which is what it cannot know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.keeping import keep_piece
+from shoal.control.channel import Channel, Message
+from shoal.control.token import seal
+from shoal.errors import ControlError, ShoalError, from_dict
+
+_PIECE = 1 << 20
+
+
+@dataclass
+class Guest:
+    """A `Link` to a machine that came by itself. `code` is the one it came with, and is of no use to anybody else."""
+
+    name: str
+    address: str
+    facts: Mapping[str, Any]
+    channel: Channel
+    code: str
+    loop: asyncio.AbstractEventLoop
+    _ended: str | None = None
+    _reachable: bool = True
+    _listening: Any = field(default=None, repr=False)
+
+    async def provide(self, texts: Mapping[str, str], files: Mapping[str, Path]) -> None:
+        """Until the machine has everything, and has checked it."""
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        await self.channel.send({"type": "welcome", "node": self.name, "texts": dict(texts), "files": sizes})
+        answer = await self.channel.receive()
+        for name in [name for name in answer.get("need", []) if name in files]:
+            await self._send_file(name, files[name])
+        if answer.get("need"):
+            answer = await self.channel.receive()
+        if answer.get("type") != "prepared":
+            raise from_dict(answer) if "seen" in answer else ControlError(f"{self.name} went away while it prepared")
+
+    async def _send_file(self, name: str, path: Path) -> None:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                await self.channel.send({"type": "piece", "path": name, "data": base64.b64encode(piece).decode()})
+
+    def listen(self, run: Path) -> None:
+        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(run), self.loop)
+
+    async def _take_home(self, run: Path) -> None:
+        try:
+            while (message := await self.channel.receive()).get("type") != "end":
+                keep_piece(run, message["path"], int(message["offset"]), base64.b64decode(message["data"]), self.name)
+            self._ended = "its agent ended"
+        except (OSError, EOFError, ShoalError):
+            # Its agent may well go on: the others hear its heart.
+            self._reachable = False
+
+    def send(self, line: bytes) -> None:
+        """Of an order, who it is and whom it meets. Wishes reach its agent through the other agents."""
+        order = json.loads(line)
+        if "Meet" in order:
+            meet = order["Meet"]
+            told = {name: meet[name] for name in ("node", "member", "launch", "launched_at")}
+            self._tell({"type": "meet", **told, "sealed": seal(meet["token"], self.code)})
+        elif "Go" in order:
+            resume = any("--resume" in start["argv"] for start in order["Go"]["starts"])
+            self._tell({"type": "roster", "roster": order["Go"]["roster"], "resume": resume})
+
+    def _tell(self, message: Message) -> None:
+        asyncio.run_coroutine_threadsafe(self.channel.send(message), self.loop)
+
+    def ended(self) -> str | None:
+        return self._ended
+
+    def is_reachable(self) -> bool:
+        return self._reachable
+
+    def kill(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.channel.close)

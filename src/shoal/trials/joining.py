@@ -1,0 +1,241 @@
+"""A machine that joins a run by itself: `shoal join ADDRESS#CODE`.
+
+It is told who takes part and what is trained, and fetches the text; it plans and starts its own rank. The host learns
+what the rank writes; it can make this machine run nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.cluster.join.invitation import Invitation
+from shoal.cluster.link import PipeLink, agent_command
+from shoal.cluster.node import Meeting, Node
+from shoal.config.load import load_config
+from shoal.control.channel import Channel, Message, dial
+from shoal.control.hello import introduce
+from shoal.control.machine import physical_cores
+from shoal.control.route import interface_for, source_address
+from shoal.control.token import unseal
+from shoal.data.cache import cache_root
+from shoal.data.prepare import digest_of
+from shoal.data.run_setup import DataFacts, to_json
+from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, UsageError, from_dict
+from shoal.events import read_events
+from shoal.launch.orders import END, STOP, Go, Meet, Member, make_go, to_line
+from shoal.launch.outpost import Freight, send_while
+from shoal.launch.plan import plan_ranks
+from shoal.launch.supervise import digest_of_config, tail_of
+from shoal.runfolder import RunFolder, write_atomically
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A place in somebody's run: our name there, our folder of it, and the text it trains on."""
+
+    run: RunFolder
+    node: str
+    address: str
+    data: str
+
+
+def join(invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]) -> Joined:
+    """To the end of the run. Raises what went wrong here; what the run is, is told to `said` and shown by `watch`."""
+    return asyncio.run(_join(invitation, out, said, watch))
+
+
+async def _join(
+    invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]
+) -> Joined:
+    channel = await _reach(invitation)
+    try:
+        joined = await _arrive(channel, invitation, out)
+        said(f"joined {invitation.address} as {joined.node}; the run begins when everybody is there")
+        await _take_part(channel, invitation.code, joined, said, watch)
+    finally:
+        channel.close()
+    return joined
+
+
+async def _reach(invitation: Invitation) -> Channel:
+    where = f"{invitation.address}:{invitation.port}"
+    try:
+        async with asyncio.timeout(10):
+            return await dial(invitation.address, invitation.port, invitation.code)
+    except EOFError:
+        raise ControlError(
+            f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new line"
+        ) from None
+    except (OSError, TimeoutError) as error:
+        raise ControlError(
+            f"nobody answers at {where}",
+            why=f"{getattr(error, 'strerror', None) or 'no answer in 10 s'}: shoal host has ended there, "
+            "or a firewall stands between",
+            fix=f"try: ping {invitation.address}; then ask for a new line",
+        ) from None
+
+
+async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined:
+    address = source_address(invitation.address)
+    hello = introduce(0, socket.gethostname(), "", "", "").as_dict()
+    facts = {"hello": hello, "name": socket.gethostname(), "address": address, "cores": physical_cores()}
+    await channel.send(facts)
+    welcome = await _hear(channel, "welcome")
+    try:
+        places = await _fetch(channel, welcome["files"])
+        run = _make_folder(out, welcome["texts"], places)
+        data = digest_of(run.tokenizer, *(Path(place) for place in _facts(run)))
+    except ShoalError as error:
+        await channel.send({"type": "failed", **error.as_dict()})
+        raise
+    await channel.send({"type": "prepared"})
+    return Joined(run, str(welcome["node"]), address, data)
+
+
+async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
+    """What an earlier run brought already is not sent again."""
+    folder = cache_root(None) / "joined"
+    folder.mkdir(parents=True, exist_ok=True)
+    places = {name: folder / Path(name).name for name in sizes}
+    need = [name for name, place in places.items() if not place.exists() or place.stat().st_size != sizes[name]]
+    await channel.send({"type": "need", "need": need})
+    for name in need:
+        temporary = places[name].with_suffix(".part")
+        with temporary.open("wb") as file:
+            while file.tell() < sizes[name]:
+                file.write(base64.b64decode((await _hear(channel, "piece"))["data"]))
+        temporary.replace(places[name])
+    return places
+
+
+def _make_folder(out: Path, texts: Mapping[str, str], places: Mapping[str, Path]) -> RunFolder:
+    run = RunFolder.create(out)
+    for path in (run.config, run.tokenizer):
+        write_atomically(path, texts[path.name])
+    facts = DataFacts(**json.loads(texts[run.data.name]))
+    write_atomically(run.data, to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val]))))
+    return run
+
+
+def _facts(run: RunFolder) -> tuple[str, str]:
+    facts = DataFacts(**json.loads(run.data.read_text(encoding="utf-8")))
+    return facts.train, facts.val
+
+
+async def _hear(channel: Channel, kind: str) -> Message:
+    try:
+        message = await channel.receive()
+    except (OSError, EOFError):
+        raise ControlError("the host closed the connection", why="it has ended, or was interrupted") from None
+    if message.get("type") == "refused":
+        raise from_dict(message)
+    if message.get("type") != kind:
+        raise ControlError(f"the host said {message.get('type')!r} where {kind!r} was due", why="its shoal is another")
+    return message
+
+
+async def _take_part(
+    channel: Channel, code: str, joined: Joined, said: Callable[[str], None], watch: Callable[[RunFolder], None]
+) -> None:
+    meet = await _hear(channel, "meet")
+    order = _order(meet, unseal(meet["sealed"], code), joined)
+    agent = PipeLink(agent_command(joined.run.path, joined.node), joined.run.path, joined.node)
+    try:
+        agent.send(to_line(order))
+        shipping = asyncio.ensure_future(asyncio.to_thread(_ship, channel, joined, agent, asyncio.get_running_loop()))
+        _pass_signals_to(agent, said)
+        agent.send(to_line(_plan(await _hear(channel, "roster"), joined)))
+        while agent.ended() is None:
+            watch(joined.run)
+            await asyncio.sleep(_POLL_S)
+        watch(joined.run)
+        await shipping
+    finally:
+        if agent.ended() is None:
+            agent.send(to_line(END))
+        agent.close()
+    _raise_failure(joined)
+
+
+def _order(meet: Message, token: str, joined: Joined) -> Meet:
+    """Everything but its place in the run is this machine's own knowledge."""
+    return Meet(
+        folder=str(joined.run.path),
+        node=joined.node,
+        member=int(meet["member"]),
+        address=joined.address,
+        interface=interface_for(joined.address, None, joined.node),
+        token=token,
+        launch=str(meet["launch"]),
+        launched_at=float(meet["launched_at"]),
+        config=digest_of_config(joined.run),
+        data=joined.data,
+    )
+
+
+def _plan(message: Message, joined: Joined) -> Go:
+    roster = [Member(**entry) for entry in message["roster"]]
+    interface = interface_for(joined.address, None, joined.node)
+    nodes = [Node(member.node, member.address, interface, 1, physical_cores()) for member in roster]
+    config = load_config(joined.run.config)
+    meeting = Meeting(roster[0].address, roster[0].port)
+    commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, meeting, bool(message["resume"]))
+    return make_go(roster, commands, joined.node)
+
+
+def _ship(channel: Channel, joined: Joined, agent: PipeLink, loop: asyncio.AbstractEventLoop) -> None:
+    """In a thread of its own. A host that is gone is told nothing; the run may go on without its keeper."""
+
+    def tell(message: Message) -> None:
+        asyncio.run_coroutine_threadsafe(channel.send(message), loop).result()
+
+    def put(name: str, offset: int, piece: bytes) -> None:
+        tell({"type": "piece", "path": name, "offset": offset, "data": base64.b64encode(piece).decode()})
+
+    try:
+        send_while(lambda: agent.ended() is None, Freight(joined.run, joined.node, {}, False, put))
+        tell({"type": "end"})
+    except (OSError, RuntimeError):
+        return
+
+
+def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
+    asked = threading.Event()
+
+    def pass_on() -> None:
+        said("ending now" if asked.is_set() else "asked everybody to finish the step and save")
+        agent.send(to_line(END if asked.is_set() else STOP))
+        asked.set()
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, pass_on)
+    # A closed terminal does not end our part.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _raise_failure(joined: Joined) -> None:
+    journal = list(read_events(joined.run.journal(joined.node)))
+    if refused := [event for event in journal if event["event"] == "refused"]:
+        raise from_dict(refused[0])
+    codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
+    if any(code == Interrupted.exit_code for code in codes.values()):
+        raise Interrupted("the run was stopped; what was done is saved")
+    for name, code in codes.items():
+        if code:
+            log = joined.run.log(joined.node, name)
+            lost = [event for event in journal if event["event"] == "lost"]
+            why = f"{lost[0]['node']} is gone: {lost[0]['how']}" if lost else f"the end of its log:\n{tail_of(log)}"
+            raise RunFailed(f"{name} on {joined.node} ended with {code}", why=why, fix=f"less {log}")
+    if not codes:
+        raise UsageError("the run ended before our rank was started", fix="ask at the host")
