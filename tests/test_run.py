@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.lab_checks import need_lab
 from tests.programs import shoal
 
-# What a tutorial has: nothing of shoal in it.
-PLAIN_DDP = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    loss = (model(torch.full((2, 4), float(dist.get_rank()))) ** 2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-weight = next(model.parameters()).sum().item()
-print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {os.uname().nodename}: {weight:.6f} {sys.argv[1:]}")
-dist.destroy_process_group()
-"""
+# What a tutorial has: nothing of shoal in them. All three train the same model on the same data.
+SCRIPTS = Path(__file__).parent / "scripts"
+SAMPLES = 120
+LINE = re.compile(r"\[(\d)] rank (\d) of (\d) on (\S+): samples (\d+) loss (\S+) weights (\w+)")
 
 
 def script(folder: Path, text: str) -> Path:
@@ -38,20 +26,58 @@ def script(folder: Path, text: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("on", ["local:2", "lab:3"])
-def test_a_plain_ddp_script_runs_as_it_is(on: str, tmp_path: Path) -> None:
+def run_script(folder: Path, on: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return shoal("run", "--on", on, "--out", folder / "run", script(folder, (SCRIPTS / name).read_text()), *words)
+
+
+@cache
+def loss_of_one_process() -> float:
+    """What the scripts end with when one process has every batch whole."""
+    torch.manual_seed(0)
+    inputs = torch.linspace(-1, 1, 48).reshape(24, 2)
+    targets = inputs.prod(dim=1, keepdim=True)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in (0, 12) * 5:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs[start : start + 12]), targets[start : start + 12]).backward()
+        optimizer.step()
+    return torch.nn.functional.mse_loss(model(inputs), targets).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "words"),
+    [
+        ("plain_ddp.py", "local:2", ["--epochs", "3"]),
+        ("plain_ddp.py", "lab:3", ["--epochs", "3"]),
+        ("accelerate_train.py", "local:2", ["--cpu"]),
+        ("accelerate_train.py", "lab:3", ["--cpu"]),
+        ("fabric_train.py", "local:2", ["--devices", "2"]),
+        ("fabric_train.py", "lab:3", ["--num-nodes", "3"]),
+    ],
+)
+def test_a_script_trains_as_it_is_in_one_world(name: str, on: str, words: list[str], tmp_path: Path) -> None:
     if on.startswith("lab"):
         need_lab()
     ranks = int(on[-1])
-    file = script(tmp_path, PLAIN_DDP)
-    done = shoal("run", "--on", on, "--out", tmp_path / "run", file, "--epochs", "3", PYTHONWARNINGS="ignore")
+    hosts = [f"node{rank + 1}" for rank in range(ranks)] if on.startswith("lab") else [socket.gethostname()] * ranks
+    done = run_script(tmp_path, on, name, *words)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "rank" in line]
-    assert sorted(line[:3] for line in lines) == [f"[{rank}]" for rank in range(ranks)]
-    assert all(line.endswith("['--epochs', '3']") for line in lines)
-    assert len({line.split(": ")[1] for line in lines}) == 1, "replicas differ"
-    if on.startswith("lab"):
-        assert [f"on node{rank + 1}:" in line for rank, line in enumerate(sorted(lines))] == [True] * ranks
+    found = sorted(match.groups() for match in LINE.finditer(done.stdout))
+    expected = [(str(rank), str(rank), str(ranks), hosts[rank], str(SAMPLES // ranks)) for rank in range(ranks)]
+    assert [line[:5] for line in found] == expected
+    assert len({weights for *_, weights in found}) == 1, "replicas differ"
+    # Each rank had only its share of every batch, so this holds only if they exchanged gradients.
+    assert float(found[0][5]) == pytest.approx(loss_of_one_process(), abs=2e-6)
+    if name == "plain_ddp.py":
+        assert done.stdout.count(f"was asked for {' '.join(words)}\n") == ranks
+
+
+def test_fabric_is_told_how_large_the_world_is(tmp_path: Path) -> None:
+    """A script that says three, started as two: refused at once, where it would wait for a third."""
+    done = run_script(tmp_path, "local:2", "fabric_train.py", "--devices", "3")
+    assert done.returncode == 1
+    assert "does not match the world size (2)" in done.stdout
 
 
 def test_it_ends_with_the_code_of_the_first_rank_to_fail(tmp_path: Path) -> None:

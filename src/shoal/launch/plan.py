@@ -54,7 +54,10 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
     """
     commands = []
     for node, place in _places(nodes, meeting):
-        env = {**_common_env(run, node), **place.to_env()}
+        # By its presence Lightning sees that a launcher like torchrun made the world. Without it, it believes its own
+        # arguments and waits for ranks that nobody starts, or inside a Slurm job takes its rank from there.
+        run_id = {"TORCHELASTIC_RUN_ID": f"shoal-{meeting.port}"}
+        env = {**_common_env(run, node), **place.to_env(), **run_id}
         first = node.project.moved(words[0]) if node.project else words[0]
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
