@@ -50,8 +50,8 @@ def loss_of_one_process() -> float:
     [
         ("plain_ddp.py", "local:2", ["--epochs", "3"]),
         ("plain_ddp.py", "lab:3", ["--epochs", "3"]),
-        ("accelerate_train.py", "local:2", ["--cpu"]),
-        ("accelerate_train.py", "lab:3", ["--cpu"]),
+        ("accelerate_train.py", "local:2", []),
+        ("accelerate_train.py", "lab:3", []),
         ("fabric_train.py", "local:2", ["--devices", "2"]),
         ("fabric_train.py", "lab:3", ["--num-nodes", "3"]),
     ],

@@ -40,7 +40,8 @@ class Project:
 class Node:
     """`slots` is how many ranks it takes, `cores` how many cores they share; None for what its agent will find out.
 
-    `python` and `project` are those on that machine; no `project` where it is the same as here."""
+    `python` and `project` are those on that machine; no `project` where it is the same as here. `cpu_only`: there is
+    nothing else to compute on."""
 
     name: str
     address: str
@@ -51,6 +52,7 @@ class Node:
     threads: int | None = None
     python: str = sys.executable
     project: Project | None = None
+    cpu_only: bool = False
 
 
 @dataclass(frozen=True)

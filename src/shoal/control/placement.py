@@ -58,14 +58,14 @@ class Placement:
             "MASTER_PORT": str(self.master_port),
             "SHOAL_NODE": self.node,
             "SHOAL_LAUNCHER": self.launcher,
+            # Always: one that is inherited from elsewhere would have every rank wait for a store that nobody serves.
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.store_is_served),
             KEEPS_FILES: str(int(self.keeps_files)),
         }
         if self.link_mbps is not None:
             env["SHOAL_LINK_MBPS"] = str(self.link_mbps)
         if self.agent_fd is not None:
             env[AGENT_FD] = str(self.agent_fd)
-        if self.store_is_served:
-            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         return env
 
     @classmethod

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shoal.cluster.node import reserve_port
 from shoal.control.channel import Message
+from shoal.control.devices import this_machine_is_cpu_only
 from shoal.control.hello import introduce
 from shoal.control.machine import boot_clock, physical_cores
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
@@ -28,6 +29,7 @@ from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.awake import awake
 from shoal.launch.found import KEEPER, find
+from shoal.launch.joined import LonelyScripts
 from shoal.launch.keystore import KeyStore, Reply, Request, read_request, to_frame
 from shoal.launch.mesh import Mesh
 from shoal.launch.orders import END, STOP, Go, Meet, Member, Start, read_go, read_meet, read_wish
@@ -98,6 +100,7 @@ class Agent:
             script_port=self._script_port and self._script_port.getsockname()[1],
             interface=interface,
             cores=physical_cores(),
+            cpu_only=this_machine_is_cpu_only(),
         )
         line = await lines.readline()
         if not line:
@@ -115,6 +118,7 @@ class Agent:
                 why="the machine is out of processes or memory, or the run folder is not writable",
                 fix="check there: ulimit -u; df -h",
             ) from error
+        self._roll = LonelyScripts(go.starts, self._note)
         self._write("started", processes=self._ranks.alive())
 
     def _start(self, start: Start, alone_with_folder: bool) -> None:
@@ -142,6 +146,7 @@ class Agent:
                 await self._on_ended(ended)
             if self._failed_at is not None and boot_clock() - self._failed_at > GRACE_AFTER_FAILURE_S:
                 self._ranks.kill()
+            self._roll.look(self._ranks.alive(), boot_clock() - self._met_at)
             if not told and not self._ranks.alive():
                 told = True
                 self._over.add(self._orders.member)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -22,9 +22,12 @@ from pathlib import Path
 import psutil
 
 from shoal.errors import RunFailed
+from shoal.launch.orders import Start
 
 Address = IPv4Address | IPv6Address
 
+ALONE_AFTER_S = 60.0
+_EVERY_S = 5.0
 _PROC = Path("/proc")
 _LISTEN = 0x0A  # the kernel's number for the state
 
@@ -103,6 +106,32 @@ class RollCall:
     def _is_there(self, pid: int) -> bool | None:
         sockets = observe(pid)
         return None if sockets is None else is_at(sockets, self.address, self.port)
+
+
+class LonelyScripts:
+    """Says once, a minute after the start, which of a node's ranks have met nobody. Shoal's own ranks are not asked."""
+
+    def __init__(self, starts: Iterable[Start], note: Callable[[str], None]) -> None:
+        asked = [start for start in starts if not start.store and "MASTER_PORT" in start.env]
+        self._ranks = {start.name: start.ranks[0] for start in asked}
+        self._note = note
+        self._call: RollCall | None = None
+        self._looked_s = 0.0
+        if asked and (world_size := int(asked[0].env["WORLD_SIZE"])) > 1:
+            self._world_size = world_size
+            self._call = RollCall(asked[0].env["MASTER_ADDR"], int(asked[0].env["MASTER_PORT"]))
+
+    def look(self, pids: Mapping[str, int], elapsed_s: float) -> None:
+        """`elapsed_s` is since the start. A look costs some milliseconds a rank, so there are few."""
+        if self._call is None or elapsed_s - self._looked_s < _EVERY_S:
+            return
+        self._looked_s = elapsed_s
+        self._call.look({self._ranks[name]: pid for name, pid in pids.items() if name in self._ranks})
+        if elapsed_s > ALONE_AFTER_S:
+            if alone := who_is_alone(self._call.met, self._world_size):
+                warning = lonely(alone, self._call.address, self._call.port, elapsed_s)
+                self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
+            self._call = None
 
 
 def observe(pid: int) -> list[Socket] | None:

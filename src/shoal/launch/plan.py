@@ -58,6 +58,9 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
         # arguments and waits for ranks that nobody starts, or inside a Slurm job takes its rank from there.
         run_id = {"TORCHELASTIC_RUN_ID": f"shoal-{meeting.port}"}
         env = {**_common_env(run, node), **place.to_env(), **run_id}
+        if node.cpu_only:
+            # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
+            env["ACCELERATE_USE_CPU"] = "true"
         first = node.project.moved(words[0]) if node.project else words[0]
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))

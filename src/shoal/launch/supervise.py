@@ -183,11 +183,18 @@ class _World:
         nodes, roster = [], []
         for post in self.posts:
             said = post.ready or {}
-            post.node = replace(post.node, interface=said["interface"], cores=post.node.cores or said["cores"])
+            found = {"interface": said["interface"], "cores": post.node.cores or said["cores"]}
+            post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
             nodes.append(post.node)
             roster.append(Member(post.node.name, post.node.address, said["port"], said["mark"]))
         head = self.posts[0].ready or {}
-        self.commands = plan(nodes, Meeting(nodes[0].address, head["script_port"] or head["port"]))
+        meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
+        if head["script_port"] and len(nodes) > 1:
+            self._note(
+                f"the script's store is torch's own: it listens on every address of {nodes[0].name}, port "
+                f"{meeting.port}, and whoever reaches it can write into it. Use a network you trust."
+            )
+        self.commands = plan(nodes, meeting)
         for post in self.posts:
             post.link.send(to_line(make_go(roster, self.commands, post.node.name)))
 
