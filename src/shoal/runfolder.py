@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -62,6 +63,13 @@ class RunFolder:
             ) from None
         finally:
             os.close(fd)
+
+    def identity(self) -> str:
+        """The same for as long as the run lives, and no other run's: its folders on other machines are named by it."""
+        path = self.path / "id"
+        if not path.exists():
+            write_atomically(path, secrets.token_hex(4))
+        return path.read_text(encoding="ascii").strip()
 
     def discard(self) -> None:
         """Removes a folder that could not be made into a run: the next try with its name must not be refused."""

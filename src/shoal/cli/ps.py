@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from shoal.cli.lines import process_lines
-from shoal.cli.output import shown, stdout_console
+from shoal.cli.output import print_json, shown, stdout_console
+from shoal.cluster.hosts.spec import read_hosts
+from shoal.trials.elsewhere import runs_on
 from shoal.trials.overview import RunState, as_json, running_runs
 from shoal.units import format_duration
 
@@ -18,10 +21,16 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def ps(
+    on: Annotated[
+        Path | None, typer.Option(help="A hosts file: the runs on those machines.", show_default="here")
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", "-a", help="Every process, with its command.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Which runs are going on here, where their ranks are, and what earlier ones left behind."""
+    """Which runs are going on, where their ranks are, and what earlier ones left behind."""
+    if on is not None:
+        print_elsewhere(runs_on(read_hosts(on)), json)
+        return
     states = running_runs()
     if json:
         sys.stdout.write(as_json(states) + "\n")
@@ -42,6 +51,19 @@ def print_runs(states: list[RunState]) -> None:
         age, count = format_duration(state.age_s), str(len(state.processes))
         table.add_row(shown(state.run), state.what, state.on, state.state, step, age, count)
     stdout_console().print(table)
+
+
+def print_elsewhere(found: dict[str, list[dict[str, Any]]], json: bool) -> None:
+    if json:
+        print_json({"hosts": found})
+        return
+    for name, runs in found.items():
+        sys.stdout.write(f"{name}: {'no run' if not runs else ''}\n")
+        for run in runs:
+            step = "–" if run["step"] is None else f"step {run['step']}"
+            sys.stdout.write(f"  {run['run']}  {run['state']}  {step}  for {format_duration(run['age_s'])}\n")
+            for process in run["processes"]:
+                sys.stdout.write(f"    {process['pid']:>8}  {process['part']:<8}  {process['command']}\n")
 
 
 def print_processes(states: list[RunState]) -> None:

@@ -9,11 +9,16 @@ from typing import Annotated
 import typer
 
 from shoal.cli.output import command, print_json, shown
+from shoal.cluster.hosts.spec import HostsSpec
 from shoal.runfolder import RunFolder
+from shoal.trials.elsewhere import stop_on
+from shoal.trials.overview import where
 from shoal.trials.stopping import ASK_S, Outcome
 from shoal.trials.stopping import stop as stop_run
 
 app = typer.Typer(add_completion=False)
+
+_FINALITY = ("not_running", "stopped", "ended")
 
 
 @app.command()
@@ -26,6 +31,9 @@ def stop(
     """Ask a run to finish its step and save; end exactly its own processes if it doesn't."""
     folder = RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
+    if outcome is Outcome.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
+        # Nobody keeps it here, but its agents may well go on there.
+        outcome = Outcome[max(stop_on(hosts, folder, now).values(), key=_FINALITY.index).upper()]
     if json:
         print_json({"run": str(folder.path), "outcome": outcome.name.lower()})
         return

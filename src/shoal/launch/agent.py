@@ -28,7 +28,7 @@ from shoal.control.route import interface_for
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.awake import awake
-from shoal.launch.found import KEEPER, find
+from shoal.launch.found import KEEPER, MESSENGER, find
 from shoal.launch.joined import LonelyScripts
 from shoal.launch.keystore import KeyStore, Reply, Request, read_request, to_frame
 from shoal.launch.mesh import Mesh
@@ -266,7 +266,7 @@ class Agent:
 
 def _refuse_leftovers(run: Path, node: str) -> None:
     """Ranks of an earlier launch whose keeper was killed still write into this very folder."""
-    left = [found for found in find(run) if found.part != KEEPER]
+    left = [found for found in find(run) if found.part not in (KEEPER, MESSENGER)]
     if left:
         raise RunFailed(
             f"an earlier launch of {run} still works on {node}: process {', '.join(str(found.pid) for found in left)}",

@@ -17,11 +17,13 @@ from shoal.control.process import PART_MARK, RUN_MARK
 
 KEEPER = "keeper"
 AGENT = "agent"
+MESSENGER = "messenger"
 
 
 @dataclass(frozen=True)
 class Found:
-    """One process of a run. `part` is keeper, agent or the name of a rank; a rank's own children carry its name too."""
+    """One process of a run. `part` is keeper, agent, messenger (which stands between a keeper elsewhere and the agent)
+    or the name of a rank; a rank's own children carry its name too."""
 
     pid: int
     run: Path
@@ -42,6 +44,21 @@ def find(run: Path | None = None) -> list[Found]:
 
 def find_keeper(run: Path) -> Found | None:
     return next((found for found in find(run) if found.part == KEEPER), None)
+
+
+def is_kept(processes: Iterable[Found]) -> bool:
+    """Whether somebody looks after a run: its keeper, a messenger of one elsewhere, or whoever started the agent."""
+    return any(
+        found.part in (KEEPER, MESSENGER) or (found.part == AGENT and _has_launcher(found.pid)) for found in processes
+    )
+
+
+def _has_launcher(pid: int) -> bool:
+    """An agent that was left alone is the child of the machine's first process, or of the session's."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid).parent()
+        return parent is not None and any("shoal" in word for word in parent.cmdline())
+    return False
 
 
 def is_alive(found: Found) -> bool:

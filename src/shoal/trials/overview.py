@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cluster.spec import On, parse_on
 from shoal.config.load import load_config
 from shoal.errors import ShoalError
 from shoal.events import parse_event
-from shoal.launch.found import AGENT, KEEPER, Found, find
+from shoal.launch.found import AGENT, Found, find, is_kept
 from shoal.runfolder import RunFolder
 from shoal.trials.keeper import read_job
 
@@ -20,8 +21,8 @@ _TAIL_BYTES = 16384
 
 @dataclass(frozen=True)
 class RunState:
-    """`state`: running; unkept, when its agents go on without a keeper on this machine; or left over, when only ranks
-    or their children are there, which nobody will ever end."""
+    """`state`: running; unkept, when its agents go on and nobody looks after them; or left over, when only ranks or
+    their children are there, which nobody will ever end."""
 
     run: Path
     what: str
@@ -50,9 +51,17 @@ def leftovers(states: Iterable[RunState]) -> list[Found]:
 def describe(path: Path, processes: list[Found]) -> RunState:
     run = RunFolder(path)
     parts = {found.part for found in processes}
-    state = "running" if KEEPER in parts else "unkept" if AGENT in parts else "left over"
+    state = "running" if is_kept(processes) else "unkept" if AGENT in parts else "left over"
     what, on, steps = _purpose(run)
     return RunState(path, what, on, state, _last_step(run), steps, tuple(processes))
+
+
+def where(run: RunFolder) -> On | None:
+    """The cluster of a run, if that can still be told."""
+    _, on, _ = _purpose(run)
+    with contextlib.suppress(ShoalError):
+        return parse_on(on)
+    return None
 
 
 def _purpose(run: RunFolder) -> tuple[str, str, int | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from shoal.cluster.hosts.ready import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
 from shoal.cluster.node import Node, Project
+from shoal.runfolder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,11 @@ class HostsCluster:
         return SshLink(ready, self.spec, run, errand, self.note)
 
     def folder(self, node: Node, run: Path) -> str:
-        """Called after the run here, and after where it is here: two machines may both have a runs/first."""
+        """Called after the run here, and told apart from any other runs/first, of this machine or another one."""
         ready = self.ready[node.name]
         if ready.here:
             return str(run)
-        place = hashlib.sha256(f"{socket.gethostname()}:{run}".encode()).hexdigest()[:8]
-        return f"{ready.runs}/{run.name}-{place}"
+        return f"{ready.runs}/{run.name}-{RunFolder(run).identity()}"
 
 
 def planned(host: Host) -> Node:

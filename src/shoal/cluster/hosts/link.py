@@ -20,6 +20,7 @@ from shoal.cluster.hosts.ready import ReadyHost
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.hosts.ssh import Script
 from shoal.cluster.keeping import keep_piece
+from shoal.control.process import marks
 from shoal.errors import ShoalError
 
 # While the others hear the node's heartbeats we go on trying; when they have lost it too, we stop.
@@ -121,9 +122,12 @@ class SshLink:
     def _messenger(self) -> str:
         ready = self._ready
         folder = shlex.quote(ready.project) if ready.project else "/"
+        known_by = marks(self._errand["folder"], "messenger")
+        marked = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in known_by.items())
         return (
             f"cd {folder}\n"
             f"PYTHONPATH={shlex.quote(ready.pythonpath)}${{PYTHONPATH:+:$PYTHONPATH}}\nexport PYTHONPATH\n"
+            f"{marked}\n"
             f"exec {shlex.quote(ready.python)} -P -m shoal.launch.outpost"
         )
 
