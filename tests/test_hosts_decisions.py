@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cluster.hosts.addresses import host_name_of, settle
 from shoal.cluster.hosts.environment import cannot_make, plan_environment
-from shoal.cluster.hosts.facts import HostFacts
+from shoal.cluster.hosts.facts import HostFacts, need_same_kind
 from shoal.cluster.hosts.python import PythonFacts, Wanted, misfits, public, wanted_here
 from shoal.cluster.hosts.ready import usable_python
 from shoal.cluster.hosts.spec import Host, HostsSpec
@@ -132,6 +132,12 @@ def test_address_and_interface_are_what_the_host_has() -> None:
     assert "192.168.1.7 on eth0, 10.8.0.2 on wg0" in caught.value.why
 
 
+def test_another_kind_of_machine_is_refused() -> None:
+    need_same_kind(HOST, facts(), "Linux", "x86_64")
+    with pytest.raises(HostError, match="Linux on x86_64, and here is Darwin on arm64"):
+        need_same_kind(HOST, facts(), "Darwin", "arm64")
+
+
 def test_the_name_that_ssh_makes_of_a_host() -> None:
     assert host_name_of("user anna\nhostname laptop-b.lan\nport 22\n") == "laptop-b.lan"
     assert host_name_of("") == ""
@@ -152,7 +158,7 @@ def test_the_name_that_ssh_makes_of_a_host() -> None:
             "--wheels",
         ),
         ({"error": "pip", "log": "strange"}, "could not install", "cat /srv/shoal/setup.log"),
-        ({"error": "import", "log": "ImportError: libfoo.so"}, "cannot be imported", "cat /srv/shoal/setup.log"),
+        ({"error": "use", "log": "ImportError: libfoo.so"}, "cannot be used", "cat /srv/shoal/setup.log"),
         ({"error": "venv", "log": "no"}, "cannot make /srv/shoal/env on laptop-b", "cat /srv/shoal/setup.log"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shoal.cluster.hosts.explain import by_hand
 from shoal.cluster.hosts.facts import HostFacts, no_python
 from shoal.cluster.hosts.python import PythonFacts, Wanted, minor_of, misfits
 from shoal.cluster.hosts.spec import Host, HostsSpec
@@ -93,11 +94,11 @@ def cannot_make(
         )
     if kind == "pip":
         return _pip_failed(host, spec, facts, wanted, log)
-    if kind == "import":
+    if kind == "use":
         return HostError(
-            f"torch was installed in {where}, but cannot be imported", why=_last(log), fix=_see_log(host, facts)
+            f"what pip installed in {where} cannot be used", why=_last(log), fix=_see_log(host, spec, facts)
         )
-    return HostError(f"cannot make {where}", why=_last(log or stderr), fix=_see_log(host, facts))
+    return HostError(f"cannot make {where}", why=_last(log or stderr), fix=_see_log(host, spec, facts))
 
 
 def _pip_failed(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted, log: str) -> HostError:
@@ -111,9 +112,11 @@ def _pip_failed(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted, l
         return HostError(
             f"pip on {host.name} finds no {match[1]} for {facts.arch} and Python {wanted.minor}",
             why=_last(log),
-            fix=f"add it to what --wheels copies, or see what pip looked at: {_see_log(host, facts)}",
+            fix=f"add it to what --wheels copies, or see what pip looked at: {_see_log(host, spec, facts)}",
         )
-    return HostError(f"pip on {host.name} could not install the packages", why=_last(log), fix=_see_log(host, facts))
+    return HostError(
+        f"pip on {host.name} could not install the packages", why=_last(log), fix=_see_log(host, spec, facts)
+    )
 
 
 def _full(host: Host, facts: HostFacts, why: str) -> HostError:
@@ -122,8 +125,8 @@ def _full(host: Host, facts: HostFacts, why: str) -> HostError:
     )
 
 
-def _see_log(host: Host, facts: HostFacts) -> str:
-    return f"ssh {host.host} cat {facts.folder}/setup.log"
+def _see_log(host: Host, spec: HostsSpec, facts: HostFacts) -> str:
+    return f"{by_hand(host, spec)} cat {facts.folder}/setup.log"
 
 
 def _last(log: str) -> str:

@@ -30,12 +30,17 @@ def explain(host: Host, spec: HostsSpec, returncode: int, stderr: str) -> HostEr
     return HostError(
         f"cannot reach {host.name} over ssh",
         why=_tail(stderr) or "ssh did not say why",
-        fix=f"{_by_hand(host, spec)} -v",
+        fix=f"{by_hand(host, spec)} -v",
     )
 
 
 def ssh_words(spec: HostsSpec) -> list[str]:
     return ["ssh", *(("-F", str(spec.ssh_config)) if spec.ssh_config else ())]
+
+
+def by_hand(host: Host, spec: HostsSpec, *options: str) -> str:
+    """What a user types to see for themselves."""
+    return shlex.join([*ssh_words(spec), *options, host.host])
 
 
 def ssh_missing(program: str) -> HostError:
@@ -44,11 +49,11 @@ def ssh_missing(program: str) -> HostError:
     )
 
 
-def silent(host: Host, what: str, stderr: str) -> HostError:
+def silent(host: Host, spec: HostsSpec, what: str, stderr: str) -> HostError:
     return HostError(
         f"{host.name} {what}",
         why=_tail(stderr) or "it is overloaded, asleep, or a program of its login shell waits for input",
-        fix=f"see how long this takes: time ssh {shlex.quote(host.host)} true",
+        fix=f"see how long this takes: time {by_hand(host, spec)} true",
     )
 
 
@@ -95,7 +100,7 @@ def _timed_out(host: Host, spec: HostsSpec, stderr: str) -> HostError:
     return HostError(
         f"{host.name} did not answer within {CONNECT_TIMEOUT_S} s",
         why="it is off or asleep, or a firewall swallows what is sent to it: " + _tail(stderr),
-        fix=f"wake it, then try: {_by_hand(host, spec)} true",
+        fix=f"wake it, then try: {by_hand(host, spec)} true",
     )
 
 
@@ -114,7 +119,7 @@ def _changed_key(host: Host, spec: HostsSpec, stderr: str) -> HostError:
     return HostError(
         f"the host key of {host.name} has changed",
         why="it was installed anew, or another machine has its address; ask whose it is before you trust it",
-        fix=f"ssh-keygen -f {shlex.quote(file)} -R {shlex.quote(name)}, then: {_by_hand(host, spec)}",
+        fix=f"ssh-keygen -f {shlex.quote(file)} -R {shlex.quote(name)}, then: {by_hand(host, spec)}",
     )
 
 
@@ -124,13 +129,13 @@ def _unknown_key(host: Host, spec: HostsSpec, stderr: str) -> HostError:
     return HostError(
         f"the host key of {host.name} is not known here",
         why="we were never connected to it by this name, so nothing tells it from another machine",
-        fix=f"connect once, compare the key and say yes: {_by_hand(host, spec, *asking)}",
+        fix=f"connect once, compare the key and say yes: {by_hand(host, spec, *asking)}",
     )
 
 
 def _bad_config(host: Host, spec: HostsSpec, stderr: str) -> HostError:
     return HostError(
-        "ssh does not accept its configuration", why=_tail(stderr), fix=f"correct it: {_by_hand(host, spec)} -v"
+        "ssh does not accept its configuration", why=_tail(stderr), fix=f"correct it: {by_hand(host, spec)} -v"
     )
 
 
@@ -138,7 +143,7 @@ def _hung_up(host: Host, spec: HostsSpec, stderr: str) -> HostError:
     return HostError(
         f"{host.name} answered and hung up",
         why=f"{_tail(stderr)}: too many connections at once, or its SSH server refuses this machine",
-        fix=f"see what it says: {_by_hand(host, spec)} -v",
+        fix=f"see what it says: {by_hand(host, spec)} -v",
     )
 
 
@@ -146,7 +151,7 @@ def _no_shell(host: Host, spec: HostsSpec, returncode: int, stderr: str) -> Host
     return HostError(
         f"{host.name} let us in, but there is no shell to run a script with",
         why=_tail(stderr) or f"`sh -s` ended with {returncode} before it read anything",
-        fix=f"this must print hello: {_by_hand(host, spec)} sh -c 'echo hello'",
+        fix=f"this must print hello: {by_hand(host, spec)} sh -c 'echo hello'",
     )
 
 
@@ -161,10 +166,6 @@ _REASONS: tuple[tuple[str | re.Pattern[str], Callable[[Host, HostsSpec, str], Ho
     ("No route to host|[Nn]etwork is unreachable", _no_route),
     (_BUSY, _hung_up),
 )
-
-
-def _by_hand(host: Host, spec: HostsSpec, *options: str) -> str:
-    return shlex.join([*ssh_words(spec), *options, host.host])
 
 
 def _key_name(host: Host, stderr: str) -> str:

@@ -92,6 +92,16 @@ def look_script(host: Host, names: list[tuple[str, str]], question: Question, wa
     )
 
 
+def need_same_kind(host: Host, facts: HostFacts, os: str, arch: str) -> None:
+    """gloo speaks another way on each system, and the last bits of a sum differ between processors."""
+    if (facts.os, facts.arch) != (os, arch):
+        raise HostError(
+            f"{host.name} is another kind of machine: {facts.os} on {facts.arch}, and here is {os} on {arch}",
+            why="ranks on different systems or processors cannot form one world with the same results",
+            fix="take it out of the hosts file",
+        )
+
+
 def program(name: str) -> str:
     """The text of a program that runs on a host."""
     return (Path(there.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
@@ -114,7 +124,9 @@ def read_answer(host: Host, spec: HostsSpec, done: Result) -> HostFacts:
 def no_python(host: Host, spec: HostsSpec, others: tuple[str, ...], broken: list[str], stderr: str) -> HostError:
     if broken:
         return HostError(
-            f"{broken[0]} on {host.name} does not work", why=stderr.strip(), fix=f"name another python in {spec.path}"
+            f"{broken[0]} on {host.name} does not work",
+            why=stderr.strip().rpartition("\n")[2],
+            fix=f"name another python in {spec.path}",
         )
     there_is = f"there are: {', '.join(others)}" if others else "there is no python3 at all"
     if host.python:

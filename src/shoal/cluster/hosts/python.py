@@ -60,9 +60,10 @@ def wanted_here() -> Wanted:
 
 
 def constraints_here() -> list[str]:
-    """Every version that is installed here, for pip to hold to where it needs one of them."""
+    """Every other version that is installed here, for pip to hold to where it needs one of them."""
     found = {_normal(dist.metadata["Name"]): public(dist.version) for dist in importlib.metadata.distributions()}
-    return sorted(f"{name}=={version}" for name, version in found.items() if name not in ("shoal", "pip"))
+    asked = {"shoal", "pip", *wanted_here().packages}
+    return sorted(f"{name}=={version}" for name, version in found.items() if name not in asked)
 
 
 def public(version: str) -> str:

@@ -5,6 +5,7 @@ Called at every launch, so it is quick when nothing changed: one connection to e
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from shoal.cluster.hosts.addresses import addresses, refuse_twins, settle
 from shoal.cluster.hosts.each import on_each, values_or_raise
-from shoal.cluster.hosts.facts import HostFacts, look
+from shoal.cluster.hosts.facts import HostFacts, look, need_same_kind
 from shoal.cluster.hosts.files import Bundle, code_bundle, project_bundle
 from shoal.cluster.hosts.python import PythonFacts, Wanted, misfits, wanted_here
 from shoal.cluster.hosts.ship import ensure_code, ensure_project, put_file, question
@@ -59,10 +60,11 @@ def usable_python(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted)
     for python in facts.pythons:
         if not found[python.executable]:
             return python
-    first = facts.pythons[0]
+    # The one that setup made, where there is one: it was made because the named one would not do.
+    last = facts.pythons[-1]
     raise HostError(
-        f"the Python of {host.name} cannot run this: {found[first.executable][0]}",
-        why=f"all ranks need the same Python and the same torch; looked at {first.executable}",
+        f"the Python of {host.name} cannot run this: {found[last.executable][0]}",
+        why=f"all ranks need the same Python and the same torch; looked at {last.executable}",
         fix=f"shoal setup {spec.path}",
     )
 
@@ -79,6 +81,7 @@ def _ready(
 ) -> ReadyHost:
     host = _with_own_python(host)
     facts = look(host, spec, question(code, bundle, files), wanted)
+    need_same_kind(host, facts, platform.system(), platform.machine())
     address, interface = settle(host, spec, address, facts)
     python = usable_python(host, spec, facts, wanted)
     return ReadyHost(

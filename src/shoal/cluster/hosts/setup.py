@@ -4,6 +4,7 @@ copies of shoal and of the project. Safe to repeat: what is there stays."""
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from shoal.cluster.hosts.environment import EnvironmentPlan, cannot_make, plan_environment
 from shoal.cluster.hosts.explain import gone
-from shoal.cluster.hosts.facts import HostFacts, look
+from shoal.cluster.hosts.facts import HostFacts, look, need_same_kind
 from shoal.cluster.hosts.files import Bundle, Piece, code_bundle, lone_piece, project_bundle
 from shoal.cluster.hosts.python import Wanted, constraints_here, wanted_here
 from shoal.cluster.hosts.ship import ensure_code, ensure_project, question, send
@@ -75,6 +76,7 @@ def set_up(host: Host, spec: HostsSpec, order: Order, say: Say) -> Outcome:
         return Outcome(sys.executable, "ours", "ours", "ours" if order.project else None)
     say("looking what is there")
     facts = look(host, spec, question(order.code, order.project), order.wanted, any_python=True)
+    need_same_kind(host, facts, platform.system(), platform.machine())
     plan = plan_environment(host, spec, facts, order.wanted)
     facts = facts.model_copy(update={"pythons": (plan.python,)})
     if not facts.has_code:

@@ -9,6 +9,7 @@ Only after the mark do we send what the script's own programs shall read: dash r
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import shlex
@@ -29,6 +30,7 @@ from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 ALIVE_INTERVAL_S = 5
 ALIVE_MISSED = 2
 ANSWER_S = 30.0
+_MOST_ERRORS_BYTES = 1 << 20
 
 OPTIONS = (
     "BatchMode=yes",
@@ -69,6 +71,7 @@ class Script:
         # In a file: a pipe that nobody reads would stop the other side once it is full.
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         argv = script_argv(host, spec)
+        self._own_session = own_session or is_here(host)
         try:
             self.process = subprocess.Popen(
                 argv,
@@ -76,7 +79,7 @@ class Script:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 bufsize=0,
-                start_new_session=own_session,
+                start_new_session=self._own_session,
             )
         except FileNotFoundError:
             self._errors.close()
@@ -102,14 +105,18 @@ class Script:
                     rest = rest[self.stdin.write(rest) or 0 :]
 
     def errors(self) -> str:
-        """What it wrote to stderr so far."""
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace")
+        """What it wrote to stderr so far. Read without moving: the other side writes at the same position."""
+        return os.pread(self._errors.fileno(), _MOST_ERRORS_BYTES, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        """Over SSH the link; here whatever the shell has started too, which would hold our pipes."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL) if self._own_session else self.process.kill()
 
     def close(self) -> None:
         """Ends our side. Over SSH the program there loses its stdin and stdout with it."""
-        if self.process.poll() is None:
-            self.process.kill()
+        self.kill()
         for pipe in (self.stdin, self.stdout, self._errors):
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -127,7 +134,7 @@ class Script:
         while not heard.endswith(mark):
             ready, _, _ = select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise silent(self.host, "did not begin with a script in time", self.errors())
+                raise silent(self.host, self.spec, "did not begin with a script in time", self.errors())
             byte = self.stdout.read(1)
             if not byte:
                 return False
@@ -145,25 +152,19 @@ def run_script(
     script: str,
     stdin: Iterable[bytes] = (),
     deadline_s: float = ANSWER_S,
-    hold: bool = False,
 ) -> Result:
-    """Runs a script to its end and gives what it said; raises only when the host could not be reached, or was lost.
-
-    With `hold` its stdin stays open until it ends, so that it can tell by the end of it that we are gone.
-    """
+    """Runs a script to its end and gives what it said; raises only when the host could not be reached, or was lost."""
     with Script(host, spec) as running:
         running.start(script, min(ANSWER_S, deadline_s))
-        with _ended_after(running.process, deadline_s) as late:
+        with _ended_after(running, deadline_s) as late, _read_along(running) as said:
             running.send(stdin)
-            if not hold:
-                running.stdin.close()
-            said = running.stdout.read()
+            running.stdin.close()
             code = running.process.wait()
         if late.is_set():
-            raise silent(host, f"gave no answer within {deadline_s:.0f} s", running.errors())
+            raise silent(host, spec, f"gave no answer within {deadline_s:.0f} s", running.errors())
         if code == SSH_FAILED and not is_here(host):
             raise gone(host, code, running.errors())
-        return Result(code, said, running.errors())
+        return Result(code, b"".join(said), running.errors())
 
 
 def variables(**values: str) -> str:
@@ -177,12 +178,27 @@ def shell_path(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _ended_after(process: subprocess.Popen[bytes], deadline_s: float) -> Iterator[threading.Event]:
+def _read_along(running: Script) -> Iterator[list[bytes]]:
+    """All of it, once the block is left: a program that answers before it has read everything must not be stuck."""
+    said: list[bytes] = []
+    reader = threading.Thread(target=lambda: said.append(running.stdout.read()), daemon=True)
+    reader.start()
+    try:
+        yield said
+    except BaseException:
+        running.kill()
+        raise
+    finally:
+        reader.join()
+
+
+@contextlib.contextmanager
+def _ended_after(running: Script, deadline_s: float) -> Iterator[threading.Event]:
     late = threading.Event()
 
     def end() -> None:
         late.set()
-        process.send_signal(signal.SIGKILL)
+        running.kill()
 
     timer = threading.Timer(deadline_s, end)
     timer.start()

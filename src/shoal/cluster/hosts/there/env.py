@@ -24,6 +24,15 @@ from typing import Any
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _TAIL = 4000
+_CHECK = """
+import importlib.metadata, sys
+for requirement in sys.argv[1:]:
+    name, version = requirement.split("==")
+    found = importlib.metadata.version(name)
+    if found.partition("+")[0] != version:
+        sys.exit(f"{name} {found} is installed after pip was asked for {version}")
+import torch
+"""
 _UNWANTED = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "VIRTUAL_ENV")
 
 
@@ -72,7 +81,7 @@ def make(request: Request) -> None:
             _make_anew(request)
         _install(request)
         say(doing="trying torch")
-        _run(request, "import", ["-c", "import torch"])
+        _run(request, "use", ["-c", _CHECK, *request.requirements])
         shutil.rmtree(request.folder / "wheels", ignore_errors=True)
 
 

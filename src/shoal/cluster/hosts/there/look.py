@@ -93,9 +93,9 @@ def free_bytes(folder: Path) -> int:
 
 def cores() -> int:
     """Cores this process may use; two hardware threads of one core count once."""
-    usable = os.sched_getaffinity(0)
-    siblings = {_siblings(cpu) for cpu in usable}
-    return len(siblings) or len(usable)
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return len({_siblings(cpu) for cpu in os.sched_getaffinity(0)})
 
 
 def _siblings(cpu: int) -> str:
@@ -106,7 +106,9 @@ def _siblings(cpu: int) -> str:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Name of each interface, and its addresses."""
+    """Name of each interface, and its addresses. Elsewhere than on Linux, where nothing can be started, none."""
+    if sys.platform != "linux":
+        return {}
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     for name, address in [*_ipv4(), *_ipv6()]:
         found.setdefault(name.partition(":")[0], []).append(address)
