@@ -96,7 +96,8 @@ def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None
             training.kill()
             training.wait()
             return
-        subprocess.run(shoal_command("lab", "kill", "node2"), check=True, capture_output=True)
+        own = ("--name", f"run-{training.pid}")
+        subprocess.run(shoal_command("lab", "kill", "node2", *own), check=True, capture_output=True)
         assert training.wait(10) == 3
     finally:
         if training.poll() is None:
