@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
+
+from shoal.cluster.lab.tools import find_tool
 
 
 def need_tool(*names: str) -> str:
     """The path of the first tool that is installed. With SHOAL_REQUIRE_ALL=1, as in CI, a missing one is a failure."""
     for name in names:
-        if path := shutil.which(name):
+        if path := find_tool(name):
             return path
     reason = f"{' or '.join(names)} is not installed"
     if os.environ.get("SHOAL_REQUIRE_ALL") == "1":

@@ -139,7 +139,7 @@ def test_the_printed_commands_take_a_lab_down_by_hand() -> None:
         assert lab.is_alive("node1")
         done = run("sh", "-ec", script)
         assert done.returncode == 0, done.stderr
-        assert Traces(lab.name).found() == []
+        assert_gone(Traces(lab.name))
 
 
 def test_the_command_line_from_up_to_down() -> None:
@@ -161,6 +161,7 @@ def test_the_command_line_from_up_to_down() -> None:
 
 _ROOTLESS = """
 import subprocess, sys
+from pathlib import Path
 from shoal.cluster.lab import changes
 from shoal.cluster.lab.build import up
 from shoal.cluster.lab.spec import make_spec
@@ -172,9 +173,16 @@ try:
     assert said("ping", "-c", "1", "-W", "1", "node2").returncode == 0
     lab.perform(changes.cut_off("node1", None, one_way=False))
     assert said("ping", "-c", "1", "-W", "1", "node2").returncode != 0
+    assert "tbf" in said("tc", "qdisc", "show", "dev", "eth0").stdout
+    sleepers = [lab.start(node, ["sleep", "60"], {}, Path("/dev/null")) for node in ("node1", "node2")]
+    while len(lab.processes("node1") + lab.processes("node2")) < 2: pass
     lab.perform(changes.stop_or_go("node1", frozen=True))
     lab.perform(changes.stop_or_go("node1", frozen=False))
+    sleepers[0].terminate()
+    assert sleepers[0].wait(5) == -15
+    lab.perform(changes.stop_or_go("node2", frozen=True))
     lab.perform(changes.kill("node2", silent=True))
+    assert sleepers[1].wait(5) == -9
     lab.perform(changes.restart("node2"))
     print(lab.folder, *lab.state.notes)
 finally:

@@ -119,7 +119,7 @@ def test_a_link_can_be_changed(lab: Lab) -> None:
 
 def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
     if lab.state.groups.cpu is None:
-        pytest.skip("no control group with a cpu controller can be made here")
+        pytest.skip("; ".join(lab.state.notes))
     busy = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\nprint(time.process_time())"
     assert 0.2 < float(said(lab, "node3", sys.executable, "-c", busy)) < 0.62
     lab.perform(changes.set_cpu("node3", 0.2))
@@ -129,7 +129,7 @@ def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
 
 def test_status_says_what_runs_where(lab: Lab, tmp_path: Path) -> None:
     process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
-    time.sleep(0.3)
+    wait_for(lambda: [command for _, command in lab.processes("node1")] == ["sleep 30"])
     done = subprocess.run(
         shoal("lab", "status", "--name", lab.name, "--json"), capture_output=True, text=True, timeout=30
     )
@@ -152,6 +152,26 @@ def test_exec_passes_on_input_output_and_exit_code(lab: Lab) -> None:
     assert "no node 'node9'" in gone.stderr
 
 
+def test_whoever_ends_exec_ends_the_command(lab: Lab) -> None:
+    script = "trap 'echo asked; exit 4' TERM; echo begun; while :; do sleep 0.05; done"
+    words = shoal("lab", "exec", "--name", lab.name, "node1", "--", "sh", "-c", script)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "begun\n"
+        command.terminate()
+        assert command.stdout.readline() == "asked\n"
+        assert command.wait(5) == 4
+
+
+def test_what_cannot_run_on_a_node_says_so(lab: Lab) -> None:
+    done = on(lab, "node1", "no-such-program")
+    assert (done.returncode, done.stderr) == (
+        127,
+        f"cannot run no-such-program in {Path.cwd()}: No such file or directory\n",
+    )
+    assert on(lab, "node1", "/etc/hosts").returncode == 126
+
+
 def test_a_started_process_has_its_log_its_variables_and_its_own_signals(lab: Lab, tmp_path: Path) -> None:
     script = "trap 'echo $WORD asked; exit 5' INT; echo begun; while :; do sleep 0.05; done"
     process = lab.start("node1", ["sh", "-c", script], {"WORD": "kindly"}, tmp_path / "logs/a.log")
@@ -167,6 +187,18 @@ def test_a_killed_process_says_by_which_signal(lab: Lab, tmp_path: Path) -> None
     process.kill()
     assert process.wait(5) == -signal.SIGKILL
     wait_for(lambda: lab.processes("node1") == [])
+
+
+def test_a_process_that_was_stopped_and_continued_still_ends(lab: Lab, tmp_path: Path) -> None:
+    process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
+    wait_for(lambda: lab.processes("node1") != [])
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(process.inner()[0]).status() == psutil.STATUS_STOPPED)
+    time.sleep(0.2)
+    assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    assert process.wait(5) == -signal.SIGKILL
 
 
 def test_an_open_file_is_passed_on(lab: Lab, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from shoal.cluster.lab.shaping import bundling, shape
 from shoal.cluster.lab.spec import LabSpec, Link, make_spec, parse_lab
 from shoal.cluster.lab.state import LabState
 from shoal.cluster.lab.steps import render
+from shoal.cluster.lab.tools import find_tool, path_line, reach_tools, search_path
 from shoal.cluster.lab.topology import Site
 from shoal.errors import UsageError
 from shoal.units import format_delay, format_rate, parse_delay, parse_rate
@@ -144,6 +145,21 @@ def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None
 def test_freezing_without_a_freezer_is_a_signal_to_all() -> None:
     here = scene(make_spec(1), site(groups=Groups()))
     assert "kill -STOP -1" in render(changes.stop_or_go("node1", frozen=True)(here)[1])
+
+
+def test_tools_are_found_where_an_ordinary_path_does_not_lead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    system = Path("/usr/sbin").resolve()
+    assert search_path("/mine:/bin").startswith("/mine:/bin:")
+    assert str(system) in search_path("/bin").split(":")
+    assert search_path(f"/bin:{system}:/sbin") == f"/bin:{system}:/sbin"
+    own = tmp_path / "tc"
+    own.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_tool("tc") == str(own), "one's own comes first"
+    assert path_line().startswith(f'export PATH="$PATH:{system}')
+    assert reach_tools(["tc"])[-1] == "tc"
+    monkeypatch.setenv("PATH", "/usr/sbin:/sbin")
+    assert (path_line(), reach_tools(["tc"])) == ("", ["tc"])
 
 
 def test_what_the_kernel_lacks_is_named_and_the_rest_kept() -> None:

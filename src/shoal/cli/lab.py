@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -17,7 +18,8 @@ from shoal.cluster.lab.kernel import need_tools, observe
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.removal import removal_steps, remove
 from shoal.cluster.lab.spec import DEFAULT_NAME, PROFILES, Link, check_name, make_spec, parse_cpu, parse_loss
-from shoal.cluster.lab.steps import render
+from shoal.cluster.lab.steps import Step, render
+from shoal.cluster.lab.tools import path_line
 from shoal.errors import UsageError
 from shoal.units import parse_delay, parse_rate
 
@@ -52,7 +54,7 @@ def up_(
     """Build a lab: N nodes, each with its own eth0, address, host name and processes, on one switch."""
     spec = make_spec(nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, profile=profile, sshd=sshd)
     if dry_run:
-        typer.echo(render(build_steps(plan_state(spec, observe()))), nl=False)
+        _print_script(build_steps(plan_state(spec, observe())))
         return
     _show(up(spec), json)
 
@@ -201,7 +203,7 @@ def down(
     wanted = registry.names() if all_ else [check_name(name) if name else _only()]
     for each in wanted:
         if dry_run:
-            typer.echo(render(removal_steps(each)), nl=False)
+            _print_script(removal_steps(each))
         else:
             stood = each in registry.names()
             remove(each)
@@ -216,6 +218,10 @@ def _only() -> str:
 def _perform(name: str | None, change: Change, dry_run: bool) -> None:
     found = Lab.open(name)
     if dry_run:
-        typer.echo(render(found.plan(change)[1]), nl=False)
+        _print_script(found.plan(change)[1])
     else:
         found.perform(change)
+
+
+def _print_script(steps: Iterable[Step]) -> None:
+    typer.echo(path_line() + render(steps), nl=False)

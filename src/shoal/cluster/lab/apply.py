@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -9,6 +11,7 @@ from pathlib import Path
 
 from shoal.cluster.lab.processes import end_node, first_process
 from shoal.cluster.lab.steps import Await, Kill, PidOf, RemoveGroup, Run, Step, Word, Write, render_step
+from shoal.cluster.lab.tools import with_tools
 from shoal.errors import LabError
 
 _DEADLINE_S = 10.0
@@ -50,15 +53,17 @@ def _number(pid: PidOf) -> str:
 
 def _run(step: Step, argv: list[str], log: Path | None) -> None:
     try:
-        if log is None:
+        with log.open("wb") if log else contextlib.nullcontext(subprocess.PIPE) as output:
             done = subprocess.run(
-                argv, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
+                argv,
+                env=with_tools(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                text=True,
+                errors="replace",
+                timeout=_DEADLINE_S,
             )
-        else:
-            with log.open("wb") as output:
-                done = subprocess.run(
-                    argv, stdout=output, stderr=output, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
-                )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _failed(step, str(error)) from error
     if done.returncode:

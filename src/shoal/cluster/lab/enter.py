@@ -1,13 +1,12 @@
 """A process on a node, started and signalled from here.
 
-Between us and it stands nsenter: a process cannot move itself into another pid namespace, only its child is born there.
+Between us and it stands its parent, see there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import psutil
 
 from shoal.errors import LabError
 
-# Both links of the chain from us to the program are tied: we to nsenter, nsenter to the program.
+# Both links of the chain from us to the program are tied: we to its parent, its parent to the program.
 TIED = ("setpriv", "--pdeathsig", "KILL", "--")
 _LISTEN_AND_HAND_OVER = (
     "import socket, sys\n"
@@ -29,21 +28,14 @@ _DEADLINE_S = 20
 
 
 class NodeProcess(subprocess.Popen[bytes]):
-    """`returncode` is the inner process's: nsenter ends as it did, by the same signal."""
+    """`returncode` is the inner process's: its parent ends as it did, by the same signal."""
 
     def send_signal(self, sig: int) -> None:
-        """To the process on the node. nsenter itself would die of it and leave the other to be killed."""
+        """To the program, or, while there is none yet, to what is about to become its parent."""
         if self.poll() is None:
-            for pid in self.inner():
+            for pid in self.inner() or [self.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sig)
-
-    def kill(self) -> None:
-        """The program, or, while there is none yet, whatever is about to become it."""
-        if self.inner():
-            self.send_signal(signal.SIGKILL)
-        elif self.poll() is None:
-            super().send_signal(signal.SIGKILL)
 
     def inner(self) -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):

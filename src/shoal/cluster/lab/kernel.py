@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from shoal.cluster.lab.cgroup import Groups, read_groups
 from shoal.cluster.lab.spec import LabNode, LabSpec
+from shoal.cluster.lab.tools import find_tool, with_tools
 from shoal.errors import LabError, UsageError
 
 _TRY_NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "set", "lo", "up")
@@ -48,14 +48,14 @@ def observe() -> Features:
     return Features(
         rootless,
         netem=_has_netem(rootless),
-        nft=shutil.which("nft") is not None,
-        sshd=shutil.which("sshd") is not None and shutil.which("ssh-keygen") is not None,
+        nft=find_tool("nft") is not None,
+        sshd=find_tool("sshd") is not None and find_tool("ssh-keygen") is not None,
         groups=read_groups(),
     )
 
 
 def need_tools(packages: Mapping[str, str]) -> None:
-    missing = [tool for tool in packages if shutil.which(tool) is None]
+    missing = [tool for tool in packages if find_tool(tool) is None]
     if missing:
         wanted = " ".join(dict.fromkeys(packages[tool] for tool in missing))
         raise UsageError(
@@ -110,7 +110,14 @@ def _has_netem(rootless: bool) -> bool:
 def _complaint(argv: tuple[str, ...]) -> str:
     """What a trial says when it fails; nothing when it works."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv,
+            env=with_tools(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         return f"{argv[0]} did not answer"
     if done.returncode == 0:

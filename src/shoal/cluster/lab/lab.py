@@ -15,6 +15,7 @@ from shoal.cluster.lab.removal import remove
 from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabSpec, check_name
 from shoal.cluster.lab.state import LabState
 from shoal.cluster.lab.steps import Step
+from shoal.cluster.lab.tools import reach_tools
 from shoal.cluster.node import Node
 from shoal.config.presets import did_you_mean
 from shoal.control.machine import physical_cores
@@ -64,7 +65,7 @@ class Lab:
                 f"{node} is frozen, and so would be whatever starts there",
                 fix=f"shoal lab thaw {node} --name {self.name}",
             )
-        return resolve(topology.command(node, state.site(self.folder), list(argv), Path.cwd()))
+        return reach_tools(resolve(topology.command(node, state.site(self.folder), list(argv), Path.cwd())))
 
     def start(
         self, node: str, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.cluster.lab.spec import LabNode, LabSpec
 from shoal.cluster.lab.steps import Await, Run, Step, Write
-from shoal.cluster.lab.topology import Site, command
+from shoal.cluster.lab.topology import Site, server
 
 
 def ssh_folder(site: Site) -> Path:
@@ -45,11 +45,11 @@ def start_server(node: LabNode, site: Site) -> list[Step]:
         "umount /mnt",
         f'exec "$(command -v sshd)" -D -f {folder}/sshd_config -E {log} {options}',
     )
-    words = ["setsid", "--fork", "unshare", "--mount", "sh", "-ec", "; ".join(script)]
+    words = ["unshare", "--mount", "sh", "-ec", "; ".join(script)]
     said = site.folder / f"{node.name}-sshd.log"
     return [
         Run(("rm", "-f", str(pid_file))),
-        Run(command(node.name, site, words, Path("/")), log=said),
+        server(node.name, site, words, said),
         Await(pid_file, said),
     ]
 

@@ -8,6 +8,7 @@ ends, however that happens, the kernel ends every process of every node and take
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from shoal.cluster.lab.steps import Await, Kill, PidOf, Run, Step, Word, Write
 
 _BRIDGE = "sw0"
 _ALL = ("--net", "--uts", "--mount", "--pid")
+_PARENT = (sys.executable, "-I", "-S", str(Path(__file__).with_name("parent.py")))
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,14 @@ def down(nodes: list[str], site: Site) -> list[Step]:
 
 def command(node: str, site: Site, argv: list[str], folder: Path) -> tuple[Word, ...]:
     """`argv` as it runs on a node: in its control groups, its namespaces, and the folder we are in."""
-    entered = (*site.inside(node, *_ALL), f"--wdns={folder}", "--", *argv)
+    entered: tuple[Word, ...] = (*_PARENT, site.pid(node), str(folder), *argv)
     return entered if node == SWITCH else _joined(entered, node, site)
+
+
+def server(node: str, site: Site, argv: list[str], log: Path) -> Run:
+    """A command that stays on a node and has left us behind when this step is done."""
+    entered = (*site.inside(node, *_ALL), "--wdns=/", "--", "setsid", "--fork", *argv)
+    return Run(_joined(entered, node, site), log)
 
 
 def _joined(words: tuple[Word, ...], node: str, site: Site) -> tuple[Word, ...]:
