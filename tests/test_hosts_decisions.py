@@ -15,7 +15,7 @@ from shoal.cluster.hosts.ready import usable_python
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.errors import HostError
 
-SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="anna@laptop-b"),))
+SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="me@laptop-b"),))
 HOST = SPEC.hosts[0]
 WANTED = Wanted("3.11", {"numpy": "2.4.6", "torch": "2.13.0"}, {"numpy": "2.0", "torch": "2.9"})
 
@@ -139,7 +139,7 @@ def test_another_kind_of_machine_is_refused() -> None:
 
 
 def test_the_name_that_ssh_makes_of_a_host() -> None:
-    assert host_name_of("user anna\nhostname laptop-b.lan\nport 22\n") == "laptop-b.lan"
+    assert host_name_of("user me\nhostname laptop-b.lan\nport 22\n") == "laptop-b.lan"
     assert host_name_of("") == ""
 
 

@@ -16,7 +16,7 @@ from shoal.cluster.hosts.ssh import framed, shell_path, ssh_argv, variables
 from shoal.cluster.spec import parse_on, rank_count
 from shoal.errors import ConfigError, HostError, ShoalError, UsageError
 
-SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="anna@laptop-b"),))
+SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="me@laptop-b"),))
 HOST = SPEC.hosts[0]
 
 
@@ -36,13 +36,13 @@ def refused(text: str, name: str = "cluster/hosts.toml") -> ShoalError:
 
 def test_a_cluster_file() -> None:
     spec = from_toml(
-        'ssh_config = "ssh/config"\n[[host]]\nhost = "anna@laptop-b"\nslots = 2\nweight = 2\n'
+        'ssh_config = "ssh/config"\n[[host]]\nhost = "me@laptop-b"\nslots = 2\nweight = 2\n'
         '[[host]]\nname = "attic"\nhost = "10.0.0.9"\naddress = "192.168.7.9"\ninterface = "wg0"\nthreads = 3\n'
         'python = "~/env/bin/python"\nfolder = "/srv/shoal/"\n'
     )
     first, second = spec.hosts
     assert spec.ssh_config == Path("cluster/ssh/config")
-    assert first == Host(host="anna@laptop-b", name="laptop-b", slots=2, weight=2.0, folder=DEFAULT_FOLDER)
+    assert first == Host(host="me@laptop-b", name="laptop-b", slots=2, weight=2.0, folder=DEFAULT_FOLDER)
     assert (second.name, second.address, second.interface, second.threads) == ("attic", "192.168.7.9", "wg0", 3)
     assert (second.python, second.folder) == ("~/env/bin/python", "/srv/shoal")
 
@@ -54,7 +54,7 @@ def test_a_cluster_file() -> None:
         ("laptop-b slots=4", "laptop-b", 4),
         ("laptop-b\tslots = 4 max_slots=8  # upstairs", "laptop-b", 4),
         ("laptop-b max-slots=8", "laptop-b", 1),
-        ("anna@laptop-b:3", "anna@laptop-b", 3),
+        ("me@laptop-b:3", "me@laptop-b", 3),
         ("fd00::9", "fd00::9", 1),
     ],
 )
@@ -124,7 +124,7 @@ def test_files_that_make_no_sense(text: str, name: str, seen: str) -> None:
     ("text", "seen"),
     [
         ("b\nc\nb slots=2\n", "machines lists the host b twice"),
-        ("anna@b\nB\n", "machines lists the host B twice"),
+        ("me@b\nB\n", "machines lists the host B twice"),
         ('[[host]]\nhost="b"\nname="x"\n[[host]]\nhost="c"\nname="x"\n', "two hosts in machines have the name x"),
         (
             '[[host]]\nhost="b"\naddress="10.0.0.1"\n[[host]]\nhost="c"\naddress="10.0.0.1"\n',
@@ -196,7 +196,7 @@ def test_which_host_is_this_machine() -> None:
 def test_ssh_is_the_users_own_and_asks_nothing() -> None:
     argv = ssh_argv(HOST, SPEC.model_copy(update={"ssh_config": Path("/a/config")}))
     assert argv[:3] == ["ssh", "-F", "/a/config"]
-    assert argv[-2:] == ["--", "anna@laptop-b"]
+    assert argv[-2:] == ["--", "me@laptop-b"]
     assert "BatchMode=yes" in argv
     assert not any("StrictHostKeyChecking" in word for word in argv), "host keys are checked as the user has it"
 
@@ -222,12 +222,12 @@ def explained(stderr: str, code: int = 255) -> HostError:
         ("ssh: connect to host b port 22: No route to host", "there is no way to laptop-b"),
         ("ssh: connect to host b port 22: Connection timed out", "did not answer within 10 s"),
         ("Connection timed out during banner exchange", "did not answer within 10 s"),
-        ("anna@b: Permission denied (publickey,password).", "does not let us in"),
+        ("me@b: Permission denied (publickey,password).", "does not let us in"),
         (
             "No ED25519 host key is known for b and you have requested strict checking.\nHost key verification failed.",
             "not known",
         ),
-        ("/home/anna/.ssh/config: line 3: Bad configuration option: hots", "does not accept its configuration"),
+        ("/home/me/.ssh/config: line 3: Bad configuration option: hots", "does not accept its configuration"),
         ("kex_exchange_identification: Connection closed by remote host", "answered and hung up"),
         ("something nobody has seen", "cannot reach laptop-b over ssh"),
         ("", "cannot reach laptop-b over ssh"),
@@ -247,7 +247,7 @@ def test_a_changed_key_is_answered_with_the_exact_command() -> None:
         "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nOffending ED25519 key in /home/a/known_hosts:7\n"
         "Host key for [b.lan]:2222 has changed and you have requested strict checking.\nHost key verification failed."
     )
-    assert explained(stderr).fix == "ssh-keygen -f /home/a/known_hosts -R '[b.lan]:2222', then: ssh anna@laptop-b"
+    assert explained(stderr).fix == "ssh-keygen -f /home/a/known_hosts -R '[b.lan]:2222', then: ssh me@laptop-b"
 
 
 def test_a_lost_link_is_told_from_a_killed_program() -> None:

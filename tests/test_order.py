@@ -7,14 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.schema import TrainConfig
-from shoal.cost.batch import micro_batch, world_batch
+from shoal.config.schema import RunConfig, TrainConfig
+from shoal.cost.batch import micro_batch, rank_weights, shares, world_batch
 from shoal.data.order import permute, sample_indices
 from shoal.data.shards import CursorShard, Deal, ModuloShard, deal, make_shard
 from shoal.errors import ConfigError, UsageError
 
 counts = st.integers(1, 3000)
 seeds = st.integers(0, 2**63)
+
+
+def equal(world: int) -> tuple[float, ...]:
+    return (1.0,) * world
 
 
 @given(counts, seeds, st.integers(0, 50))
@@ -45,7 +49,7 @@ def test_any_position_can_be_asked_alone(count: int, seed: int, first: int, leng
 def deals(draw: st.DrawFn) -> Deal:
     world = draw(st.integers(1, 9))
     micro = draw(st.integers(1, 5))
-    return deal(micro * draw(st.integers(world, 40)), micro, world)
+    return deal(micro * draw(st.integers(world, 40)), micro, equal(world))
 
 
 @given(deals(), counts, seeds, st.integers(0, 200))
@@ -74,7 +78,7 @@ def test_a_modulo_shard_keeps_to_its_own(dealt: Deal, count: int, seed: int, ste
 
 
 def test_a_modulo_shard_is_used_up_before_it_repeats() -> None:
-    shard = ModuloShard(1, deal(6, 1, 3), count=30, seed=1)
+    shard = ModuloShard(1, deal(6, 1, equal(3)), count=30, seed=1)
     seen = np.concatenate([shard.indices(step * 6) for step in range(5)])
     assert sorted(seen.tolist()) == list(range(1, 30, 3))
 
@@ -103,29 +107,49 @@ def test_make_shard_refuses_a_rank_that_does_not_exist(rank: int, world: int) ->
 @given(st.integers(1, 200), st.integers(1, 9))
 def test_the_chosen_micro_batch_always_fits(batch: int, world: int) -> None:
     train = TrainConfig(global_batch=max(batch, world))
-    size = micro_batch(train, world)
+    size = micro_batch(train, equal(world))
     assert train.global_batch % size == 0
-    assert min(deal(train.global_batch, size, world).micro_batches) >= 1
+    assert min(deal(train.global_batch, size, equal(world)).micro_batches) >= 1
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 3)])
 def test_equal_work_is_preferred(world: int, expected: int) -> None:
-    assert micro_batch(TrainConfig(global_batch=24), world) == expected
+    assert micro_batch(TrainConfig(global_batch=24), equal(world)) == expected
 
 
 def test_weak_scaling_gives_every_rank_the_stated_batch() -> None:
     train = TrainConfig(global_batch=12, scaling="weak")
     assert world_batch(train, 4) == 48
-    assert deal(48, micro_batch(train, 4), 4).share(3) == 12
+    assert deal(48, micro_batch(train, equal(4)), equal(4)).share(3) == 12
 
 
 def test_more_ranks_than_sequences_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 ranks cannot share a global batch of 4") as caught:
-        micro_batch(TrainConfig(global_batch=4), 5)
+        micro_batch(TrainConfig(global_batch=4), equal(5))
     assert "--global-batch 5" in caught.value.fix
 
 
 def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="micro-batches of 7") as caught:
-        micro_batch(TrainConfig(global_batch=24, micro_batch=7), 2)
+        micro_batch(TrainConfig(global_batch=24, micro_batch=7), equal(2))
     assert "--micro-batch 6" in caught.value.fix
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 500))
+def test_shares_by_weight_are_whole_and_complete(weights: list[float], extra: int) -> None:
+    """Nobody could be done earlier by handing one micro-batch to somebody else."""
+    count = len(weights) + extra
+    dealt = shares(count, weights)
+    assert sum(dealt) == count
+    assert min(dealt) >= 1
+    last = max(range(len(weights)), key=lambda rank: dealt[rank] / weights[rank])
+    others = [(dealt[rank] + 1) / weight for rank, weight in enumerate(weights) if rank != last]
+    assert dealt[last] == 1 or all(dealt[last] / weights[last] <= other * (1 + 1e-9) for other in others)
+
+
+def test_weights_are_one_number_a_rank() -> None:
+    assert rank_weights(RunConfig(weights="2/1"), 2) == (2.0, 1.0)
+    assert deal(24, 4, (2, 1)).micro_batches == (4, 2)
+    for wrong in ("1", "1/1/1", "0/1"):
+        with pytest.raises(ConfigError, match="does not fit 2 ranks"):
+            rank_weights(RunConfig(weights=wrong), 2)

@@ -67,6 +67,13 @@ def settled(on: str) -> str:
     return str(found.path.absolute()) if isinstance(found, HostsSpec) else on
 
 
+def weights_of(on: On) -> str | None:
+    """One number a rank, where a hosts file says that its machines are not alike."""
+    if not isinstance(on, HostsSpec) or len({host.weight for host in on.hosts}) == 1:
+        return None
+    return "/".join(f"{host.weight:g}" for host in on.hosts for _ in range(host.slots))
+
+
 def rank_count(on: On) -> int:
     """A lab's nodes take one rank each, a host as many as it has slots."""
     match on:

@@ -129,12 +129,17 @@ class SyncConfig(Section):
 
 
 class RunConfig(Section):
-    """Where and how the ranks are started. `threads` unset is the node's cores divided by its ranks."""
+    """Where and how the ranks are started. `threads` unset is the node's cores divided by its ranks.
+
+    `weights` such as 1/1/0.5 give a slow machine a smaller share of every batch, one number a rank; unset, all are
+    equal. A hosts file sets it from the `weight` of its machines.
+    """
 
     preset: str = "grammar"
     on: str = "local:2"
     launcher: Literal["shoal", "torchrun", "spawn"] = "shoal"
     threads: Positive | None = None
+    weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
 
 
 class Config(Section):

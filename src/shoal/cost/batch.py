@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.config.schema import TrainConfig
+import math
+from collections.abc import Sequence
+
+from shoal.config.schema import RunConfig, TrainConfig
 from shoal.errors import ConfigError
 
 # A micro-batch costs a fixed amount of dispatch beside its arithmetic; about two sequences' worth on small models.
@@ -20,8 +23,34 @@ def scaled_lr(train: TrainConfig, world_size: int) -> float:
     return train.lr * world_batch(train, world_size) / train.base_batch
 
 
-def micro_batch(train: TrainConfig, world_size: int) -> int:
+def rank_weights(run: RunConfig, world_size: int) -> tuple[float, ...]:
+    """How the ranks share a batch, relative to each other."""
+    if run.weights is None:
+        return (1.0,) * world_size
+    weights = tuple(float(part) for part in run.weights.split("/"))
+    if len(weights) != world_size or min(weights) <= 0:
+        raise ConfigError(
+            f"run.weights={run.weights} does not fit {world_size} ranks",
+            why="it has one number above zero for each rank",
+            fix=f"write for example: --set run.weights={'/'.join(['1'] * world_size)}",
+        )
+    return weights
+
+
+def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """`count` micro-batches by weight, at least one each; what does not come out even goes to whoever is done first."""
+    ranks = range(len(weights))
+    dealt = [max(1, math.floor(count * weight / sum(weights))) for weight in weights]
+    while sum(dealt) > count:
+        dealt[max(ranks, key=lambda rank: (dealt[rank] > 1, dealt[rank] / weights[rank]))] -= 1
+    while sum(dealt) < count:
+        dealt[min(ranks, key=lambda rank: (dealt[rank] + 1) / weights[rank])] += 1
+    return tuple(dealt)
+
+
+def micro_batch(train: TrainConfig, weights: Sequence[float]) -> int:
     """The stated micro-batch if it fits, otherwise the one that leaves the busiest rank the least work."""
+    world_size = len(weights)
     batch = world_batch(train, world_size)
     if batch < world_size:
         raise ConfigError(
@@ -30,7 +59,7 @@ def micro_batch(train: TrainConfig, world_size: int) -> int:
             fix=f"use --global-batch {world_size} or more, or fewer ranks",
         )
     if train.micro_batch is None:
-        return min(_divisors(batch), key=lambda size: (_busiest(batch, size, world_size), -size))
+        return min(_divisors(batch), key=lambda size: (_busiest(batch, size, weights), -size))
     _check_fits(train.micro_batch, batch, world_size)
     return train.micro_batch
 
@@ -47,12 +76,13 @@ def _check_fits(size: int, batch: int, world_size: int) -> None:
     )
 
 
-def _busiest(batch: int, size: int, world_size: int) -> float:
-    """Work of the rank with the most micro-batches, in sequences; infinite where a rank would have none."""
+def _busiest(batch: int, size: int, weights: Sequence[float]) -> float:
+    """Work of the rank that is done last, in sequences of a rank of weight 1; infinite where one would have none."""
     count = batch // size
-    if count < world_size:
+    if count < len(weights):
         return float("inf")
-    return -(-count // world_size) * (size + _OVERHEAD_SEQUENCES)
+    dealt = zip(shares(count, weights), weights, strict=True)
+    return max(share / weight for share, weight in dealt) * (size + _OVERHEAD_SEQUENCES)
 
 
 def _divisors(number: int) -> list[int]:

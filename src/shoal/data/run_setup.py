@@ -12,9 +12,9 @@ from pathlib import Path
 from shoal.config.load import load_config, to_toml
 from shoal.config.presets import NEEDS_TEXT
 from shoal.config.schema import Config
-from shoal.cost.batch import micro_batch, world_batch
+from shoal.cost.batch import world_batch
 from shoal.data.prepare import Prepared, check_enough, prepare
-from shoal.data.shards import deal
+from shoal.data.shards import deal_for
 from shoal.errors import ConfigError, DataError
 from shoal.runfolder import RunFolder, write_atomically
 
@@ -95,7 +95,7 @@ def _prepare(config: Config) -> Prepared:
 
 
 def _check_shares(config: Config, world_size: int) -> None:
-    dealt = deal(world_batch(config.train, world_size), micro_batch(config.train, world_size), world_size)
+    dealt = deal_for(config, world_size)
     if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
         raise ConfigError(
             f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",

@@ -13,6 +13,8 @@ from typing import TypeVar, overload
 
 import numpy as np
 
+from shoal.config.schema import Config
+from shoal.cost.batch import micro_batch, rank_weights, shares, world_batch
 from shoal.data.order import Indices, sample_indices
 from shoal.errors import UsageError
 
@@ -65,10 +67,14 @@ class Deal:
         return self.micro_batch * sum(self.micro_batches[:rank])
 
 
-def deal(global_batch: int, micro_batch: int, world_size: int) -> Deal:
-    """As even as whole micro-batches allow; the first ranks take one more when it does not come out even."""
-    base, extra = divmod(global_batch // micro_batch, world_size)
-    return Deal(micro_batch, tuple(base + (rank < extra) for rank in range(world_size)))
+def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
+    """By weight, as nearly as whole micro-batches allow; among equals the first ranks take one more."""
+    return Deal(micro_batch, shares(global_batch // micro_batch, weights))
+
+
+def deal_for(config: Config, world_size: int) -> Deal:
+    weights = rank_weights(config.run, world_size)
+    return deal(world_batch(config.train, world_size), micro_batch(config.train, weights), weights)
 
 
 @dataclass(frozen=True)

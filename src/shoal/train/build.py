@@ -9,12 +9,12 @@ import torch
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import micro_batch, scaled_lr, world_batch
+from shoal.cost.batch import scaled_lr
 from shoal.cost.sizes import grad_bytes, parameter_count
 from shoal.data.batches import Batches
 from shoal.data.order import window_count
 from shoal.data.run_setup import read_facts
-from shoal.data.shards import SHARDS, deal
+from shoal.data.shards import SHARDS, deal_for
 from shoal.data.tokenfile import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.model.gpt import GPT
@@ -57,7 +57,7 @@ def build_trainer(
 def make_batches(config: Config, run: RunFolder, world: World) -> Batches:
     tokens = open_tokens(Path(read_facts(run).train)).tokens
     seq_len = config.model.seq_len
-    dealt = deal(world_batch(config.train, world.size), micro_batch(config.train, world.size), world.size)
+    dealt = deal_for(config, world.size)
     count = window_count(len(tokens), seq_len)
     return Batches(tokens, seq_len, SHARDS[config.data.sharding](world.rank, dealt, count, config.data.seed))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
-from shoal.cost.batch import micro_batch
+from shoal.cost.batch import micro_batch, rank_weights
 from shoal.errors import UsageError
 from shoal.report.finish import finish, writing
 from shoal.report.page import write_report
@@ -54,7 +54,7 @@ def check_ranks(config: Config, ranks: Sequence[int]) -> list[int]:
             f"cannot measure on {', '.join(map(str, ranks)) or 'no'} ranks", fix="write for example: --ranks 1,2,4"
         )
     for count in counts:
-        micro_batch(config.train, count)
+        micro_batch(config.train, rank_weights(config.run, count))
     return counts
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.spec import parse_on, rank_count, settled
+from shoal.cluster.spec import parse_on, rank_count, settled, weights_of
 from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
@@ -33,9 +33,15 @@ MakeDisplay = Callable[[Config], Display]
 
 def train_new(config: Config, out: Path, watch: MakeDisplay, detach: bool = False) -> tuple[RunFolder, Manifest | None]:
     """A new run; `watch` makes the display once the configuration is resolved. None for one that was let go."""
-    config = config.model_copy(update={"run": config.run.model_copy(update={"on": settled(config.run.on)})})
+    config = _with_cluster(config)
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     return run, _train(run, watch, Job(), detach)
+
+
+def _with_cluster(config: Config) -> Config:
+    """What the cluster itself says of the run: where its file is for good, and how its machines share the work."""
+    said = {"on": settled(config.run.on), "weights": config.run.weights or weights_of(parse_on(config.run.on))}
+    return config.model_copy(update={"run": config.run.model_copy(update=said)})
 
 
 def train_on(

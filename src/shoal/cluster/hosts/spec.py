@@ -3,7 +3,7 @@
 ssh_config = "ssh/config"      # optional: what `ssh -F` gets, beside this file
 
 [[host]]
-host = "anna@laptop-b"         # what ssh is told: an alias, a name, user@name or an address
+host = "me@laptop-b"         # what ssh is told: an alias, a name, user@name or an address
 slots = 2                      # how many ranks it takes
 """
 
@@ -150,7 +150,7 @@ def parse_hosts(text: str, path: Path) -> HostsSpec:
 
 
 def machine_of(host: str) -> str:
-    """`anna@laptop-b` is laptop-b."""
+    """`me@laptop-b` is laptop-b."""
     return host.rpartition("@")[2]
 
 

@@ -14,7 +14,7 @@ from shoal.cluster.node import Node
 from shoal.config.load import build_config, parse_set
 from shoal.config.presets import NEEDS_TEXT, PRESETS
 from shoal.config.schema import Config
-from shoal.cost.batch import micro_batch
+from shoal.cost.batch import micro_batch, rank_weights
 from shoal.errors import ConfigError
 
 # Nothing but the schema's defaults, so every configuration can be reached from it.
@@ -53,7 +53,7 @@ def make_job(config: Config, nodes: Iterable[Node], out: Path, python: str) -> J
             fix="name it as the machines of the job see it: --set data.path=FILE",
         )
     try:
-        micro_batch(config.train, job.ranks)
+        micro_batch(config.train, rank_weights(config.run, job.ranks))
     except ConfigError as error:
         fix = "change it: --set train.global_batch=N, --set train.micro_batch=N, or --on with fewer ranks"
         raise ConfigError(error.seen, why=error.why, fix=fix) from None
