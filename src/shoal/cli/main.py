@@ -29,6 +29,7 @@ VERBS = {
     "host": "Train with machines that join by themselves, without SSH: prints the line to type there.",
     "join": "Take part in a run that another machine hosts.",
     "emit": "The same training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
+    "doctor": "Check machines and network before a run; every finding with its fix.",
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",

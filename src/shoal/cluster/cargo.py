@@ -14,8 +14,10 @@ def _no_texts(_: Mapping[str, str]) -> dict[str, str]:
 @dataclass(frozen=True)
 class Cargo:
     """`files` are large and by a digest of their content, so that none is sent twice. `texts` are the small ones of the
-    run folder: a function, because one of them says where on that machine the large ones lie."""
+    run folder: a function, because one of them says where on that machine the large ones lie. `stays`: what the
+    run writes there is kept, as a training's is."""
 
     project: Path | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     texts: Callable[[Mapping[str, str]], dict[str, str]] = _no_texts
+    stays: bool = True

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from shoal.cluster.cargo import Cargo
 from shoal.cluster.hosts.cluster import HostsCluster, planned
 from shoal.cluster.hosts.spec import HostsSpec
+from shoal.cluster.hosts.visit import hosts_as_nodes
+from shoal.cluster.hosts.visit import visit as visit_hosts
 from shoal.cluster.join.cluster import JoinCluster
 from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.lab.build import up
@@ -19,7 +22,9 @@ from shoal.cluster.lab.lab import Lab, as_nodes
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
 from shoal.cluster.node import Node, local_node
-from shoal.cluster.spec import LocalSpec, StandingLab, parse_on
+from shoal.cluster.spec import LocalSpec, On, StandingLab, parse_on
+from shoal.cluster.talk import Process, Talk, closing_all, module_command
+from shoal.errors import ShoalError, UsageError
 
 
 class Cluster(Protocol):
@@ -66,6 +71,62 @@ def planned_nodes(on: str) -> list[Node]:
             return [Node(f"machine-{number}", address or "", None, 1, None) for number in range(1, machines + 1)]
 
 
+@dataclass(frozen=True)
+class Visit:
+    """The nodes of a cluster with nothing started but a program to talk to on each; or why there is none.
+
+    `on` names the same cluster again: a lab that was made for the visit stands until it is over."""
+
+    on: str
+    nodes: list[Node]
+    talks: dict[str, Talk]
+    unreached: dict[str, ShoalError]
+
+
+@contextmanager
+def visit(on: str, module: str) -> Iterator[Visit]:
+    """For looking around before a run: a torch-free module of ours, reading JSON lines, on every node at once."""
+    with _visited(parse_on(on), on, module) as (settled_on, nodes, found):
+        talks = {name: each for name, each in found.items() if isinstance(each, Talk)}
+        with closing_all(talks):
+            unreached = {name: each for name, each in found.items() if isinstance(each, ShoalError)}
+            yield Visit(settled_on, nodes, talks, unreached)
+
+
+@contextmanager
+def _visited(spec: On, on: str, module: str) -> Iterator[tuple[str, list[Node], Mapping[str, Talk | ShoalError]]]:
+    match spec:
+        case HostsSpec() as hosts:
+            yield on, hosts_as_nodes(hosts), visit_hosts(hosts, module)
+        case StandingLab(name=name):
+            yield on, (lab := Lab.open(name)).nodes, _talks_in(lab, module)
+        case LabSpec() as planned_lab:
+            with _own_lab(planned_lab) as lab:
+                yield f"lab:{lab.name}", lab.nodes, _talks_in(lab, module)
+        case LocalSpec(ranks=ranks):
+            node = local_node(ranks)
+            yield on, [node], {node.name: Talk(node.name, Process(module_command(module)))}
+        case JoinSpec():
+            raise UsageError(
+                "machines that join by themselves cannot be looked at before they have joined",
+                fix="name them in a hosts file, or look at each: shoal doctor --on local",
+            )
+
+
+def _talks_in(lab: Lab, module: str) -> dict[str, Talk]:
+    return {node.name: Talk(node.name, Process(lab.command(node.name, module_command(module)))) for node in lab.nodes}
+
+
+@contextmanager
+def _own_lab(spec: LabSpec) -> Iterator[Lab]:
+    """For us alone, and gone when we are, whatever ends us."""
+    lab = up(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
 @contextmanager
 def open_cluster(on: str, cargo: Cargo, note: Note) -> Iterator[Cluster]:
     """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run.
@@ -78,11 +139,8 @@ def open_cluster(on: str, cargo: Cargo, note: Note) -> Iterator[Cluster]:
         case StandingLab(name=name):
             yield LabCluster(Lab.open(name))
         case LabSpec() as spec:
-            lab = up(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
-            try:
+            with _own_lab(spec) as lab:
                 yield LabCluster(lab)
-            finally:
-                lab.close()
         case HostsSpec() as hosts:
             yield HostsCluster.prepare(hosts, cargo, note)
         case JoinSpec() as join:

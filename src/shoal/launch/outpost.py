@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -33,7 +34,8 @@ _PIECE = 1 << 20
 @dataclass(frozen=True)
 class Errand:
     """`texts` are small files of the run folder to put there; `have` is how much of each file is at home already.
-    `keeps`: the ledger and, at the end, the newest checkpoint are wanted. `follow`: the agent runs already."""
+    `keeps`: the ledger and, at the end, the newest checkpoint are wanted. `follow`: the agent runs already.
+    `discard`: nothing of the run is to stay there."""
 
     folder: str
     node: str
@@ -41,6 +43,7 @@ class Errand:
     have: Mapping[str, int] = field(default_factory=dict)
     keeps: bool = False
     follow: bool = False
+    discard: bool = False
 
 
 def main() -> int:
@@ -54,6 +57,8 @@ def main() -> int:
         if errand.keeps:
             freight.add_newest_checkpoint()
             freight.send_new()
+        if errand.discard:
+            shutil.rmtree(run.path, ignore_errors=True)
         _put({"end": True})
     # The descriptor may be broken: nothing is to be said any more when Python closes it.
     os._exit(0)

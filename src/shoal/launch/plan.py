@@ -34,12 +34,20 @@ def plan_ranks(run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Mee
         return [_torchrun(run, folder, _only(nodes, run.launcher), resume)]
     if run.launcher == "spawn":
         return [_spawn(run, folder, _only(nodes, run.launcher), resume)]
+    words = ("--resume",) if resume else ()
+    return plan_module(run, "shoal.train.worker", words, folder, nodes, meeting)
+
+
+def plan_module(
+    run: RunConfig, module: str, words: Sequence[str], folder: FolderOf, nodes: list[Node], meeting: Meeting
+) -> list[Command]:
+    """One of our own worker programs on every slot; its ranks meet like those of a training."""
     return [
         Command(
             f"rank-{place.rank}",
             node,
             (place.rank,),
-            (node.python, "-m", "shoal.train.worker", *_arguments(folder(node), resume)),
+            (node.python, "-m", module, "--folder", folder(node), *words),
             {**_common_env(run, node), **place.to_env()},
             uses_agent_store=True,
         )

@@ -25,7 +25,7 @@ from shoal.control.token import make_token
 from shoal.errors import ControlError, Interrupted, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.orders import END, STOP, Meet, Member, make_go, to_line
-from shoal.launch.plan import Command, plan_ranks, plan_script
+from shoal.launch.plan import Command, plan_module, plan_ranks, plan_script
 from shoal.launch.verdict import Ending, caused, failure, first_to_fail
 from shoal.runfolder import RunFolder
 
@@ -67,6 +67,28 @@ def run_ranks(
     if any(ending.code == Interrupted.exit_code for ending in world.endings):
         # Somebody asked a rank itself, and all agreed to stop.
         raise _interrupted(run, at_once=False)
+
+
+def run_module(
+    config: RunConfig, module: str, words: Sequence[str], run: RunFolder, cluster: Cluster, log: EventLog
+) -> None:
+    """One of our own worker programs on every slot, to its end; what it found it wrote into its events."""
+
+    def folder_of(node: Node) -> str:
+        return cluster.folder(node, run.path)
+
+    news = _news_of_ranks(run, cluster)
+    world = _World(run, cluster, log)
+    with _signals(world), world:
+        digest = hashlib.sha256("\0".join((module, *words)).encode()).hexdigest()
+        world.launch(
+            lambda nodes, meeting: plan_module(config, module, words, folder_of, nodes, meeting), config=digest, data=""
+        )
+        world.see_through()
+    if world.interrupts:
+        raise Interrupted("interrupted")
+    if error := failure(world.endings, _faults(news), _log_tails(world, run)):
+        raise error
 
 
 def run_script(

@@ -39,6 +39,7 @@ class HostsCluster:
             "texts": self.cargo.texts(ready.files),
             "keeps": node is self.nodes[0] and not any(each.here for each in self.ready.values()),
             "follow": False,
+            "discard": not self.cargo.stays,
         }
         return SshLink(ready, self.spec, run, errand, self.note)
 

@@ -1,0 +1,72 @@
+"""`shoal doctor`: check machines and network before a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from shoal.cli.output import print_json, stdout_console
+from shoal.net.finding import Finding, Severity
+from shoal.trials.doctor import Diagnosis, examine
+
+app = typer.Typer(add_completion=False)
+
+_COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "cyan"}
+
+
+@app.command()
+def doctor(
+    on: Annotated[str, typer.Option(help="Where a run would be: local:N, lab[:N], or a hosts file.")] = "local:2",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="A port that the run will use, if you fixed one.")] = 0,
+    fix_commands: Annotated[bool, typer.Option("--fix-commands", help="Print only the commands that fix.")] = False,
+    no_proof: Annotated[bool, typer.Option("--no-proof", help="Leave out the real gloo exchange at the end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
+) -> None:
+    """Check machines and network before a run; every finding comes with what it means and the command that fixes it.
+
+    Exit code 1 when something would stop a run or slow it badly.
+    """
+    status = Console(stderr=True)
+    with status.status("") as spinner:
+        found = examine(on, lambda text: spinner.update(text), port, prove=not no_proof)
+    if json:
+        print_json(as_json(found))
+    elif fix_commands:
+        sys.stdout.write("".join(f"# on {finding.node}\n{finding.fix}\n" for finding in found.findings if finding.fix))
+    else:
+        print_findings(found)
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+def as_json(found: Diagnosis) -> dict[str, object]:
+    return {
+        "healthy": found.healthy,
+        "proved": found.proved,
+        "took_s": round(found.took_s, 2),
+        "nodes": [node.name for node in found.scene.nodes],
+        "findings": [finding.as_dict() for finding in found.findings],
+    }
+
+
+def print_findings(found: Diagnosis) -> None:
+    console = stdout_console()
+    for finding in found.findings:
+        _print_one(console, finding)
+    names = ", ".join(node.name for node in found.scene.nodes)
+    proof = "gloo exchanged between every pair" if found.proved and found.healthy else "gloo was not tried"
+    verdict = "[green]ready[/]" if found.healthy else "[red]not ready[/]"
+    console.print(f"{verdict}: {names}; {proof} ({found.took_s:.1f} s)", soft_wrap=True)
+
+
+def _print_one(console: Console, finding: Finding) -> None:
+    colour = _COLOURS[finding.severity]
+    where = f" on {finding.node}" if finding.node else ""
+    console.print(f"[{colour}]{finding.severity}[/] {finding.id}{where}: {escape(finding.evidence)}", soft_wrap=True)
+    console.print(f"  means: {escape(finding.meaning)}", soft_wrap=True)
+    for label, text in (("fix", finding.fix), ("again", finding.retest)):
+        if text:
+            console.print(f"  {label + ':':6} {escape(text)}", soft_wrap=True)

@@ -1,0 +1,122 @@
+"""A conversation with a program on a node: one JSON line asked, one JSON line answered.
+
+For looking around before a run (`doctor`, `probe`), where there is no agent yet and perhaps no torch either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, Protocol
+
+from shoal.errors import ControlError
+
+Answer = dict[str, Any]
+
+
+class Speaker(Protocol):
+    """What stands at the other end of two pipes: a process here, on an emulated node, or behind SSH."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+    def errors(self) -> str: ...
+    def close(self) -> None: ...
+
+
+class Talk:
+    def __init__(self, node: str, speaker: Speaker) -> None:
+        self.node = node
+        self._speaker = speaker
+        self._heard = b""
+
+    def ask(self, deadline_s: float, **request: Any) -> Answer:
+        """Raises `ControlError` when the program is gone, silent, or answers with an error."""
+        self.send(**request)
+        return self.hear(deadline_s, str(request.get("do", "")))
+
+    def send(self, **request: Any) -> None:
+        """Without waiting: to have several nodes at work at once, then `hear` each of them."""
+        with contextlib.suppress(BrokenPipeError):
+            self._speaker.stdin.write(json.dumps(request).encode() + b"\n")
+            self._speaker.stdin.flush()
+
+    def hear(self, deadline_s: float, about: str = "") -> Answer:
+        line = self._line(time.monotonic() + deadline_s, about)
+        answer: Answer = json.loads(line)
+        if "error" in answer:
+            raise ControlError(f"{self.node} could not {about or 'answer'}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        self._speaker.close()
+
+    def _line(self, deadline: float, about: str) -> bytes:
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self._speaker.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            block = os.read(self._speaker.stdout.fileno(), 1 << 16) if ready else None
+            if block is None:
+                raise ControlError(
+                    f"{self.node} gave no answer to {about!r} in time", why=self._speaker.errors().strip()
+                )
+            if not block:
+                raise ControlError(
+                    f"{self.node} ended before it answered {about!r}", why=self._speaker.errors().strip()
+                )
+            self._heard += block
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
+
+
+class Process:
+    """A speaker on this machine, or on an emulated node of it; it ends when its stdin does."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+        assert self._process.stdin is not None  # noqa: S101 - both were asked for
+        assert self._process.stdout is not None  # noqa: S101
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+    def close(self) -> None:
+        for pipe in (self.stdin, self.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=2)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def module_command(module: str, python: str = sys.executable) -> list[str]:
+    return [python, "-P", "-m", module]
+
+
+@contextlib.contextmanager
+def closing_all(talks: Mapping[str, Talk]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for talk in talks.values():
+            talk.close()

@@ -1,0 +1,1 @@
+"""Knowing the network before a run, and understanding the error after one."""

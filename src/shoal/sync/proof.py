@@ -1,0 +1,75 @@
+"""`python -m shoal.sync.proof`: does gloo really work between these machines? Each pair alone, then all together.
+
+Whatever a network looks like, this is what a training does first. Every try has a deadline of seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from datetime import timedelta
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.control.placement import Placement
+from shoal.errors import ShoalError
+from shoal.events import EventLog
+from shoal.runfolder import RunFolder
+from shoal.sync.store import AgentStore
+
+# gloo waits five times this for a connection.
+_CONNECT_S = 0.6
+_ELEMENTS = 1 << 16
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m shoal.sync.proof")
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        placement = Placement.from_env(os.environ)
+    except ShoalError as error:
+        sys.stderr.write(error.render())
+        return error.exit_code
+    torch.set_num_threads(1)
+    store = AgentStore(placement.agent_fd or 0, timedelta(seconds=60))
+    log = EventLog(RunFolder(options.folder).events(placement.rank), placement.rank)
+    everybody = tuple(range(placement.world_size))
+    together = [everybody] if len(everybody) > 2 else []
+    for members in [*combinations(everybody, 2), *together]:
+        if placement.rank in members:
+            log.write("proof", node=placement.node, members=list(members), **try_group(store, placement.rank, members))
+        _barrier(store, f"after/{members}", placement.world_size)
+    return 0
+
+
+def try_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dict[str, object]:
+    """How an all-reduce among these ranks went: its time, or what gloo said."""
+    name = "proof/" + "-".join(map(str, members))
+    began = time.perf_counter()
+    try:
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore(name, store), members.index(rank), len(members), timedelta(seconds=_CONNECT_S)
+        )
+        tensor = torch.full((_ELEMENTS,), float(rank + 1))
+        group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        return {"ok": False, "said": str(error).split("\n")[0], "after_s": round(time.perf_counter() - began, 3)}
+    right = bool((tensor == float(sum(member + 1 for member in members))).all())
+    return {"ok": right, "said": "" if right else "wrong sum", "after_s": round(time.perf_counter() - began, 3)}
+
+
+def _barrier(store: dist.Store, name: str, count: int) -> None:
+    """Through the agents, which reach each other even where gloo does not."""
+    store.add(name, 1)
+    while int(store.add(name, 0)) < count:
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
