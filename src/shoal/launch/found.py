@@ -45,7 +45,8 @@ def find_keeper(run: Path) -> Found | None:
 
 
 def is_alive(found: Found) -> bool:
-    return _look_at(found.pid) is not None
+    now = _look_at(found.pid)
+    return now is not None and now.started_at == found.started_at
 
 
 def ask(processes: Iterable[Found]) -> None:
