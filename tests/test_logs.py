@@ -96,13 +96,6 @@ def test_times_that_a_full_disk_cut_short_do_no_harm(tmp_path: Path) -> None:
     assert texts(LogFollower(run)) == ["a", "b"]
 
 
-def test_what_is_printed_before_the_first_look_has_a_time(tmp_path: Path) -> None:
-    rank = Rank(RunFolder(tmp_path), 0)
-    rank.says("quick\n")
-    rank.noted(5.0)
-    assert [line.time for line in LogFollower(RunFolder(tmp_path)).poll()] == [5.0]
-
-
 def test_a_process_with_the_number_of_an_earlier_one_is_another(tmp_path: Path) -> None:
     me = psutil.Process()
     found = Found(os.getpid(), tmp_path, "rank-0", "local", "sleep", me.create_time())

@@ -83,6 +83,8 @@ def run_script(
     if error and first:
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
+    if any(ending.code == Interrupted.exit_code for ending in world.endings):
+        raise Interrupted("a rank says that it was interrupted", fix=f"look at {run.path / 'logs'}")
 
 
 def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:

@@ -57,7 +57,7 @@ def describe(path: Path, processes: list[Found]) -> RunState:
 
 def _purpose(run: RunFolder) -> tuple[str, str, int | None]:
     """What it trains or runs, where, and for how many steps; as far as its folder still says so."""
-    with contextlib.suppress(OSError, ValueError, ShoalError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ShoalError):
         if run.config.is_file():
             config = load_config(run.config)
             return config.run.preset, config.run.on, config.train.steps
