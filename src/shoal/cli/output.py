@@ -37,8 +37,12 @@ def shown(path: Path) -> str:
 
 def command(*words: str) -> str:
     """A shoal command as it can be pasted here: by its path where `shoal` alone would not be found."""
-    program = "shoal" if shutil.which("shoal") else shown(Path(sys.argv[0]).absolute())
-    return shlex.join([program, *words])
+    started = Path(sys.argv[0])
+    if shutil.which("shoal"):
+        return shlex.join(["shoal", *words])
+    if started.name == "__main__.py":
+        return shlex.join([sys.executable, "-m", "shoal", *words])
+    return shlex.join([shown(started.absolute()), *words])
 
 
 def print_run(run: RunFolder, manifest: Manifest) -> None:

@@ -18,6 +18,8 @@ from shoal.units import format_duration
 
 app = typer.Typer(add_completion=False)
 
+_WIDE = 1000
+
 
 @app.command()
 def ps(
@@ -50,7 +52,11 @@ def print_runs(states: list[RunState]) -> None:
         step = "–" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
         age, count = format_duration(state.age_s), str(len(state.processes))
         table.add_row(shown(state.run), state.what, state.on, state.state, step, age, count)
-    stdout_console().print(table)
+    console = stdout_console()
+    if not console.is_terminal:
+        # A folder's name is one word for whoever reads the pipe.
+        console.width = _WIDE
+    console.print(table)
 
 
 def print_elsewhere(found: dict[str, list[dict[str, Any]]], json: bool) -> None:

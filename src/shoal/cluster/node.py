@@ -112,7 +112,9 @@ def _owner(port: int) -> str:
     """Who listens there, as far as we may see."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.pid:
+            # Whose own end of a connection elsewhere has the same number is nobody to blame.
+            listens = connection.status == psutil.CONN_LISTEN
+            if listens and connection.laddr and connection.laddr.port == port and connection.pid:
                 process = psutil.Process(connection.pid)
                 age_s = time.time() - process.create_time()
                 return f"process {process.pid} has it, for {format_duration(age_s)}: {shlex.join(process.cmdline())}"

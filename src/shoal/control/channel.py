@@ -39,7 +39,8 @@ class Nonces:
 
     def sign(self, token: str, purpose: str) -> bytes:
         text = f"shoal {PROTOCOL} {purpose} {self.acceptor} {self.dialer}"
-        return hmac.new(token.encode(), text.encode(), hashlib.sha256).digest()
+        # A stranger's number may be any text, also one that UTF-8 cannot say.
+        return hmac.new(token.encode(), text.encode(errors="surrogatepass"), hashlib.sha256).digest()
 
 
 class Channel:
@@ -112,7 +113,15 @@ async def dial(address: str, port: int, token: str) -> Channel:
                 )
             nonces = Nonces(str(opening.get("nonce", "")), secrets.token_hex(16))
             await _say(writer, {"nonce": nonces.dialer, "proof": nonces.sign(token, "dialer").hex()})
-            _check(await _hear(reader), nonces, token, "acceptor")
+            try:
+                answer = await _hear(reader)
+            except EOFError:
+                # To try again would be of no use: it was there, heard our proof and left.
+                raise ControlError(
+                    f"{address}:{port} refused us: it does not know our token",
+                    why="what listens there belongs to another run, or ended at this moment",
+                ) from None
+            _check(answer, nonces, token, "acceptor")
     except BaseException:
         writer.close()
         raise
@@ -121,8 +130,8 @@ async def dial(address: str, port: int, token: str) -> Channel:
 
 
 def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
-    proof = str(answer.get("proof", ""))
-    if not hmac.compare_digest(proof.encode(), nonces.sign(token, purpose).hex().encode()):
+    proof = str(answer.get("proof", "")).encode(errors="surrogatepass")
+    if not hmac.compare_digest(proof, nonces.sign(token, purpose).hex().encode()):
         raise ControlError(
             "a stranger on the control channel: it does not know this run's token",
             why="it belongs to another run, or to nobody",
@@ -149,7 +158,7 @@ async def _hear(reader: asyncio.StreamReader) -> Message:
 def _parse(payload: bytes) -> Message:
     try:
         message = json.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise ControlError("a message on the control channel that is no message", why="the other side is not shoal")

@@ -50,13 +50,23 @@ def interface_for(address: str, wanted: str | None, node: str) -> str:
             fix="name one of these, or leave the interface out: it is found by the address",
         )
     found = wanted or interface_of(address)
-    if found is None:
+    if found is None or not _can_listen(address):
         raise UsageError(
             f"the address {address} is not one of {node}'s",
             why=f"it has {_listing()}",
             fix="name the address by which the other machines reach it",
         )
     return found
+
+
+def _can_listen(address: str) -> bool:
+    """The kernel's own word: on loopback it takes addresses that no interface lists."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _listing() -> str:

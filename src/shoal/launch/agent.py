@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from shoal.control.devices import this_machine_is_cpu_only
 from shoal.control.hello import introduce
 from shoal.control.machine import boot_clock, physical_cores
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
-from shoal.control.process import marks
+from shoal.control.process import marks, unmark
 from shoal.control.route import interface_for
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -65,6 +66,8 @@ class Agent:
             self._roster = go.roster
             self._keep(self._obey(lines))
             await self._mesh.meet(go.roster)
+            if self._asked_to_stop:
+                raise _asked_too_early()
             self._met_at = boot_clock()
             with awake(f"training {self._run.path.name}"):
                 self._start_all(go)
@@ -75,6 +78,10 @@ class Agent:
         except Abandoned:
             self._write("note", text="the launcher left before the run began")
             return Interrupted.exit_code
+        except Exception as error:
+            traceback.print_exc()
+            self._write("refused", **_as_bug(error, self._orders.node).as_dict())
+            return RunFailed.exit_code
         finally:
             self._ranks.kill()
             for ended in self._ranks.reap():
@@ -103,7 +110,7 @@ class Agent:
             cpu_only=this_machine_is_cpu_only(),
         )
         line = await lines.readline()
-        if not line:
+        if not line or read_wish(line):
             raise Abandoned
         return read_go(line)
 
@@ -175,16 +182,16 @@ class Agent:
 
     async def _wish(self, at_once: bool) -> None:
         """We have been asked to stop; the others hear of it, and ask their own ranks."""
-        self._stop(at_once)
-        await self._mesh.give_up(Interrupted("asked to stop before the ranks were started"))
+        await self._stop(at_once)
         await self._mesh.tell_all({"type": "stopping", "at_once": at_once})
 
-    def _stop(self, at_once: bool) -> None:
+    async def _stop(self, at_once: bool) -> None:
         if at_once:
             self._ranks.kill()
         elif not self._asked_to_stop:
-            self._asked_to_stop = True
             self._ranks.ask_to_stop()
+        self._asked_to_stop = True
+        await self._mesh.give_up(_asked_too_early())
 
     async def _on_ended(self, ended: Ended) -> None:
         self._report(ended)
@@ -200,7 +207,7 @@ class Agent:
             case {"type": "failed"}:
                 self._fail()
             case {"type": "stopping", "at_once": at_once}:
-                self._stop(bool(at_once))
+                await self._stop(bool(at_once))
             case {"type": "done"}:
                 self._over.add(member)
                 self._write("peer", node=self._roster[member].node)
@@ -212,14 +219,14 @@ class Agent:
                     question.set_result(reply)
 
     def _on_lost(self, member: int, how: str) -> None:
+        for question in self._questions.values():
+            if member == 0 and not question.done():
+                question.set_result({"error": f"the agent that keeps the keys is gone: {how}"})
         if member in self._over:
             return
         self._over.add(member)
         self._write("lost", member=member, node=self._roster[member].node, how=how)
         self._fail()
-        for question in self._questions.values():
-            if member == 0 and not question.done():
-                question.set_result({"error": f"the agent that keeps the keys is gone: {how}"})
 
     def _fail(self) -> None:
         if self._failed_at is None:
@@ -239,11 +246,12 @@ class Agent:
         if self._orders.member == 0:
             return await self._keys.answer(request)
         number = max(self._questions, default=0) + 1
-        self._questions[number] = asyncio.get_running_loop().create_future()
-        await self._mesh.tell(0, {"type": "ask", "id": number, "request": request})
-        if 0 in self._over:
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
+        # It serves until everybody's ranks have ended, also when its own have.
+        if not await self._mesh.tell(0, {"type": "ask", "id": number, "request": request}):
             return {"error": "the agent that keeps the keys is gone"}
-        return await self._questions[number]
+        return await answer
 
     async def _answer(self, member: int, number: int, request: Request) -> None:
         await self._mesh.tell(member, {"type": "answer", "id": number, "reply": await self._keys.answer(request)})
@@ -275,6 +283,18 @@ def _refuse_leftovers(run: Path, node: str) -> None:
         )
 
 
+def _asked_too_early() -> Interrupted:
+    return Interrupted("asked to stop before the ranks were started")
+
+
+def _as_bug(error: Exception, node: str) -> RunFailed:
+    return RunFailed(
+        f"the agent on {node} failed: {type(error).__name__}: {error}",
+        why="that is a bug in shoal, or the machine is in trouble",
+        fix=f"its log has the traceback: agents/{node}.log in the run folder",
+    )
+
+
 class Abandoned(Exception):
     """The launcher was gone before it had said what to start."""
 
@@ -288,6 +308,7 @@ async def _read_stdin() -> asyncio.StreamReader:
 
 
 async def _main() -> int:
+    unmark()
     lines = await _read_stdin()
     first = await lines.readline()
     if not first:

@@ -62,7 +62,8 @@ def _has_launcher(pid: int) -> bool:
 
 
 def is_alive(found: Found) -> bool:
-    return _look_at(found.pid) is not None
+    now = _look_at(found.pid)
+    return now is not None and now.started_at == found.started_at
 
 
 def ask(processes: Iterable[Found]) -> None:

@@ -36,7 +36,11 @@ class KeyStore:
         }.get(str(request.get("op")))
         if operation is None:
             return {"error": f"the agents' store knows no {request.get('op')!r}"}
-        return await operation(request)
+        try:
+            return await operation(request)
+        except (KeyError, ValueError, TypeError) as error:
+            # A rank without an answer would wait for ever.
+            return {"error": f"the agents' store cannot {request['op']} that: {error!r}"}
 
     async def _set(self, request: Request) -> Reply:
         await self._put(request["key"], decode(request["value"]))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +62,7 @@ class _Log:
         self._times = LineTail(times_of(path))
         self._rank = rank
         self._node = path.parent.name
-        self._notes: list[tuple[float, int]] = []
-        self._time = 0.0
+        self._notes: deque[tuple[float, int]] = deque()
         self._offset = 0
         if skip:
             self._lines.skip_to_end()
@@ -80,8 +82,17 @@ class _Log:
 
     def _time_of(self, offset: int) -> float:
         """The first note that covers the offset. The newest lines may have none yet: they are later than all others."""
-        if not self._notes:
-            self._notes = [(float(when), int(size)) for when, size in map(str.split, self._times.poll())]
         while self._notes and self._notes[0][1] < offset:
-            self._time = self._notes.pop(0)[0]
-        return self._notes[0][0] if self._notes else self._time
+            self._notes.popleft()
+        if not self._notes:
+            fresh = _read_notes(self._times.poll())
+            self._notes.extend(note for note in fresh if note[1] >= offset)
+        return self._notes[0][0] if self._notes else math.inf
+
+
+def _read_notes(lines: Iterable[str]) -> Iterator[tuple[float, int]]:
+    for line in lines:
+        # A full disk may have cut one short.
+        with contextlib.suppress(ValueError):
+            when, size = line.split()
+            yield float(when), int(size)

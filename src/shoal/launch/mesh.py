@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from shoal.control.channel import Channel, Message, accept, dial
 from shoal.control.hello import Hello, refusal, remark
 from shoal.control.machine import boot_clock
-from shoal.errors import ControlError, ShoalError
+from shoal.errors import ControlError, PeerLost, ShoalError
 from shoal.launch.orders import Member
 
 BEAT_S = 1.0
@@ -33,11 +34,13 @@ class Mesh:
         self._note = note
         self._channels: dict[int, Channel] = {}
         self._heard_at: dict[int, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._names: dict[int, str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._arrived = asyncio.Condition()
         self._refused: ShoalError | None = None
         self._server: asyncio.Server | None = None
         self._expected: list[Member] = []
+        self._met = False
 
     async def listen(self, address: str, me: Hello, token: str) -> int:
         """On this one address; the port is the kernel's choice."""
@@ -59,14 +62,17 @@ class Mesh:
             raise self._missing() from None
         if self._refused:
             raise self._refused
+        self._met = True
         self._spawn(self._beat())
 
-    async def tell(self, member: int, message: Message) -> None:
-        """A member that is gone is told nothing; its loss is reported elsewhere."""
+    async def tell(self, member: int, message: Message) -> bool:
+        """Whether it could be said. A member that is gone is told nothing; its loss is reported elsewhere."""
         channel = self._channels.get(member)
         if channel is not None:
             with contextlib.suppress(OSError):
                 await channel.send(message)
+                return True
+        return False
 
     async def tell_all(self, message: Message) -> None:
         for member in list(self._channels):
@@ -87,7 +93,7 @@ class Mesh:
             await self._exchange_hellos(channel)
         except (ControlError, OSError, EOFError, TimeoutError) as error:
             if isinstance(error, ControlError):
-                self._note(f"refused a connection: {error.seen}")
+                self._note(f"refused a connection from {writer.get_extra_info('peername')[0]}: {error.seen}")
             writer.close()
 
     async def _dial(self, member: int, place: Member) -> None:
@@ -111,6 +117,7 @@ class Mesh:
         async with self._arrived:
             self._channels[theirs.member] = channel
             self._heard_at[theirs.member] = boot_clock()
+            self._names[theirs.member] = theirs.node
             self._arrived.notify_all()
         self._spawn(self._listen_to(theirs.member, channel))
 
@@ -150,9 +157,14 @@ class Mesh:
     def _lose(self, member: int, how: str) -> None:
         self._heard_at.pop(member, None)
         channel = self._channels.pop(member, None)
-        if channel is not None:
-            channel.close()
+        if channel is None:
+            return
+        channel.close()
+        if self._met:
             self._on_lost(member, how)
+        else:
+            # Nobody comes back: to wait for it would only cost time.
+            self._spawn(self.give_up(PeerLost(f"{self._names[member]} left before the ranks were started", why=how)))
 
     def _missing(self) -> ControlError:
         absent = [
@@ -167,7 +179,7 @@ class Mesh:
             fix=f"try on {self._me.node}: ping {absent[0].address}; then open the firewall, or name the right address",
         )
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -43,8 +43,10 @@ class Ranks:
 
     def start(self, start: Start, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> int:
         log = self._run.log(self._node, start.name)
+        # Both before it runs: it may have printed or starved by the time we look.
+        clock, starved_before = LogClock(log, self._now), kills_for_memory()
         process = start_process(start.argv, {**start.env, **env}, log, pass_fds)
-        self._running.append(_Running(start, process, LogClock(log, self._now), kills_for_memory()))
+        self._running.append(_Running(start, process, clock, starved_before))
         return process.pid
 
     def alive(self) -> dict[str, int]:

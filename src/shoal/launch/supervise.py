@@ -22,7 +22,7 @@ from shoal.cluster.link import Link
 from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import RunConfig
 from shoal.control.token import make_token
-from shoal.errors import ControlError, Interrupted, ShoalError, from_dict
+from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.orders import END, STOP, Meet, Member, make_go, to_line
 from shoal.launch.plan import Command, plan_module, plan_ranks, plan_script
@@ -109,6 +109,8 @@ def run_script(
     if error and first:
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
+    if any(ending.code == Interrupted.exit_code for ending in world.endings):
+        raise Interrupted("a rank says that it was interrupted", fix=f"look at {run.path / 'logs'}")
 
 
 def digest_of_config(run: RunFolder) -> str:
@@ -292,8 +294,9 @@ class _World:
     def _refuse(self, post: _Post, error: ShoalError) -> None:
         """Before the run began. Those who wait for the refusing one need wait no longer."""
         if self.refused is None:
-            self.refused = error
             self._tell(END)
+        if self.refused is None or isinstance(self.refused, PeerLost):
+            self.refused = error
         if not self.commands:
             raise self.refused
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from collections.abc import Iterator
 
 from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.load import load_config
-from shoal.events import Event, read_events
+from shoal.events import Event, parse_event
 from shoal.launch.found import Found, find_keeper, is_alive
 from shoal.launch.logs import LogFollower
 from shoal.runfolder import RunFolder
 from shoal.trials.following import POLL_S, Keeping, RunNews
 from shoal.trials.scripts import ShowLine, ShowNote
 from shoal.trials.training import MakeDisplay
+
+_OPENING = (b'{"event":"start"', b'{"event":"shard"')
 
 
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
@@ -52,9 +53,12 @@ def _until_over(keeping: Keeping, keeper: Found | None) -> Iterator[list[Event]]
     yield keeping.poll()
 
 
-def _opening(run: RunFolder, rank: int) -> Iterable[Event]:
+def _opening(run: RunFolder, rank: int) -> list[Event]:
     """How the newest launch began on a rank: what it is, and its part of the data."""
-    path = run.events(rank)
-    if not path.exists():
-        return []
-    return takewhile(lambda event: event["event"] in ("start", "shard"), read_events(path))
+    opening: list[Event] = []
+    with contextlib.suppress(FileNotFoundError), run.events(rank).open("rb") as file:
+        # Picked before they are parsed: there may be a million steps in between.
+        for event in map(parse_event, filter(lambda line: line.startswith(_OPENING), file)):
+            if event is not None:
+                opening = [*([] if event["event"] == "start" else opening), event]
+    return opening

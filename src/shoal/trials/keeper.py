@@ -34,6 +34,8 @@ from shoal.report.finish import finish
 from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
 
+_ENDING = {signal.SIGINT, signal.SIGTERM}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -49,7 +51,7 @@ class Job:
 def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:
     """It inherits the lock on the folder, so that the run is never nobody's."""
     write_atomically(run.job, json.dumps(asdict(job)) + "\n")
-    with run.keeper.with_suffix(".log").open("ab") as output:
+    with run.keeper.with_suffix(".log").open("ab") as output, _held_back(_ENDING):
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
             env={**os.environ, **marks(run.path, "keeper")},
@@ -61,6 +63,16 @@ def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]
         )
 
 
+@contextlib.contextmanager
+def _held_back(signals: set[signal.Signals]) -> Iterator[None]:
+    """A child inherits it: what is sent before it has imported everything waits until it can answer in words."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def read_job(run: RunFolder) -> Job:
     said: dict[str, Any] = json.loads(run.job.read_text(encoding="utf-8"))
     return Job(**{**said, "script": tuple(said["script"])})
@@ -70,12 +82,14 @@ def main(folder: Path) -> int:
     run = RunFolder(folder)
     unmark()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Both end a keeper in good order, also while it still builds a lab.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Both end a keeper in good order, also while it still builds a lab, and also where a shell had them ignored.
+    for signum in _ENDING:
+        signal.signal(signum, signal.default_int_handler)
     log = EventLog(run.keeper, 0)
     log.write("keeping", pid=os.getpid())
     error: ShoalError | None = None
     with _said_in_words() as said:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         _keep(run, read_job(run), log)
     error = said[0] if said else None
     log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))

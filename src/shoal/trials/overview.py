@@ -66,7 +66,7 @@ def where(run: RunFolder) -> On | None:
 
 def _purpose(run: RunFolder) -> tuple[str, str, int | None]:
     """What it trains or runs, where, and for how many steps; as far as its folder still says so."""
-    with contextlib.suppress(OSError, ValueError, ShoalError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ShoalError):
         if run.config.is_file():
             config = load_config(run.config)
             return config.run.preset, config.run.on, config.train.steps

@@ -1,0 +1,193 @@
+"""Real agents, told by hand what to start: they meet, start, watch, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shoal.control.process import marks
+from shoal.launch.found import find
+from shoal.launch.orders import END, Go, Start
+from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
+from tests.runs_checks import wait_until
+
+SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def log_of(agent: Agent, rank: int) -> str:
+    return agent.run.log(agent.node, rank).read_text()
+
+
+def test_agents_meet_start_and_report(tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    # Longer than asyncio's own limit of a line.
+    long = {f"LONG_{number}": "x" * 50_000 for number in range(3)}
+    with agents(shared, shared, own) as team:
+        members = roster(team)
+        for agent, member in zip(team, members, strict=True):
+            listening = [
+                connection.laddr[:2]
+                for connection in psutil.Process(agent.process.pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+            assert listening == [(agent.orders.address, member.port)], "it listens on the chosen address only"
+        go(team, [python(0, SHOW, env=long), python(1, "raise SystemExit(0)")], [python(2, SHOW)], [python(3, SHOW)])
+        assert [agent.code() for agent in team] == [0, 0, 0]
+    assert [agent.ended() for agent in team] == [
+        {"rank-0": (0, False), "rank-1": (0, False)},
+        {"rank-2": (0, False)},
+        {"rank-3": (0, False)},
+    ]
+    assert all(event["launch"] == "this" for agent in team for event in agent.said("ready") + agent.said("done"))
+    environments = [json.loads(log_of(team[node], rank)) for node, rank in ((0, 0), (1, 2), (2, 3))]
+    assert all(environments[0][name] == value for name, value in long.items())
+    assert environments[0].items() >= marks(shared, "rank-0").items()
+    assert environments[2].items() >= marks(own, "rank-3").items()
+    # Of those that share a folder, the first keeps its files.
+    assert [each["SHOAL_KEEPS_FILES"] for each in environments] == ["1", "0", "1"]
+
+
+def test_a_failure_ends_everybody_within_seconds(tmp_path: Path) -> None:
+    stubborn = shell(2, "trap '' INT TERM HUP; sleep 300 & wait; wait")
+    failing = python(1, "import sys, time; time.sleep(0.5); sys.exit(7)")
+    with agents(*(tmp_path,) * 3) as team:
+        go(team, [sleeper(0)], [failing], [stubborn])
+        began = [agent.first("started")["processes"] for agent in team]
+        assert [list(processes) for processes in began] == [["rank-0"], ["rank-1"], ["rank-2"]]
+        team[1].first("ended")
+        assert [agent.code(within_s=5) for agent in team] == [0, 0, 0]
+        assert find(tmp_path) == []
+    assert [agent.ended() for agent in team] == [
+        {"rank-0": (-signal.SIGKILL, True)},
+        {"rank-1": (7, False)},
+        {"rank-2": (-signal.SIGKILL, True)},
+    ]
+
+
+def test_a_killed_agent_is_lost_to_the_others_and_takes_its_ranks_along(tmp_path: Path) -> None:
+    victim = 1
+    with agents(*(tmp_path,) * 3) as team:
+        go(team, *([sleeper(rank)] for rank in range(3)))
+        pids = [agent.first("started")["processes"][f"rank-{rank}"] for rank, agent in enumerate(team)]
+        team[victim].process.kill()
+        wait_until(lambda: pids[victim] not in {found.pid for found in find(tmp_path)}, within_s=1)
+        others = [agent for agent in team if agent is not team[victim]]
+        assert [agent.code(within_s=6) for agent in others] == [0, 0]
+        assert find(tmp_path) == []
+    for agent in others:
+        (lost,) = agent.said("lost")
+        assert (lost["member"], lost["node"]) == (victim, f"node{victim + 1}")
+        assert lost["how"] == "its agent's connection closed"
+        assert list(agent.ended().values()) == [(-signal.SIGKILL, True)]
+
+
+@pytest.mark.parametrize("what", ["config", "data"])
+def test_agents_of_different_runs_do_not_train_together(what: str, tmp_path: Path) -> None:
+    words = {"config": "configuration", "data": "encoded text"}
+    with agents(tmp_path, tmp_path, changes=[{}, {what: "another"}]) as team:
+        go(team, [sleeper(0)], [sleeper(1)])
+        assert [agent.code(within_s=5) for agent in team] == [3, 3]
+    for agent in team:
+        assert words[what] in agent.first("refused")["seen"]
+        assert f"{getattr(team[0].orders, what)} on node1" in agent.first("refused")["seen"]
+        assert "another on node2" in agent.first("refused")["seen"]
+        assert agent.said("started") == []
+
+
+def test_an_agent_with_another_token_is_refused_at_once(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path, changes=[{}, {"token": "another"}]) as team:
+        members = roster(team)
+        go(team, [sleeper(0)], [sleeper(1)])
+        assert team[1].code(within_s=5) == 3
+        assert team[1].first("refused")["seen"].startswith(f"127.0.0.1:{members[0].port} refused us")
+        assert "refused a connection from 127.0.0.1: a stranger" in team[0].first("note")["text"]
+        assert len(team[0].said("note")) == 1
+        # The launcher, which has read that, lets the other one go.
+        team[0].tell(END)
+        assert team[0].code(within_s=2) == 130
+        assert all(agent.said("started") == [] for agent in team)
+
+
+def test_who_vanishes_while_the_others_meet_is_not_waited_for(tmp_path: Path) -> None:
+    """The third has not even heard of its orders."""
+    with agents(*(tmp_path,) * 3) as team:
+        members = roster(team)
+        for agent in team[:2]:
+            agent.tell(Go(members, (sleeper(0),)))
+        first = psutil.Process(team[0].process.pid)
+        wait_until(lambda: len(first.net_connections("inet")) > 1, why=team[0].everything)
+        time.sleep(0.3)
+        team[1].process.kill()
+        assert team[0].code(within_s=3) == 3
+    assert team[0].first("refused")["seen"] == "node2 left before the ranks were started"
+
+
+@pytest.mark.parametrize(
+    ("change", "seen", "why"),
+    [
+        ({"interface": "eth77"}, "node1 has no interface 'eth77'", "lo (127.0.0.1)"),
+        ({"address": "192.0.2.7"}, "the address 192.0.2.7 is not one of node1's", "lo (127.0.0.1)"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_starts(
+    change: dict[str, Any], seen: str, why: str, tmp_path: Path
+) -> None:
+    with agents(tmp_path, changes=[change]) as (agent,):
+        assert agent.code() == 2
+    (refused,) = agent.said("refused")
+    assert (refused["seen"], refused["error"]) == (seen, "UsageError")
+    assert why in refused["why"]
+    assert agent.said("ready") == []
+
+
+def test_a_taken_port_is_named_with_its_owner(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        port = owner.getsockname()[1]
+        with agents(tmp_path, changes=[{"script_port": port}]) as (agent,):
+            assert agent.code() == 3
+    (refused,) = agent.said("refused")
+    assert refused["seen"] == f"port {port} of 127.0.0.1 cannot be used: Address already in use"
+    assert refused["why"].startswith(f"process {os.getpid()} has it, for ")
+    assert "pytest" in refused["why"]
+
+
+def test_a_script_gets_the_port_that_was_held_for_it(tmp_path: Path) -> None:
+    """Also one that somebody has just left: connections of its own may still be winding up there."""
+    serve = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print(s.getsockname()[1])"
+    with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
+        port = agent.first("ready")["script_port"]
+        go([agent], [Start("rank-0", (0,), (sys.executable, "-I", "-c", serve, str(port)), {})])
+        assert agent.code() == 0
+    assert log_of(agent, 0) == f"{port}\n"
+
+
+def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
+    with agents(tmp_path) as (old,):
+        go([old], [sleeper(0)])
+        pid = old.first("started")["processes"]["rank-0"]
+        with agents(tmp_path, changes=[{"launch": "later"}]) as (new,):
+            assert new.code() == 3
+        (refused,) = new.said("refused")
+        assert refused["seen"] == f"an earlier launch of {tmp_path} still works on node1: process {pid}"
+        assert refused["fix"] == f"end it first: shoal stop {tmp_path}"
+        assert old.process.poll() is None
+
+
+def test_what_cannot_be_started_is_said_and_ends_the_others(tmp_path: Path) -> None:
+    nothing = Start("rank-2", (2,), ("/no/such/program",), {})
+    with agents(tmp_path, tmp_path) as team:
+        go(team, [sleeper(0)], [sleeper(1), nothing])
+        assert team[1].code() == 3
+        assert team[0].code(within_s=6) == 0
+        assert find(tmp_path) == []
+    assert team[1].first("refused")["seen"] == "cannot start rank-2 on node2: No such file or directory"
+    assert team[0].first("lost")["node"] == "node2"

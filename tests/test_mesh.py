@@ -1,0 +1,120 @@
+"""Gone, silent, asleep, absent: what agents make of each other, with the deadlines shortened and the clock in hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from shoal.control.channel import Message
+from shoal.control.hello import introduce
+from shoal.control.machine import boot_clock
+from shoal.errors import ControlError
+from shoal.launch import mesh as module
+from shoal.launch.mesh import Mesh
+from shoal.launch.orders import Member
+
+TOKEN = "t" * 64
+ME = introduce(0, "node1", "m", "c", "d")
+
+
+class Peer:
+    """One member in this very process; what its mesh says of the others is kept."""
+
+    def __init__(self, number: int, cpu: str = "the same") -> None:
+        self.mesh = Mesh(self._hear, lambda member, how: self.lost.append((member, how)), self._note)
+        self.heard: list[tuple[int, Message]] = []
+        self.lost: list[tuple[int, str]] = []
+        self.notes: list[str] = []
+        self._me = replace(ME, member=number, node=f"node{number + 1}", cpu=cpu)
+
+    async def listen(self) -> Member:
+        port = await self.mesh.listen("127.0.0.1", self._me, TOKEN)
+        return Member(self._me.node, "127.0.0.1", port, "m")
+
+    async def _hear(self, member: int, message: Message) -> None:
+        self.heard.append((member, message))
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "SILENT_AFTER_S", 0.5)
+
+
+def together(scene: Callable[[list[Peer]], Awaitable[None]], peers: list[Peer]) -> None:
+    """Everybody has met when the scene begins; afterwards all connections are closed."""
+
+    async def play() -> None:
+        roster = [await peer.listen() for peer in peers]
+        await asyncio.gather(*(peer.mesh.meet(roster) for peer in peers))
+        await scene(peers)
+        for peer in peers:
+            await peer.mesh.close()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(play(), 10))
+
+
+def test_everybody_hears_everybody_and_beats_are_no_messages() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        for number, peer in enumerate(peers):
+            await peer.mesh.tell_all({"type": "news", "from": number})
+        await asyncio.sleep(0.3)
+        for number, peer in enumerate(peers):
+            others = [other for other in range(3) if other != number]
+            assert sorted(peer.heard) == [(other, {"type": "news", "from": other}) for other in others]
+            assert (peer.lost, peer.notes) == ([], [])
+
+    together(scene, [Peer(number) for number in range(3)])
+
+
+def test_a_slower_machine_is_remarked() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        assert peers[0].notes == ["node1 has the same, node2 has another: they compute at different speeds"]
+
+    together(scene, [Peer(0), Peer(1, cpu="another")])
+
+
+def test_who_falls_silent_is_lost_although_its_connection_stands() -> None:
+    async def scene(peers: list[Peer]) -> None:
+        for task in peers[1].mesh._tasks:
+            task.cancel()
+        await asyncio.sleep(0.3)
+        assert peers[0].lost == []
+        await asyncio.sleep(0.6)
+        assert peers[0].lost == [(1, "it has not been heard of for 0 s")]
+        assert not await peers[0].mesh.tell(1, {"type": "news"})
+
+    together(scene, [Peer(0), Peer(1)])
+
+
+def test_who_slept_itself_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(peers: list[Peer]) -> None:
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(module, "boot_clock", lambda: boot_clock() + 3600)
+        await asyncio.sleep(0.5)
+        assert [peer.lost for peer in peers] == [[], []]
+
+    together(scene, [Peer(0), Peer(1)])
+
+
+def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEET_WITHIN_S", 0.5)
+
+    async def meet() -> None:
+        first, second = Peer(0), Peer(1)
+        roster = [await first.listen(), await second.listen(), Member("node3", "127.0.0.1", 9, "m")]
+        with pytest.raises(ControlError, match=r"node1 could not meet node2 \(.*\), node3 \(127.0.0.1:9\)") as caught:
+            await first.mesh.meet(roster)
+        assert "firewall" in caught.value.why
+        assert "ping 127.0.0.1" in caught.value.fix
+        for peer in (first, second):
+            await peer.mesh.close()
+
+    asyncio.run(meet())

@@ -1,0 +1,54 @@
+"""A run whose keeper was killed: shown, not resumed beside itself, and ended when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.needs import need_tool
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def among_own_processes(argv: list[str]) -> list[str]:
+    """`argv` where it sees no other processes than its own, and where none of them outlives it."""
+    as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    prefix = [need_tool("unshare"), *as_root, "--pid", "--fork", "--mount-proc", "--kill-child"]
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode and os.environ.get("SHOAL_REQUIRE_ALL") == "1":
+        pytest.fail(tried.stderr)
+    if tried.returncode:
+        pytest.skip(f"no process namespaces here: {tried.stderr.strip()}")
+    return [*prefix, *argv]
+
+
+def test_what_a_killed_keeper_leaves_is_shown_and_ended_when_asked(tmp_path: Path) -> None:
+    argv = among_own_processes([sys.executable, "-m", "tests.unkept_scenario", str(tmp_path)])
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    saw = json.loads(done.stdout)
+    run, pids = tmp_path / "run", saw["pids"]
+    assert pids.keys() == {"agent", "rank-0", "rank-1"}
+    assert saw["state"] == "unkept"
+
+    code, words = saw["resumed"]
+    assert code == 3
+    listed = words.index("error: an earlier launch of")
+    assert words.startswith("left over from earlier runs (--clean ends them):\n")
+    assert f"still works on local: process {', '.join(map(str, sorted(pids.values())))}\n" in words[listed:]
+    assert f"next: end it first: shoal stop {run}\n" in words[listed:]
+    assert saw["still_there"] == pids
+
+    for name, title in (("warned", "left over from earlier runs (--clean ends them):\n"), ("cleaned", "ended:\n")):
+        code, words = saw[name]
+        assert code == 0
+        assert words.startswith(title)
+        assert [f"{pid:>8}  {part}" in words for part, pid in pids.items()] == [True] * 3
+        assert "-m shoal.launch.agent\n" in words
+    assert saw["left"] == []
+    assert saw["ps"] == "no run is going on here\n"

@@ -1,0 +1,58 @@
+"""`python -m tests.unkept_scenario FOLDER`: a training whose keeper was killed, and what shoal says and does then.
+
+A program of its own, because `--clean` ends what it finds: it runs where it can find nobody else's processes. Prints
+as JSON what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.found import find, find_keeper
+from tests.programs import TINY, set_flags, shoal, steps_of
+from tests.runs_checks import wait_until
+
+
+def play(folder: Path) -> dict[str, Any]:
+    run = folder / "run"
+    assert find() == [], "others can be seen from here"
+    told(shoal("train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY)))
+    wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
+    keeper = find_keeper(run)
+    assert keeper is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    steps = len(steps_of(run))
+    wait_until(lambda: len(steps_of(run)) > steps + 5)
+    pids = {found.part: found.pid for found in find(run)}
+    (state,) = json.loads(told(shoal("ps", "--json")))["runs"]
+    resumed = shoal("train", "--resume", run)
+    still_there = {found.part: found.pid for found in find(run)}
+    script = folder / "nothing.py"
+    script.touch()
+    warned = shoal("run", "--on", "local:1", "--out", folder / "first", script)
+    cleaned = shoal("run", "--on", "local:1", "--clean", "--out", folder / "second", script)
+    return {
+        "pids": pids,
+        "state": state["state"],
+        "resumed": (resumed.returncode, resumed.stderr),
+        "still_there": still_there,
+        "warned": (warned.returncode, warned.stderr),
+        "cleaned": (cleaned.returncode, cleaned.stderr),
+        "left": [found.part for found in find(run)],
+        "ps": told(shoal("ps")),
+    }
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(play(Path(sys.argv[1]))))
