@@ -205,5 +205,8 @@ def _first(node: str, site: Site) -> tuple[str, ...]:
 
 
 def hosts(spec: LabSpec) -> str:
-    lines = ["127.0.0.1 localhost", *(f"{node.address} {node.name}" for node in spec.nodes)]
-    return "\n".join([*lines, f"{SWITCH_ADDRESS} {SWITCH}"]) + "\n"
+    """Each address also as torch's store sees it, which listens for both families: it asks for the name of every peer,
+    and complains on every rank when there is none."""
+    known = [*((node.address, node.name) for node in spec.nodes), (SWITCH_ADDRESS, SWITCH)]
+    lines = [f"{prefix}{address} {name}" for prefix in ("", "::ffff:") for address, name in known]
+    return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
