@@ -32,7 +32,7 @@ def make_code() -> str:
 
 def parse_invitation(text: str) -> Invitation:
     match = _INVITATION.fullmatch(text.strip())
-    if match is None:
+    if match is None or not 0 < int(match["port"]) < 1 << 16:
         raise UsageError(
             f"{text!r} is no invitation",
             why="it is an address, a port and a code, as 192.168.1.5:41234#abcd-efgh-jkmn-pqrs",

@@ -1,0 +1,47 @@
+"""The line that is typed on a machine to join, and the code in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.cluster.join.invitation import Invitation, make_code, parse_invitation
+from shoal.cluster.join.spec import JoinSpec, parse_join
+from shoal.control.token import seal, unseal
+from shoal.errors import UsageError
+
+
+@pytest.mark.parametrize("address", ["192.168.1.5", "fe80::1", "laptop-b.lan"])
+def test_what_is_printed_can_be_typed(address: str) -> None:
+    invitation = Invitation(address, 41234, make_code())
+    assert parse_invitation(str(invitation)) == invitation
+    assert parse_invitation(f"  {str(invitation).upper()} ").code == invitation.code
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10.0.0.1", "10.0.0.1:41234", "10.0.0.1#abcd", "10.0.0.1:99999#abcd", "10.0.0.1:0#abcd", "a:b#c"]
+)
+def test_anything_else_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="is no invitation"):
+        parse_invitation(text)
+
+
+def test_codes_are_long_and_never_the_same() -> None:
+    codes = {make_code() for _ in range(100)}
+    assert len(codes) == 100
+    assert {len(code) for code in codes} == {16}
+
+
+def test_a_token_is_read_only_with_its_code() -> None:
+    token, code = "ab" * 32, make_code()
+    assert unseal(seal(token, code), code) == token
+    assert unseal(seal(token, code), make_code()) != token
+    assert seal(token, code) != seal(token, code), "the same twice would tell that it is the same"
+    assert token not in seal(token, code)
+
+
+def test_join_names_how_many() -> None:
+    assert parse_join("join:3") == JoinSpec(3)
+    assert parse_join("join:2,address=10.0.0.1,port=4000") == JoinSpec(2, "10.0.0.1", 4000)
+    for wrong in ("join:1", "join:", "join:x", "join:2,speed=1"):
+        with pytest.raises(UsageError):
+            parse_join(wrong)
