@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from tests.needs import need_tool
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def among_own_processes(argv: list[str]) -> list[str]:
-    """`argv` where it sees no other processes than its own, and where none of them outlives it."""
+def among_own_processes() -> list[str]:
+    """For a program that sees no other processes than its own, and that none of them outlives."""
     as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     prefix = [need_tool("unshare"), *as_root, "--pid", "--fork", "--mount-proc", "--kill-child"]
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
@@ -24,12 +25,16 @@ def among_own_processes(argv: list[str]) -> list[str]:
         pytest.fail(tried.stderr)
     if tried.returncode:
         pytest.skip(f"no process namespaces here: {tried.stderr.strip()}")
-    return [*prefix, *argv]
+    # The first process there adopts orphans, and must not be taken for shoal by a word of its command line.
+    return [*prefix, "sh", "-c", 'eval "$PROGRAM"; exit $?']
 
 
 def test_what_a_killed_keeper_leaves_is_shown_and_ended_when_asked(tmp_path: Path) -> None:
-    argv = among_own_processes([sys.executable, "-m", "tests.unkept_scenario", str(tmp_path)])
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    program = shlex.join([sys.executable, "-m", "tests.unkept_scenario", str(tmp_path)])
+    variables = {**os.environ, "PROGRAM": program}
+    done = subprocess.run(
+        among_own_processes(), cwd=ROOT, env=variables, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stderr
     saw = json.loads(done.stdout)
     run, pids = tmp_path / "run", saw["pids"]
