@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -43,8 +44,18 @@ class OwnRank:
     def __init__(self) -> None:
         self._display: Display | None = None
         self._tail: EventTail | None = None
+        self._gone = False
 
     def __call__(self, run: RunFolder) -> None:
+        try:
+            self._show(run)
+        except OSError:
+            # The terminal is gone; our part of the run is not.
+            self._gone = True
+
+    def _show(self, run: RunFolder) -> None:
+        if self._gone:
+            return
         if self._tail is None and (files := run.event_files()):
             self._tail = EventTail(next(iter(files.values())))
             self._display = make_display(load_config(run.config))
@@ -53,4 +64,5 @@ class OwnRank:
 
     def close(self) -> None:
         if self._display is not None:
-            self._display.close()
+            with contextlib.suppress(OSError):
+                self._display.close()

@@ -12,6 +12,7 @@ from rich.table import Table
 from shoal.cli.lines import process_lines
 from shoal.cli.output import print_json, shown, stdout_console
 from shoal.cluster.hosts.spec import read_hosts
+from shoal.errors import ShoalError
 from shoal.trials.elsewhere import runs_on
 from shoal.trials.overview import RunState, as_json, running_runs
 from shoal.units import format_duration
@@ -59,17 +60,25 @@ def print_runs(states: list[RunState]) -> None:
     console.print(table)
 
 
-def print_elsewhere(found: dict[str, list[dict[str, Any]]], json: bool) -> None:
+def print_elsewhere(found: dict[str, list[dict[str, Any]] | ShoalError], json: bool) -> None:
+    """A host that cannot be asked is said so, beside what the others answered."""
     if json:
-        print_json({"hosts": found})
+        print_json({"hosts": {name: _or_error(said) for name, said in found.items()}})
         return
     for name, runs in found.items():
+        if isinstance(runs, ShoalError):
+            sys.stdout.write(f"{name}: {runs.seen}\n")
+            continue
         sys.stdout.write(f"{name}: {'no run' if not runs else ''}\n")
         for run in runs:
             step = "–" if run["step"] is None else f"step {run['step']}"
             sys.stdout.write(f"  {run['run']}  {run['state']}  {step}  for {format_duration(run['age_s'])}\n")
             for process in run["processes"]:
                 sys.stdout.write(f"    {process['pid']:>8}  {process['part']:<8}  {process['command']}\n")
+
+
+def _or_error(said: list[dict[str, Any]] | ShoalError) -> Any:
+    return said.as_dict() if isinstance(said, ShoalError) else said
 
 
 def print_processes(states: list[RunState]) -> None:

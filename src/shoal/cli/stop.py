@@ -26,12 +26,13 @@ def stop(
     run: Annotated[Path, typer.Argument(help="The run folder.")],
     now: Annotated[bool, typer.Option("--now", help="Don't wait for the step and the checkpoint.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds it may take to stop by itself.")] = ASK_S,
+    here: Annotated[bool, typer.Option("--here", hidden=True, help="On this machine only.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Ask a run to finish its step and save; end exactly its own processes if it doesn't."""
     folder = RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
-    if outcome is Outcome.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
+    if not here and outcome is Outcome.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
         # Nobody keeps it here, but its agents may well go on there.
         outcome = Outcome[max(stop_on(hosts, folder, now).values(), key=_FINALITY.index).upper()]
     if json:

@@ -48,7 +48,8 @@ def train(
         str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
     ] = None,
     on: Annotated[
-        str | None, typer.Option(help="Where to run: local:N, or lab:N[,link=1gbit,…].", show_default="local:2")
+        str | None,
+        typer.Option(help="local:N, lab:N[,link=1gbit,…], lab[:NAME], a hosts file or join:N.", show_default="local:2"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     set_: Annotated[

@@ -1,19 +1,49 @@
-"""Pieces of files that come from other machines, put where they belong in our run folder and nowhere else."""
+"""Pieces of files that come from another machine, put where they belong in our run folder and nowhere else."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.errors import ControlError
 
 
-def keep_piece(run: Path, name: str, offset: int, piece: bytes, sender: str) -> None:
-    path = run / name
-    if not path.resolve().is_relative_to(run.resolve()):
-        raise ControlError(
-            f"{sender} wanted to write {name!r}, outside the run folder", why="it is not the shoal we know"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.seek(offset)
-        file.write(piece)
+class Homecoming:
+    """What one node may send: its agent's and its ranks' words; with `keeps` also the ledger and a checkpoint.
+
+    A file that is here from an earlier launch goes on where it ends, wherever the other machine begins: `start` says.
+    """
+
+    def __init__(self, run: Path, sender: str, keeps: bool = False) -> None:
+        self._run = run
+        self._sender = sender
+        name = re.escape(sender)
+        allowed = rf"agents/{name}\.(?:jsonl|log)|events/rank-\d+\.jsonl|logs/{name}/[\w.-]+"
+        if keeps:
+            allowed += r"|commits\.jsonl|checkpoints/step-\d{8}/[\w.-]+"
+        self._allowed = re.compile(allowed)
+        self._shift: dict[str, int] = {}
+
+    def have(self) -> dict[str, int]:
+        """How much of each file is here, counted as the other machine counts."""
+        files = (path for path in self._run.rglob("*") if path.is_file())
+        names = {str(path.relative_to(self._run)): path.stat().st_size for path in files}
+        return {name: size - self._shift.get(name, 0) for name, size in names.items() if self._allowed.fullmatch(name)}
+
+    def start(self, begins: Mapping[str, int]) -> None:
+        """A new launch: from which byte on each file is sent; from the first one where nothing is said."""
+        self._shift = {}
+        self._shift = {name: size - int(begins.get(name, 0)) for name, size in self.have().items()}
+
+    def keep(self, name: str, offset: int, piece: bytes) -> None:
+        path = self._run / name
+        if not self._allowed.fullmatch(name) or not path.resolve().is_relative_to(self._run.resolve()):
+            raise ControlError(
+                f"{self._sender} wanted to write {name!r} into the run folder",
+                why="a machine sends home what its agent and its ranks wrote, and nothing else",
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.seek(offset + self._shift.get(name, 0))
+            file.write(piece)

@@ -67,7 +67,8 @@ class PipeLink:
         code = self._process.poll()
         if code is None:
             return None
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        known = {int(each): each.name for each in signal.Signals}
+        how = f"was killed ({known.get(-code, f'signal {-code}')})" if code < 0 else f"ended with exit code {code}"
         return f"its agent {how}" + _last_words(self._log)
 
     def is_reachable(self) -> bool:

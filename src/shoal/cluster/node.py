@@ -32,8 +32,9 @@ class Project:
     there: str
 
     def moved(self, path: str) -> str:
+        """Where a file of ours is there; the project's top for what lies outside of it."""
         inside = Path(path).is_relative_to(self.here)
-        return str(Path(self.there) / Path(path).relative_to(self.here)) if inside else path
+        return str(Path(self.there) / Path(path).relative_to(self.here)) if inside else self.there
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import secrets
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from shoal.errors import ControlError, Stranger
 PROTOCOL = 1
 Message = dict[str, Any]
 
+_NONCE = re.compile(r"[0-9a-f]{32}")
 _LENGTH = 4
 _TAG = 16
 _MOST_BYTES = 8 << 20
@@ -82,17 +85,22 @@ class Channel:
         self._received += 1
         return _parse(payload)
 
+    def is_closed(self) -> bool:
+        """Whether the other side has gone, as far as that can be told without reading."""
+        return self._reader.at_eof() or self._writer.is_closing()
+
     def close(self) -> None:
         self._writer.close()
 
 
 async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Channel:
     """The listening side's greeting."""
+    _keep_alive(writer)
     async with asyncio.timeout(_GREETING_S):
         ours = secrets.token_hex(16)
         await _say(writer, {"shoal": PROTOCOL, "nonce": ours})
         answer = await _hear(reader)
-        nonces = Nonces(ours, str(answer.get("nonce", "")))
+        nonces = Nonces(ours, _nonce(answer))
         _check(answer, nonces, token, "dialer")
         await _say(writer, {"proof": nonces.sign(token, "acceptor").hex()})
     keys = nonces.sign(token, "acceptor to dialer"), nonces.sign(token, "dialer to acceptor")
@@ -102,6 +110,7 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
 async def dial(address: str, port: int, token: str) -> Channel:
     """The calling side's greeting. The writer is closed again when it fails."""
     reader, writer = await asyncio.open_connection(address, port)
+    _keep_alive(writer)
     try:
         async with asyncio.timeout(_GREETING_S):
             opening = await _hear(reader)
@@ -111,7 +120,7 @@ async def dial(address: str, port: int, token: str) -> Channel:
                     why="the machines have different versions of shoal",
                     fix="bring all of them to the same one: shoal setup HOSTS",
                 )
-            nonces = Nonces(str(opening.get("nonce", "")), secrets.token_hex(16))
+            nonces = Nonces(_nonce(opening), secrets.token_hex(16))
             await _say(writer, {"nonce": nonces.dialer, "proof": nonces.sign(token, "dialer").hex()})
             try:
                 answer = await _hear(reader)
@@ -127,6 +136,24 @@ async def dial(address: str, port: int, token: str) -> Channel:
         raise
     keys = nonces.sign(token, "dialer to acceptor"), nonces.sign(token, "acceptor to dialer")
     return Channel(reader, writer, *keys)
+
+
+def _nonce(message: Message) -> str:
+    """Only what we ourselves would send: it becomes part of a text that is signed."""
+    nonce = str(message.get("nonce", ""))
+    if not _NONCE.fullmatch(nonce):
+        raise Stranger("what answers on the control channel is not shoal", why="it did not send a random number")
+    return nonce
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """A pulled cable closes no connection: the kernel asks, and after some silence it is closed for us."""
+    connection = writer.get_extra_info("socket")
+    options = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            level = socket.SOL_SOCKET if name.startswith("SO_") else socket.IPPROTO_TCP
+            connection.setsockopt(level, getattr(socket, name), value)
 
 
 def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:

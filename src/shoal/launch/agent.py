@@ -210,7 +210,7 @@ class Agent:
                 await self._stop(bool(at_once))
             case {"type": "done"}:
                 self._over.add(member)
-                self._write("peer", node=self._roster[member].node)
+                self._write("peer", node=self._roster[member].node, failed=self._failed_at is not None)
             case {"type": "ask", "id": number, "request": request}:
                 # Not awaited here: a question may wait for a key that this very peer brings next.
                 self._keep(self._answer(member, number, request))

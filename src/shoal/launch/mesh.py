@@ -135,9 +135,9 @@ class Mesh:
                 if message.get("type") != "beat":
                     await self._on_message(member, message)
         except (OSError, EOFError):
-            self._lose(member, "its agent's connection closed")
+            self._lose(member, "its agent's connection closed", channel)
         except ControlError as error:
-            self._lose(member, error.seen)
+            self._lose(member, error.seen, channel)
 
     async def _beat(self) -> None:
         """Whoever slept itself hears its peers first before it judges them."""
@@ -154,7 +154,10 @@ class Mesh:
                 # Not awaited in turn: a full connection to a silent peer must not keep us from the others.
                 self._spawn(self.tell(member, {"type": "beat"}))
 
-    def _lose(self, member: int, how: str) -> None:
+    def _lose(self, member: int, how: str, of: Channel | None = None) -> None:
+        """An older connection that a newer one has replaced loses nobody."""
+        if of is not None and self._channels.get(member) is not of:
+            return
         self._heard_at.pop(member, None)
         channel = self._channels.pop(member, None)
         if channel is None:

@@ -52,6 +52,8 @@ def main() -> int:
     agent = None if errand.follow else _start(errand, run)
     threading.Thread(target=_pass_on, args=(sys.stdin.buffer, agent, run), daemon=True).start()
     freight = Freight(run, errand.node, errand.have, errand.keeps, _put_piece)
+    if not errand.follow:
+        _put({"begins": freight.begin_anew()})
     with contextlib.suppress(BrokenPipeError):
         send_while(lambda: _is_alive(agent, run), freight)
         if errand.keeps:
@@ -123,6 +125,12 @@ class Freight:
             self._patterns.append(run.commits.name)
         self._last: list[Path] = []
 
+    def begin_anew(self) -> dict[str, int]:
+        """A new launch: what is at home already and not here any more was another folder's, and is not waited for."""
+        sizes = {str(path.relative_to(self._run.path)): path.stat().st_size for path in self._files()}
+        self._sent = {name: min(self._sent.get(name, 0), size) for name, size in sizes.items()}
+        return dict(self._sent)
+
     def add_newest_checkpoint(self) -> None:
         """Its manifest last, as it was written: what is whole at home is known by it."""
         if newest := max(self._run.checkpoints.glob("step-????????"), default=None):
@@ -131,11 +139,13 @@ class Freight:
     def send_new(self) -> None:
         for path in self._files():
             name = str(path.relative_to(self._run.path))
+            # No further than it is now: a rank that prints faster than the link carries must not starve the others.
             with path.open("rb") as file:
-                file.seek(self._sent.get(name, 0))
-                while piece := file.read(_PIECE):
+                left = path.stat().st_size - file.seek(self._sent.get(name, 0))
+                while left > 0 and (piece := file.read(min(left, _PIECE))):
                     self._put(name, self._sent.get(name, 0), piece)
                     self._sent[name] = self._sent.get(name, 0) + len(piece)
+                    left -= len(piece)
 
     def _files(self) -> Iterator[Path]:
         for pattern in self._patterns:

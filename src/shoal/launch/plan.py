@@ -69,7 +69,7 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
         if node.cpu_only:
             # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
-        first = node.project.moved(words[0]) if node.project else words[0]
+        first = node.project.moved(words[0]) if node.project and words[0] != "-m" else words[0]
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands

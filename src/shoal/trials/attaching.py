@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.load import load_config
 from shoal.events import Event, parse_event
 from shoal.launch.found import Found, find_keeper, is_alive
@@ -23,10 +22,9 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     """Raises what the run says went wrong. A run that is over already is told the same way."""
     config = load_config(run.config)
     keeping, keeper = Keeping(run), find_keeper(run.path)
-    ranks = rank_count(parse_on(config.run.on))
-    news = RunNews(run, ranks, only_new=True)
+    news = RunNews(run)
     with contextlib.closing(watch(config)) as display:
-        display([event for rank in range(ranks) for event in _opening(run, rank)])
+        display([event for rank in run.event_files() for event in _opening(run, rank)])
         for notes in _until_over(keeping, keeper):
             display([*notes, *news.poll()])
     keeping.raise_error()

@@ -13,34 +13,34 @@ from shoal.cluster.hosts.each import on_each, values_or_raise
 from shoal.cluster.hosts.ready import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.hosts.ssh import run_script
-from shoal.errors import HostError
+from shoal.errors import HostError, ShoalError
 from shoal.runfolder import RunFolder
 
 _ANSWER_S = 120.0
 
 
-def ask_each(spec: HostsSpec, words_for: Callable[[HostsCluster, str], Sequence[str]]) -> dict[str, Any]:
-    """What `shoal … --json` says on each host, by its name. `words_for` gets the cluster and a host's name."""
-    cluster = HostsCluster.prepare(spec, Cargo(), lambda text: None)
+def ask_each(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str]]) -> dict[str, Any | ShoalError]:
+    """What `shoal … --json` says on each host, by its name. One that is off keeps no other from being asked."""
 
     def ask(host: Host) -> Any:
-        return _ask(cluster.ready[host.name], spec, words_for(cluster, host.name))
+        alone = HostsCluster.prepare(spec.model_copy(update={"hosts": (host,)}), Cargo(), lambda text: None)
+        return _ask(alone.ready[host.name], spec, words_for(alone))
 
-    return values_or_raise(on_each(spec.hosts, ask))
+    return on_each(spec.hosts, ask)
 
 
-def runs_on(spec: HostsSpec) -> dict[str, list[dict[str, Any]]]:
-    return {name: said["runs"] for name, said in ask_each(spec, lambda cluster, name: ("ps",)).items()}
+def runs_on(spec: HostsSpec) -> dict[str, list[dict[str, Any]] | ShoalError]:
+    said = ask_each(spec, lambda cluster: ("ps",))
+    return {name: each if isinstance(each, ShoalError) else each["runs"] for name, each in said.items()}
 
 
 def stop_on(spec: HostsSpec, run: RunFolder, now: bool) -> dict[str, str]:
-    """What became of the run on each host."""
+    """What became of the run on each host. Raises, after all were asked, when one of them could not be."""
 
-    def words(cluster: HostsCluster, name: str) -> Sequence[str]:
-        node = next(node for node in cluster.nodes if node.name == name)
-        return ("stop", cluster.folder(node, run.path), *(("--now",) if now else ()))
+    def words(cluster: HostsCluster) -> Sequence[str]:
+        return ("stop", "--here", cluster.folder(cluster.nodes[0], run.path), *(("--now",) if now else ()))
 
-    return {name: str(said.get("outcome", "not_running")) for name, said in ask_each(spec, words).items()}
+    return {name: said.get("outcome", "not_running") for name, said in values_or_raise(ask_each(spec, words)).items()}
 
 
 def _ask(ready: ReadyHost, spec: HostsSpec, words: Sequence[str]) -> Any:

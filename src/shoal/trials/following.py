@@ -14,6 +14,7 @@ from types import FrameType
 from shoal.errors import RunFailed, ShoalError, from_dict
 from shoal.events import Event, EventTail
 from shoal.runfolder import RunFolder
+from shoal.trials.keeper import ENDING, held_back
 
 POLL_S = 0.05
 
@@ -71,25 +72,33 @@ def follow(
     run: RunFolder, keeper: subprocess.Popen[bytes], keeping: Keeping, look: Callable[[list[Event]], None]
 ) -> None:
     """Until the keeper has ended; Ctrl-C is passed on to it. Raises what it said went wrong."""
-    with _passing_on(keeper):
-        while keeper.poll() is None:
-            look(keeping.poll())
-            time.sleep(POLL_S)
+    while keeper.poll() is None:
+        look(keeping.poll())
+        time.sleep(POLL_S)
     look(keeping.poll())
     keeping.raise_error()
 
 
 def await_running(keeper: subprocess.Popen[bytes], keeping: Keeping, look: Callable[[list[Event]], None]) -> None:
     """For `--detach`: until the ranks have been started, so that what goes wrong before is still said here."""
-    with _passing_on(keeper):
-        while keeper.poll() is None and not keeping.running:
-            look(keeping.poll())
-            time.sleep(POLL_S)
+    while keeper.poll() is None and not keeping.running:
+        look(keeping.poll())
+        time.sleep(POLL_S)
     look(keeping.poll())
     if not keeping.running or keeping.ended is not None:
         keeping.raise_error()
     # It is nobody's child to wait for from here on.
     keeper.returncode = keeper.returncode or 0
+
+
+@contextlib.contextmanager
+def kept(start: Callable[[], subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
+    """The keeper, from its first moment on: a signal that comes while it is being started is passed on, too."""
+    with contextlib.ExitStack() as stack:
+        with held_back(ENDING):
+            keeper = start()
+            stack.enter_context(_passing_on(keeper))
+        yield keeper
 
 
 @contextlib.contextmanager
@@ -107,12 +116,20 @@ def _passing_on(keeper: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 class RunNews:
-    """What the ranks of a training write from now on, or from its beginning."""
+    """What the ranks of a training write from now on; however many there are, and whenever they come."""
 
-    def __init__(self, run: RunFolder, ranks: int, only_new: bool) -> None:
-        self._tails = [EventTail(run.events(rank)) for rank in range(ranks)]
-        for tail in self._tails if only_new else ():
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._tails: dict[int, EventTail] = {}
+        self._find()
+        for tail in self._tails.values():
             tail.skip_to_end()
 
     def poll(self) -> list[Event]:
-        return [event for tail in self._tails for event in tail.poll()]
+        self._find()
+        return [event for tail in self._tails.values() for event in tail.poll()]
+
+    def _find(self) -> None:
+        for rank, path in self._run.event_files().items():
+            if rank not in self._tails:
+                self._tails[rank] = EventTail(path)

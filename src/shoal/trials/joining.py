@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import hashlib
 import json
+import os
+import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cluster.join.invitation import Invitation
 from shoal.cluster.link import PipeLink, agent_command
 from shoal.cluster.node import Meeting, Node
-from shoal.config.load import load_config
+from shoal.config.load import load_config, to_toml
 from shoal.control.channel import Channel, Message, dial
 from shoal.control.hello import introduce
 from shoal.control.machine import physical_cores
@@ -27,25 +31,27 @@ from shoal.control.route import interface_for, source_address
 from shoal.control.token import unseal
 from shoal.data.cache import cache_root
 from shoal.data.prepare import digest_of
-from shoal.data.run_setup import DataFacts, to_json
+from shoal.data.run_setup import DataFacts, read_facts, to_json
 from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
 from shoal.events import read_events
 from shoal.launch.orders import END, STOP, Go, Meet, Member, make_go, to_line
 from shoal.launch.outpost import Freight, send_while
 from shoal.launch.plan import plan_ranks
-from shoal.launch.supervise import digest_of_config, tail_of
+from shoal.launch.supervise import tail_of
 from shoal.runfolder import RunFolder, write_atomically
 
 _POLL_S = 0.1
+_TEXT_NAME = re.compile(r"[0-9a-f]{64}-(?:train|val)")
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A place in somebody's run: our name there, our folder of it, and the text it trains on."""
+    """A place in somebody's run: our name there, our folder of it, and digests of what it trains and on which text."""
 
     run: RunFolder
     node: str
     address: str
+    config: str
     data: str
 
 
@@ -94,23 +100,26 @@ async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined
     try:
         places = await _fetch(channel, welcome["files"])
         run = _make_folder(out, welcome["texts"], places)
-        data = digest_of(run.tokenizer, *(Path(place) for place in _facts(run)))
+        data = _check_text(run, places.values())
     except ShoalError as error:
         await channel.send({"type": "failed", **error.as_dict()})
         raise
     await channel.send({"type": "prepared"})
-    return Joined(run, str(welcome["node"]), address, data)
+    config = hashlib.sha256(welcome["texts"][run.config.name].encode()).hexdigest()
+    return Joined(run, str(welcome["node"]), address, config, data)
 
 
 async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
     """What an earlier run brought already is not sent again."""
+    if wrong := [name for name in sizes if not _TEXT_NAME.fullmatch(name)]:
+        raise ControlError(f"the host offers {wrong[0]!r} where a text was due", why="its shoal is another")
     folder = cache_root(None) / "joined"
     folder.mkdir(parents=True, exist_ok=True)
-    places = {name: folder / Path(name).name for name in sizes}
+    places = {name: folder / name for name in sizes}
     need = [name for name, place in places.items() if not place.exists() or place.stat().st_size != sizes[name]]
     await channel.send({"type": "need", "need": need})
     for name in need:
-        temporary = places[name].with_suffix(".part")
+        temporary = places[name].with_suffix(f".{os.getpid()}.part")
         with temporary.open("wb") as file:
             while file.tell() < sizes[name]:
                 file.write(base64.b64decode((await _hear(channel, "piece"))["data"]))
@@ -120,16 +129,26 @@ async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
 
 def _make_folder(out: Path, texts: Mapping[str, str], places: Mapping[str, Path]) -> RunFolder:
     run = RunFolder.create(out)
-    for path in (run.config, run.tokenizer):
-        write_atomically(path, texts[path.name])
+    write_atomically(run.tokenizer, texts[run.tokenizer.name])
+    write_atomically(run.config, texts[run.config.name])
+    # Where it runs and by whom it is started is ours to say, whatever the host wrote there.
+    config = load_config(run.config)
+    ours = config.run.model_copy(update={"on": "local:1", "launcher": "shoal", "threads": None})
+    write_atomically(run.config, to_toml(config.model_copy(update={"run": ours})))
     facts = DataFacts(**json.loads(texts[run.data.name]))
     write_atomically(run.data, to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val]))))
     return run
 
 
-def _facts(run: RunFolder) -> tuple[str, str]:
-    facts = DataFacts(**json.loads(run.data.read_text(encoding="utf-8")))
-    return facts.train, facts.val
+def _check_text(run: RunFolder, places: Iterable[Path]) -> str:
+    """Its digest, from its own bytes. What is damaged is thrown away, so that the next try fetches it anew."""
+    facts = read_facts(run)
+    try:
+        return digest_of(run.tokenizer, Path(facts.train), Path(facts.val))
+    except ShoalError:
+        for place in places:
+            place.unlink(missing_ok=True)
+        raise
 
 
 async def _hear(channel: Channel, kind: str) -> Message:
@@ -178,7 +197,7 @@ def _order(meet: Message, token: str, joined: Joined) -> Meet:
         token=token,
         launch=str(meet["launch"]),
         launched_at=float(meet["launched_at"]),
-        config=digest_of_config(joined.run),
+        config=joined.config,
         data=joined.data,
     )
 
@@ -213,7 +232,8 @@ def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
     asked = threading.Event()
 
     def pass_on() -> None:
-        said("ending now" if asked.is_set() else "asked everybody to finish the step and save")
+        with contextlib.suppress(OSError):
+            said("ending now" if asked.is_set() else "asked everybody to finish the step and save")
         agent.send(to_line(END if asked.is_set() else STOP))
         asked.set()
 

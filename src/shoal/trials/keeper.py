@@ -22,7 +22,6 @@ from typing import Any
 from shoal.cluster.cargo import Cargo
 from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.files import project_of
-from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
 from shoal.control.process import marks, unmark
@@ -34,7 +33,7 @@ from shoal.report.finish import finish
 from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
 
-_ENDING = {signal.SIGINT, signal.SIGTERM}
+ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Job:
 
 
 def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:
-    """It inherits the lock on the folder, so that the run is never nobody's."""
+    """It inherits the lock on the folder, so that the run is never nobody's. Call it with signals `held_back`."""
     write_atomically(run.job, json.dumps(asdict(job)) + "\n")
-    with run.keeper.with_suffix(".log").open("ab") as output, _held_back(_ENDING):
+    with run.keeper.with_suffix(".log").open("ab") as output:
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
             env={**os.environ, **marks(run.path, "keeper")},
@@ -64,7 +63,7 @@ def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]
 
 
 @contextlib.contextmanager
-def _held_back(signals: set[signal.Signals]) -> Iterator[None]:
+def held_back(signals: set[signal.Signals]) -> Iterator[None]:
     """A child inherits it: what is sent before it has imported everything waits until it can answer in words."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -83,13 +82,15 @@ def main(folder: Path) -> int:
     unmark()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Both end a keeper in good order, also while it still builds a lab, and also where a shell had them ignored.
-    for signum in _ENDING:
+    for signum in ENDING:
         signal.signal(signum, signal.default_int_handler)
     log = EventLog(run.keeper, 0)
+    # An invitation stands in it.
+    run.keeper.chmod(0o600)
     log.write("keeping", pid=os.getpid())
     error: ShoalError | None = None
     with _said_in_words() as said:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         _keep(run, read_job(run), log)
     error = said[0] if said else None
     log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))
@@ -128,12 +129,12 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
     config = load_config(run.config)
     try:
         with open_cluster(config.run.on, training_cargo(run), note) as cluster:
-            run_ranks(config.run, run, cluster, log, read_facts(run).digest, job.resume)
+            ranks = run_ranks(config.run, run, cluster, log, read_facts(run).digest, job.resume)
     except ShoalError:
         with contextlib.suppress(ShoalError):
             finish(run)
         raise
-    finish(run, judge_replicas(run, rank_count(parse_on(config.run.on))))
+    finish(run, judge_replicas(run, ranks))
 
 
 def training_cargo(run: RunFolder) -> Cargo:

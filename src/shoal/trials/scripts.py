@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from shoal.cluster.spec import settled
 from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.runfolder import RunFolder
-from shoal.trials.following import Keeping, await_running, follow
+from shoal.trials.following import Keeping, await_running, follow, kept
 from shoal.trials.keeper import Job, start_keeper
 
 ShowLine = Callable[[LogLine], None]
@@ -30,8 +31,7 @@ def run_anything(
     on = settled(on)
     run = RunFolder.create(out)
     keeping = Keeping.from_now(run)
-    with run.held() as lock:
-        keeper = start_keeper(run, Job(script=tuple(argv), on=on, threads=threads, port=port), lock)
+    job = Job(script=tuple(argv), on=on, threads=threads, port=port)
     logs = LogFollower(run)
 
     def look(notes: list[Event]) -> None:
@@ -40,12 +40,16 @@ def run_anything(
         for line in [] if detach else logs.poll():
             show(line)
 
-    if detach:
-        await_running(keeper, keeping, look)
-        return run
-    try:
-        follow(run, keeper, keeping, look)
-    finally:
-        for line in logs.last_words():
-            show(line)
+    with contextlib.ExitStack() as held:
+        lock = held.enter_context(run.held())
+        with kept(lambda: start_keeper(run, job, lock)) as keeper:
+            held.close()
+            if detach:
+                await_running(keeper, keeping, look)
+                return run
+            try:
+                follow(run, keeper, keeping, look)
+            finally:
+                for line in logs.last_words():
+                    show(line)
     return run

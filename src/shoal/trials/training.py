@@ -17,7 +17,7 @@ from shoal.errors import RunFailed
 from shoal.events import Event
 from shoal.report.finish import read_manifest
 from shoal.runfolder import RunFolder
-from shoal.trials.following import Keeping, RunNews, await_running, follow
+from shoal.trials.following import Keeping, RunNews, await_running, follow, kept
 from shoal.trials.keeper import Job, start_keeper
 
 
@@ -55,12 +55,16 @@ def train_on(
 def _train(
     run: RunFolder, watch: MakeDisplay, job: Job, detach: bool, prepare: Callable[[], object] = lambda: None
 ) -> Manifest | None:
-    with run.held() as lock:
+    """The lock on the folder is the keeper's once it has started; ours goes at once."""
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(contextlib.ExitStack())
+        lock = held.enter_context(run.held())
         prepare()
         config = load_config(run.config)
-        news, keeping = RunNews(run, rank_count(parse_on(config.run.on)), only_new=True), Keeping.from_now(run)
-        keeper = start_keeper(run, job, lock)
-    with contextlib.closing(watch(config)) as display:
+        news, keeping = RunNews(run), Keeping.from_now(run)
+        stack.enter_context(contextlib.closing(display := watch(config)))
+        keeper = stack.enter_context(kept(lambda: start_keeper(run, job, lock)))
+        held.close()
         if detach:
             await_running(keeper, keeping, display)
             return None

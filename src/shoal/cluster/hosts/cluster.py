@@ -41,7 +41,7 @@ class HostsCluster:
             "follow": False,
             "discard": not self.cargo.stays,
         }
-        return SshLink(ready, self.spec, run, errand, self.note)
+        return SshLink(ready, self.spec, run, node.project, errand, self.note)
 
     def folder(self, node: Node, run: Path) -> str:
         """Called after the run here, and told apart from any other runs/first, of this machine or another one."""

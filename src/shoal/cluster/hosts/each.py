@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from shoal.cluster.hosts.spec import Host
+from shoal.cluster.hosts.ssh import end_all_scripts
 from shoal.errors import HostError, ShoalError
 
 T = TypeVar("T")
@@ -24,8 +25,15 @@ def on_each(hosts: Iterable[Host], work: Callable[[Host], T]) -> dict[str, T | S
             return error
 
     hosts = list(hosts)
-    with ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="host") as pool:
+    pool = ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="host")
+    try:
         return dict(zip((host.name for host in hosts), pool.map(attempt, hosts), strict=True))
+    except BaseException:
+        # Ctrl-C: the threads wait for their connections, and would keep us until a copy of an hour is done.
+        end_all_scripts()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def values_or_raise(results: Mapping[str, T | ShoalError]) -> dict[str, T]:

@@ -84,7 +84,7 @@ def project_of(folder: Path) -> Path | None:
 def make_piece(source: Path, path: str, folder: Path | None = None) -> Piece:
     """A link stays one when it leads to something else in the folder; otherwise it is what it leads to."""
     if folder is not None and _leads_inside(source, folder):
-        link = str(source.readlink())
+        link = os.path.relpath(source.resolve(), source.parent.resolve())
         return Piece(path, source, 0, 0o777, link, f"-> {link}")
     status = source.stat()
     mode = 0o755 if status.st_mode & 0o100 else 0o644

@@ -11,7 +11,6 @@ import json
 import shlex
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -19,25 +18,32 @@ from typing import IO, Any
 from shoal.cluster.hosts.ready import ReadyHost
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.hosts.ssh import Script
-from shoal.cluster.keeping import keep_piece
+from shoal.cluster.keeping import Homecoming
+from shoal.cluster.node import Project
 from shoal.control.process import marks
 from shoal.errors import ShoalError
 
 # While the others hear the node's heartbeats we go on trying; when they have lost it too, we stop.
 AGAIN_S = 3.0
-GIVE_UP_S = 600.0
 
 
 class SshLink:
     """`errand` is the first line that the messenger there reads, see `launch.outpost`."""
 
     def __init__(
-        self, ready: ReadyHost, spec: HostsSpec, run: Path, errand: Mapping[str, Any], note: Callable[[str], None]
+        self,
+        ready: ReadyHost,
+        spec: HostsSpec,
+        run: Path,
+        project: Project | None,
+        errand: Mapping[str, Any],
+        note: Callable[[str], None],
     ) -> None:
         self._ready = ready
         self._spec = spec
-        self._run = run
+        self._project = project
         self._errand = dict(errand)
+        self._home = Homecoming(run, ready.host.name, bool(errand["keeps"]))
         self._note = note
         self._lines: list[bytes] = []
         self._script: Script | None = None
@@ -73,7 +79,6 @@ class SshLink:
         self.kill()
 
     def _attend(self) -> None:
-        lost_at = None
         while not self._closed.is_set():
             try:
                 if self._talk():
@@ -83,10 +88,10 @@ class SshLink:
                 if not self._errand["follow"]:
                     self._ended = f"{error.seen}: {error.why}"
                     return
-            # The agent is there, whatever became of the connection.
-            lost_at = lost_at or time.monotonic()
-            if time.monotonic() - lost_at > GIVE_UP_S:
-                break
+            except (OSError, ValueError) as error:
+                # A full disk here, or nonsense from there: the agent goes on, and so do we.
+                self._note(f"cannot keep what {self._ready.host.name} sends: {error}; trying again")
+            # The agent is there, whatever became of the connection; when the others lose it too, we are told to go.
             self._closed.wait(AGAIN_S)
         self._ended = self._ended or "its connection was lost and did not come back"
 
@@ -96,7 +101,7 @@ class SshLink:
         with Script(host, self._spec, own_session=True) as script:
             self._process = script.process
             script.start(self._messenger())
-            script.send([json.dumps({**self._errand, "have": self._have()}).encode() + b"\n"])
+            script.send([json.dumps({**self._errand, "have": self._home.have()}).encode() + b"\n"])
             if self._errand["follow"]:
                 self._note(f"the connection to {host.name} is back")
             self._errand["follow"] = True
@@ -121,7 +126,7 @@ class SshLink:
 
     def _messenger(self) -> str:
         ready = self._ready
-        folder = shlex.quote(ready.project) if ready.project else "/"
+        folder = shlex.quote(self._project.moved(str(Path.cwd()))) if self._project else "/"
         known_by = marks(self._errand["folder"], "messenger")
         marked = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in known_by.items())
         return (
@@ -131,20 +136,16 @@ class SshLink:
             f"exec {shlex.quote(ready.python)} -P -m shoal.launch.outpost"
         )
 
-    def _have(self) -> dict[str, int]:
-        """How much of each file is here already."""
-        files = (path for part in ("agents", "events", "logs", "checkpoints") for path in (self._run / part).rglob("*"))
-        ledger = self._run / "commits.jsonl"
-        return {str(path.relative_to(self._run)): path.stat().st_size for path in [*files, ledger] if path.is_file()}
-
     def _receive(self, stream: IO[bytes]) -> bool:
         reader = _Reader(stream)
         while head := reader.line():
             said = json.loads(head)
             if said.get("end"):
                 return True
-            piece = reader.exactly(int(said["size"]))
-            keep_piece(self._run, str(said["path"]), int(said["offset"]), piece, self._ready.host.name)
+            if "begins" in said:
+                self._home.start(said["begins"])
+                continue
+            self._home.keep(str(said["path"]), int(said["offset"]), reader.exactly(int(said["size"])))
         return False
 
 

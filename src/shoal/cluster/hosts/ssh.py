@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -63,6 +64,15 @@ def script_argv(host: Host, spec: HostsSpec) -> list[str]:
     return ["sh", "-s"] if is_here(host) else [*ssh_argv(host, spec), "sh", "-s"]
 
 
+_at_work: weakref.WeakSet[Script] = weakref.WeakSet()
+
+
+def end_all_scripts() -> None:
+    """For whoever is interrupted while several are at work in threads of their own."""
+    for script in list(_at_work):
+        script.process.kill()
+
+
 class Script:
     """A script at work on a host. After `start`, stdin and stdout are those of the program it runs, or has become."""
 
@@ -87,6 +97,7 @@ class Script:
         assert self.process.stdin is not None  # noqa: S101 - both were asked for
         assert self.process.stdout is not None  # noqa: S101
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        _at_work.add(self)
 
     def start(self, script: str, deadline_s: float = ANSWER_S) -> None:
         """Returns when the host has read the whole script and begins with it; raises why it does not."""

@@ -27,6 +27,7 @@ from shoal.errors import ShoalError, UsageError
 Note = Callable[[str], None]
 # A machine that has never trained before fetches the text over a slow network first.
 _PROVIDE_S = 3600.0
+_LOOK_S = 1.0
 
 
 class JoinCluster:
@@ -38,6 +39,7 @@ class JoinCluster:
         self._note = note
         self._address = spec.address or own_address()
         self._guests: dict[str, Guest] = {}
+        self._said: set[str] = set()
         self._loop = asyncio.new_event_loop()
         interface = interface_for(self._address, None, socket.gethostname())
         here = Node(safe_name(socket.gethostname()), self._address, interface, 1, physical_cores())
@@ -90,7 +92,7 @@ class JoinCluster:
                 channel = await accept(reader, writer, code)
                 guest = await asyncio.wait_for(self._admit(channel, code), _PROVIDE_S)
             except (ShoalError, OSError, EOFError, TimeoutError) as error:
-                self._note(
+                self._note_once(
                     f"refused {peer}: {error.seen if isinstance(error, ShoalError) else error or 'it went away'}"
                 )
                 writer.close()
@@ -100,10 +102,30 @@ class JoinCluster:
             else:
                 arrived.set_result(guest)
 
-        async with await self._listen(welcome) as server:
+        server = await self._listen(welcome)
+        try:
             invitation = Invitation(self._address, server.sockets[0].getsockname()[1], code)
             self._note(f"on the machine to join, type: shoal join {invitation}")
-            return await arrived
+            while not arrived.done():
+                await asyncio.wait([arrived], timeout=_LOOK_S)
+                self._miss_those_who_left()
+            return arrived.result()
+        finally:
+            # Not `async with`: that would wait until the guest's own connection is closed.
+            server.close()
+
+    def _miss_those_who_left(self) -> None:
+        for name, guest in list(self._guests.items()):
+            if guest.channel.is_closed():
+                del self._guests[name]
+                self.nodes = [node for node in self.nodes if node.name != name]
+                self._note(f"{name} has left: {len(self.nodes)} of {self._spec.machines} machines")
+
+    def _note_once(self, text: str) -> None:
+        """A stranger may knock a thousand times."""
+        if text not in self._said:
+            self._said.add(text)
+            self._note(text)
 
     async def _listen(self, welcome: object) -> asyncio.Server:
         try:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.keeping import keep_piece
+from shoal.cluster.keeping import Homecoming
 from shoal.control.channel import Channel, Message
 from shoal.control.token import seal
-from shoal.errors import ControlError, ShoalError, from_dict
+from shoal.errors import ControlError, from_dict
 
 _PIECE = 1 << 20
 
@@ -42,7 +42,7 @@ class Guest:
         answer = await self.channel.receive()
         for name in [name for name in answer.get("need", []) if name in files]:
             await self._send_file(name, files[name])
-        if answer.get("need"):
+        if answer.get("type") == "need":
             answer = await self.channel.receive()
         if answer.get("type") != "prepared":
             raise from_dict(answer) if "seen" in answer else ControlError(f"{self.name} went away while it prepared")
@@ -53,16 +53,22 @@ class Guest:
                 await self.channel.send({"type": "piece", "path": name, "data": base64.b64encode(piece).decode()})
 
     def listen(self, run: Path) -> None:
-        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(run), self.loop)
+        home = Homecoming(run, self.name)
+        home.start({})
+        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(home), self.loop)
 
-    async def _take_home(self, run: Path) -> None:
+    async def _take_home(self, home: Homecoming) -> None:
+        spoke = False
         try:
             while (message := await self.channel.receive()).get("type") != "end":
-                keep_piece(run, message["path"], int(message["offset"]), base64.b64decode(message["data"]), self.name)
+                home.keep(str(message["path"]), int(message["offset"]), base64.b64decode(message["data"]))
+                spoke = True
             self._ended = "its agent ended"
-        except (OSError, EOFError, ShoalError):
-            # Its agent may well go on: the others hear its heart.
+        except Exception as error:
+            # Gone, or talking nonsense. Its agent may well go on, and the others hear its heart, once it has begun.
             self._reachable = False
+            if not spoke:
+                self._ended = f"it left before the run began ({type(error).__name__})"
 
     def send(self, line: bytes) -> None:
         """Of an order, who it is and whom it meets. Wishes reach its agent through the other agents."""

@@ -67,6 +67,8 @@ def worker_words(job: Job) -> list[str]:
         wanted["data.cache_dir"] = str(job.cache_dir)
     preset = job.config.run.preset
     base = _settings(build_config(preset)) if preset in PRESETS else None
+    if job.config.run.weights:
+        wanted["run.weights"] = job.config.run.weights
     if base is None or not base.keys() <= wanted.keys():
         # A file may call its preset what it likes, and no --set takes away what a preset sets: begin at the defaults.
         base, wanted["run.preset"], preset = _settings(build_config(_PLAIN_PRESET)), preset, _PLAIN_PRESET

@@ -24,7 +24,7 @@ _ROOM_BYTES = 128 * _ENTRY_BYTES
 
 
 def look(request: dict[str, Any], origin: str) -> dict[str, Any]:
-    folder = Path(request["folder"]).expanduser()
+    folder = Path(request["folder"]).expanduser().resolve()
     return {
         "python": {"origin": origin, **python_facts(request["packages"])},
         "folder": str(folder),

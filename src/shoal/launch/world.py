@@ -1,0 +1,282 @@
+"""The agents of one run as their launcher sees them: told what to start, followed by their journals, none left."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import FrameType
+
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.link import Link
+from shoal.cluster.node import Meeting, Node
+from shoal.control.token import make_token
+from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
+from shoal.events import Event, EventLog, EventTail
+from shoal.launch.orders import END, STOP, Meet, Member, make_go, to_line
+from shoal.launch.plan import Command
+from shoal.launch.verdict import Ending
+from shoal.runfolder import RunFolder
+
+POLL_S = 0.05
+# Over SSH to a slow machine Python alone may take seconds to start.
+READY_WITHIN_S = 45.0
+# A journal's last line may be written a moment before or after its agent's end is seen.
+_LAST_WORDS_S = 1.0
+# An agent that was told to end now has this long for it.
+_END_WITHIN_S = 5.0
+
+Plan = Callable[[list[Node], Meeting], list[Command]]
+
+
+@dataclass
+class Post:
+    """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
+    another agent lost it. `finished`: another agent heard that all its ranks have ended well. `left`:
+    we stopped waiting for it."""
+
+    node: Node
+    link: Link
+    tail: EventTail
+    ready: Event | None = None
+    started: bool = False
+    done: bool = False
+    since: float | None = None
+    lost: str = ""
+    finished: bool = False
+    left: bool = False
+
+    def is_busy(self) -> bool:
+        """Whether it may still have something for us."""
+        return not self.left and self.gone() is None and (not self.done or self.link.is_reachable())
+
+    def gone(self) -> str | None:
+        """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
+        how = self.link.ended()
+        return self.lost if how is None and self.lost and not self.link.is_reachable() else how
+
+
+@dataclass
+class World:
+    """The agents of one run. Leaving the `with` block leaves none of them, and so none of their ranks."""
+
+    run: RunFolder
+    cluster: Cluster
+    log: EventLog
+    launch_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    posts: list[Post] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    refused: ShoalError | None = None
+    interrupts: int = 0
+    _obeyed: int = 0
+    _ended_at: float | None = None
+
+    def launch(self, plan: Plan, config: str, data: str, script_port: int | None = None) -> None:
+        common = Meet(
+            folder="",
+            node="",
+            member=0,
+            address="",
+            interface=None,
+            token=make_token(self.run.token),
+            launch=self.launch_id,
+            launched_at=time.time(),
+            config=config,
+            data=data,
+        )
+        for member, node in enumerate(self.cluster.nodes):
+            tail = EventTail(self.run.journal(node.name))
+            tail.skip_to_end()
+            post = Post(node, self.cluster.start_agent(node, self.run.path), tail)
+            self.posts.append(post)
+            folder, port = self.cluster.folder(node, self.run.path), script_port if member == 0 else None
+            named = replace(common, node=node.name, address=node.address, interface=node.interface)
+            post.link.send(to_line(replace(named, member=member, folder=folder, script_port=port)))
+        self._await_ready()
+        self._send_off(plan)
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN_S
+        while waiting := [post for post in self.posts if post.ready is None]:
+            self._look()
+            if self.interrupts:
+                raise Interrupted("interrupted before the ranks were started", fix="start anew")
+            if time.monotonic() > deadline:
+                raise ControlError(
+                    f"the agent on {waiting[0].node.name} did not answer within {READY_WITHIN_S:.0f} s",
+                    why="the machine is very slow or very busy, or lost its connection",
+                    fix=f"look at {self.run.path / 'agents'}, then try again",
+                )
+            time.sleep(POLL_S)
+
+    def _send_off(self, plan: Plan) -> None:
+        nodes, roster = [], []
+        for post in self.posts:
+            said = post.ready or {}
+            found = {"interface": said["interface"], "cores": post.node.cores or said["cores"]}
+            post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
+            nodes.append(post.node)
+            roster.append(Member(post.node.name, post.node.address, said["port"], said["mark"]))
+        head = self.posts[0].ready or {}
+        meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
+        if head["script_port"] and len(nodes) > 1:
+            self._note(
+                f"the script's store is torch's own: it listens on every address of {nodes[0].name}, port "
+                f"{meeting.port}, and whoever reaches it can write into it. Use a network you trust."
+            )
+        self.commands = plan(nodes, meeting)
+        for post in self.posts:
+            post.link.send(to_line(make_go(roster, self.commands, post.node.name)))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """However we leave: what is still there is asked to end, and then ended.
+
+        After a good end everything that is still on its way home is waited for: a checkpoint may be large and a link
+        slow. Only another Ctrl-C cuts that short.
+        """
+        patience, asked = time.monotonic() + _END_WITHIN_S, self.interrupts
+        if unfinished := any(not post.done for post in self.posts):
+            self._tell(END)
+        while any(post.is_busy() for post in self.posts):
+            if time.monotonic() > patience and (unfinished or self.interrupts > asked):
+                break
+            time.sleep(POLL_S / 5)
+        for post in self.posts:
+            if post.link.ended() is None:
+                post.link.kill()
+            post.link.close()
+
+    def see_through(self) -> None:
+        while not all(post.done for post in self.posts):
+            self._obey()
+            self._look()
+            self._leave_the_stuck()
+            time.sleep(POLL_S)
+        if self.refused and not self.interrupts:
+            raise self.refused
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+
+    def _obey(self) -> None:
+        while self._obeyed < self.interrupts:
+            self._obeyed += 1
+            self._tell(STOP if self._obeyed == 1 else END)
+            if self._obeyed > 1:
+                self._ended_at = self._ended_at or time.monotonic()
+
+    def _leave_the_stuck(self) -> None:
+        """A frozen machine neither ends nor breaks its connection. Told to end, or lost to others, it has seconds."""
+        stuck = [post for post in self.posts if not post.done]
+        if self._ended_at is None and stuck and all(post.lost for post in stuck):
+            self._tell(END)
+            self._ended_at = time.monotonic()
+        if self._ended_at is not None and time.monotonic() - self._ended_at > _END_WITHIN_S:
+            for post in stuck:
+                post.done = post.left = True
+                self._lose(post, post.lost or "it did not end when it was told to")
+
+    def _tell(self, wish: str) -> None:
+        for post in self.posts:
+            post.link.send(to_line(wish))
+
+    def _look(self) -> None:
+        for post in self.posts:
+            for event in post.tail.poll():
+                if event.get("launch") == self.launch_id:
+                    self._take(post, event)
+        for post in self.posts:
+            self._look_after(post)
+
+    def _take(self, post: Post, event: Event) -> None:
+        match event["event"]:
+            case "ready":
+                post.ready = event
+            case "started":
+                post.started = True
+                if all(each.started for each in self.posts):
+                    self.log.write("running", nodes=[each.node.name for each in self.posts], ranks=self.ranks)
+            case "ended":
+                self._end(post, event["name"], event["code"], event["by_us"], starved=event["starved"])
+            case "note":
+                self._note(f"{post.node.name}: {event['text']}")
+            case "lost":
+                self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
+                self._post_of(event["node"]).lost = event["how"]
+            case "peer":
+                # Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure.
+                if event["failed"]:
+                    self._post_of(event["node"]).lost = "its ranks ended in a failure, and their words did not reach us"
+                else:
+                    self._post_of(event["node"]).finished = True
+            case "refused":
+                self._refuse(post, from_dict(event))
+            case "done":
+                post.done = True
+
+    @property
+    def ranks(self) -> int:
+        return sum(len(command.ranks) for command in self.commands)
+
+    def _note(self, text: str) -> None:
+        self.log.write("note", text=text)
+
+    def _refuse(self, post: Post, error: ShoalError) -> None:
+        """Before the run began. Those who wait for the refusing one need wait no longer."""
+        if self.refused is None:
+            self._tell(END)
+        if self.refused is None or isinstance(self.refused, PeerLost):
+            self.refused = error
+        if not self.commands:
+            raise self.refused
+
+    def _end(self, post: Post, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
+        command = next(command for command in self.commands if command.name == name)
+        log = str(self.run.log(post.node.name, name))
+        order = len(self.endings)
+        self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
+
+    def _post_of(self, node: str) -> Post:
+        return next(post for post in self.posts if post.node.name == node)
+
+    def _look_after(self, post: Post) -> None:
+        """An agent that ended without a word was killed, or its machine is gone."""
+        if post.finished and not post.link.is_reachable():
+            post.done = True
+        if post.done or (how := post.gone()) is None:
+            return
+        if post.since is None:
+            post.since = time.monotonic()
+        elif time.monotonic() - post.since > _LAST_WORDS_S:
+            post.done = True
+            self._lose(post, how)
+
+    def _lose(self, post: Post, how: str) -> None:
+        if not self.commands:
+            raise ControlError(
+                f"{post.node.name} did not start: {how}",
+                why="the agent that starts its ranks ended before it could",
+                fix=f"look at {self.run.path / 'agents'}",
+            )
+        ended = {ending.name for ending in self.endings}
+        for command in self.commands:
+            if command.node.name == post.node.name and command.name not in ended:
+                self._end(post, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
+
+
+@contextlib.contextmanager
+def interruptible(world: World) -> Iterator[None]:
+    """Only counted: a handler that did more would do it in the middle of anything."""
+    before = {signum: signal.signal(signum, world.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
