@@ -86,7 +86,6 @@ def kinds(run: Path, rank: int) -> list[str]:
     return [event["event"] for event in read_jsonl(run / "events" / f"rank-{rank}.jsonl")]
 
 
-@pytest.mark.long
 def test_the_torchrun_commands_train_on_unequal_nodes() -> None:
     with standing_lab(2) as lab:
         commands = torchrun_commands(emitted(lab, (2, 1)), 29500)
@@ -230,7 +229,6 @@ class Slurm:
         return (self._folder / "log").read_text()
 
 
-@pytest.mark.long
 def test_the_slurm_script_trains(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path, steps=4)
     assert slurm.finish(slurm.submit()) == 0, slurm.said

@@ -5,7 +5,6 @@ Nodes of a lab share one disk, so each host gets a folder of its own to be its d
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -51,16 +50,6 @@ def hosts(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     file.write_text(f'ssh_config = "{lab.folder}/ssh/config"\n' + "".join(tables))
     yield file
     end_processes([found for found in find() if found.run.is_relative_to(tmp_path)])
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[str], run: Path) -> Iterator[subprocess.Popen[str]]:
-    """Whatever a test finds out in between, nobody waits for a run that never ends."""
-    try:
-        yield process
-    finally:
-        end_processes(find(run))
-        process.communicate(timeout=20)
 
 
 def at(lab: Lab, node: str, *words: str | Path) -> list[str]:
@@ -110,7 +99,6 @@ def test_two_hosts_train_to_the_same_bits_and_the_run_folder_comes_home(lab: Lab
     assert [step["step"] for step in steps_of(run)] == list(range(1, 9))
 
 
-@pytest.mark.long
 def test_a_lost_connection_ends_nothing_and_a_stop_ends_all(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
@@ -141,11 +129,10 @@ def connection_to(node: str) -> int:
     raise AssertionError(f"no connection to {node}")
 
 
-@pytest.mark.long
 def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY))
-    with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as training:
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as training:
         wait_until(lambda: (run / "events/rank-1.jsonl").exists() and steps_of(run, 1))
         lab.perform(changes.kill("node2", silent=False))
         try:
@@ -157,7 +144,6 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
     assert not [found for found in find() if found.run.is_relative_to(tmp_path)]
 
 
-@pytest.mark.long
 def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
@@ -171,7 +157,7 @@ def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param("plain_ddp.py", ["--epochs", "3"], marks=pytest.mark.long),
+        ("plain_ddp.py", ["--epochs", "3"]),
         pytest.param("accelerate_train.py", [], marks=pytest.mark.long),
         pytest.param("fabric_train.py", ["--num-nodes", "2"], marks=pytest.mark.long),
     ],
@@ -196,7 +182,7 @@ def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
     """Under another cache there, as on another machine; a wrong code is refused, and a used one too."""
     run, part = tmp_path / "host", tmp_path / "guest"
     words = at(lab, "node1", "host", "--steps", "4", "--out", run, "--json", *set_flags(*TINY))
-    with ended(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), run) as host:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as host:
         line = wait_until(lambda: (run / "keeper.jsonl").exists() and "#" in notes(run) and notes(run))
         invitation = line.split()[-1]
         wrong = done(

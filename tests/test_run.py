@@ -51,9 +51,9 @@ def loss_of_one_process() -> float:
         ("plain_ddp.py", "local:2", ["--epochs", "3"]),
         ("plain_ddp.py", "lab:3", ["--epochs", "3"]),
         ("accelerate_train.py", "local:2", []),
-        pytest.param("accelerate_train.py", "lab:3", [], marks=pytest.mark.long),
+        ("accelerate_train.py", "lab:3", []),
         ("fabric_train.py", "local:2", ["--devices", "2"]),
-        pytest.param("fabric_train.py", "lab:3", ["--num-nodes", "3"], marks=pytest.mark.long),
+        ("fabric_train.py", "lab:3", ["--num-nodes", "3"]),
     ],
 )
 def test_a_script_trains_as_it_is_in_one_world(name: str, on: str, words: list[str], tmp_path: Path) -> None:

@@ -9,8 +9,7 @@
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
     │   ├── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
-    │   └── ControlError             a machine that cannot be reached, or cannot train with the others
-    │       └── Stranger             it does not know the run's token, or says that we don't
+    │   └── ControlError             a machine that is a stranger to the run, or cannot train with the others
     └── Interrupted         exit 130 somebody pressed Ctrl-C; what was asked to be saved is saved
 
 A message has three parts: what was seen, why that is (or probably is), and what to type next. The command line
@@ -79,10 +78,6 @@ class PeerLost(RunFailed):
 
 
 class ControlError(RunFailed):
-    pass
-
-
-class Stranger(ControlError):
     pass
 
 

@@ -17,7 +17,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import ControlError, Stranger
+from shoal.errors import ControlError
 
 PROTOCOL = 1
 Message = dict[str, Any]
@@ -117,7 +117,7 @@ async def dial(address: str, port: int, token: str) -> Channel:
                 answer = await _hear(reader)
             except EOFError:
                 # To try again would be of no use: it was there, heard our proof and left.
-                raise Stranger(
+                raise ControlError(
                     f"{address}:{port} refused us: it does not know our token",
                     why="what listens there belongs to another run, or ended at this moment",
                 ) from None
@@ -132,7 +132,7 @@ async def dial(address: str, port: int, token: str) -> Channel:
 def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
     proof = str(answer.get("proof", "")).encode(errors="surrogatepass")
     if not hmac.compare_digest(proof, nonces.sign(token, purpose).hex().encode()):
-        raise Stranger(
+        raise ControlError(
             "a stranger on the control channel: it does not know this run's token",
             why="it belongs to another run, or to nobody",
         )

@@ -18,8 +18,6 @@ from shoal.control.process import PART_MARK, RUN_MARK
 KEEPER = "keeper"
 AGENT = "agent"
 MESSENGER = "messenger"
-# Whoever is an agent's parent: the keeper, the messenger at the end of SSH, or `shoal join`.
-_LAUNCHERS = {"shoal.trials.keeper", "shoal.launch.outpost", "join"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def _has_launcher(pid: int) -> bool:
     """An agent that was left alone is the child of the machine's first process, or of the session's."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(pid).parent()
-        return parent is not None and not _LAUNCHERS.isdisjoint(parent.cmdline())
+        return parent is not None and any("shoal" in word for word in parent.cmdline())
     return False
 
 

@@ -28,7 +28,7 @@ from shoal.control.token import unseal
 from shoal.data.cache import cache_root
 from shoal.data.prepare import digest_of
 from shoal.data.run_setup import DataFacts, to_json
-from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
+from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, UsageError, from_dict
 from shoal.events import read_events
 from shoal.launch.orders import END, STOP, Go, Meet, Member, make_go, to_line
 from shoal.launch.outpost import Freight, send_while
@@ -72,11 +72,11 @@ async def _reach(invitation: Invitation) -> Channel:
     try:
         async with asyncio.timeout(10):
             return await dial(invitation.address, invitation.port, invitation.code)
-    except Stranger:
+    except EOFError:
         raise ControlError(
             f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new line"
         ) from None
-    except (OSError, EOFError, TimeoutError) as error:
+    except (OSError, TimeoutError) as error:
         raise ControlError(
             f"nobody answers at {where}",
             why=f"{getattr(error, 'strerror', None) or 'no answer in 10 s'}: shoal host has ended there, "
