@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,18 @@ from shoal.cluster.lab.tools import find_tool
 
 def need_tool(*names: str) -> str:
     """The path of the first tool that is installed. With SHOAL_REQUIRE_ALL=1, as in CI, a missing one is a failure."""
-    for name in names:
-        if path := find_tool(name):
-            return path
-    reason = f"{' or '.join(names)} is not installed"
+    return _present(next(filter(None, map(find_tool, names)), None), " or ".join(names))
+
+
+def need_library(name: str) -> str:
+    """Debian keeps libraries in a folder of the processor's kind."""
+    return _present(next(map(str, Path("/usr/lib").glob(f"*/{name}")), None), name)
+
+
+def _present(path: str | None, what: str) -> str:
+    if path:
+        return path
+    reason = f"{what} is not installed"
     if os.environ.get("SHOAL_REQUIRE_ALL") == "1":
         pytest.fail(f"{reason}, and SHOAL_REQUIRE_ALL=1 promises that it is")
     pytest.skip(reason)

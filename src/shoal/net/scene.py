@@ -32,12 +32,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Scene:
-    """`facts` by node: what its scout saw there, by topic. `unreached`: nodes that could not be looked at, and why."""
+    """`facts` by node: what its scout saw there, by topic. `unreached`: nodes that could not be looked at, and why.
+    `on` names the cluster, for commands to paste."""
 
     nodes: list[Node]
     facts: dict[str, Facts]
     unreached: dict[str, ShoalError] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
+    on: str = ""
 
     def pairs(self) -> Iterator[tuple[Node, Node]]:
         """Each pair once, the one that dials first: gloo's connection goes from the higher address to the lower one."""

@@ -74,7 +74,7 @@ def _look_at_each(found: Visit, port: int) -> Scene:
             facts[name] = {**found.talks[name].hear(_OBSERVE_S, "observe"), "clock": clocks[name]}
         except ShoalError as error:
             unreached[name] = error
-    return Scene(found.nodes, facts, unreached)
+    return Scene(found.nodes, facts, unreached, on=found.on)
 
 
 def _clock(talk: Talk) -> dict[str, float]:

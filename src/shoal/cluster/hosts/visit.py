@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shoal.cluster.hosts.addresses import addresses
 from shoal.cluster.hosts.each import on_each
-from shoal.cluster.hosts.facts import look
+from shoal.cluster.hosts.facts import HostFacts, look
 from shoal.cluster.hosts.files import code_bundle
+from shoal.cluster.hosts.python import misfits, wanted_here
 from shoal.cluster.hosts.ship import ensure_code, question
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import Script, variables
@@ -22,17 +23,24 @@ def visit(spec: HostsSpec, module: str) -> dict[str, Talk | ShoalError]:
         if is_here(host):
             return Talk(host.name, Process(module_command(module)))
         facts = look(host, spec, question(code), any_python=True)
-        python, path = facts.pythons[0].executable, ensure_code(host, spec, facts, code)
+        python, path = _python(facts), ensure_code(host, spec, facts, code)
         script = Script(host, spec, own_session=True)
         try:
-            words = variables(python=python, PYTHONPATH=path, module=module)
-            script.start(words + 'export PYTHONPATH\ncd /\nexec "$python" -P -m "$module"')
+            # Not -P: a Python that is too old for it is to be heard of, not to fail over its command line.
+            words = variables(python=python, PYTHONPATH=path, PYTHONSAFEPATH="1", module=module)
+            script.start(words + 'export PYTHONPATH PYTHONSAFEPATH\ncd /\nexec "$python" -m "$module"')
         except BaseException:
             script.close()
             raise
         return Talk(host.name, script)
 
     return on_each(spec.hosts, start)
+
+
+def _python(facts: HostFacts) -> str:
+    """The one that ranks would get; where none of them will do, the first, which then says what it lacks."""
+    fitting = [python for python in facts.pythons if not misfits(python, wanted_here())]
+    return (fitting or list(facts.pythons))[0].executable
 
 
 def hosts_as_nodes(spec: HostsSpec) -> list[Node]:

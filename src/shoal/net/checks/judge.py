@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.net.checks import leftovers, names, room, sameness, speed
 from shoal.net.finding import Finding, Severity
 from shoal.net.scene import Scene
 
@@ -19,7 +20,35 @@ def unreached(scene: Scene) -> Iterator[Finding]:
         )
 
 
-CHECKS: tuple[Check, ...] = (unreached,)
+def unseen(scene: Scene) -> Iterator[Finding]:
+    """A topic that the scout stumbled over must not pass for a healthy one."""
+    for name, facts in scene.facts.items():
+        for topic, error in facts.get("failed", {}).items():
+            meaning = f"checks of {topic} were left out for this machine"
+            yield Finding("scout.failed", Severity.INFO, name, f"the scout could not see {topic}: {error}", meaning)
+
+
+CHECKS: tuple[Check, ...] = (
+    unreached,
+    unseen,
+    sameness.kinds,
+    sameness.versions,
+    sameness.no_torch,
+    sameness.clocks,
+    names.own_name,
+    names.reverse,
+    leftovers.port,
+    leftovers.workers,
+    leftovers.files,
+    room.memory,
+    room.disks,
+    speed.cores,
+    speed.frequency,
+    speed.throttled,
+    speed.power,
+    speed.lid,
+    speed.load,
+)
 
 
 def judge(scene: Scene) -> list[Finding]:

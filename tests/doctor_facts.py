@@ -1,0 +1,91 @@
+"""What scouts would have seen on healthy machines, to be spoilt by tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.cluster.node import Node
+from shoal.net.checks.judge import judge
+from shoal.net.finding import Finding, Severity
+from shoal.net.scene import Facts, Scene
+
+ON = "hosts.toml"
+
+
+def nodes(count: int) -> list[Node]:
+    return [Node(f"node{number}", f"10.77.0.{number}", "eth0", 1, 4) for number in range(1, count + 1)]
+
+
+def machine(**other: Any) -> dict[str, Any]:
+    return {
+        "system": "Linux",
+        "arch": "x86_64",
+        "cpu": "Some CPU",
+        "avx2": True,
+        "python": "3.11.2",
+        "executable": "/env/bin/python",
+        "torch": "2.13.0+cpu",
+        "shoal": "0.1.0",
+        "is_root": False,
+        "cores": {"threads": 8, "physical": 4, "quota": None},
+        "memory": {"total": 16e9, "available": 8e9, "swap_total": 0, "swap_used": 0},
+        "disks": [disk()],
+        **other,
+    }
+
+
+def disk(**other: Any) -> dict[str, Any]:
+    purposes = ["temporary files", "runs", "encoded text"]
+    return {"path": "/tmp", "for": purposes, "free": 50e9, "files_free": 10**6, "read_only": False, **other}
+
+
+def names(number: int, **other: Any) -> dict[str, Any]:
+    address = f"10.77.0.{number}"
+    return {
+        "host_name": f"node{number}",
+        "means": [address],
+        "took_s": 0.001,
+        "published": address,
+        "reverse": {},
+        "in_hosts_file": [address],
+        "sources": ["files", "dns"],
+        **other,
+    }
+
+
+def processes(**other: Any) -> dict[str, Any]:
+    usual = {"user": "me", "has_command": True, "over_ssh": False, "marked": [], "strays": []}
+    return {"files": {"soft": 1024, "hard": 4096}, **usual, **other}
+
+
+def process(pid: int, **other: Any) -> dict[str, Any]:
+    return {"pid": pid, "command": "python train.py", "age_s": 65.0, "stopped": False, **other}
+
+
+def scene(*spoilt: Facts, count: int = 3, on: str = ON) -> Scene:
+    """Healthy machines; what is given for the first, second, … replaces whole topics of theirs."""
+    facts: dict[str, Facts] = {}
+    for number, node in enumerate(nodes(count), start=1):
+        own = {"machine": machine(), "names": names(number), "processes": processes()}
+        clock = {"offset_s": 0.0, "uncertainty_s": 0.001}
+        facts[node.name] = {
+            "failed": {},
+            **own,
+            "clock": clock,
+            **(spoilt[number - 1] if number <= len(spoilt) else {}),
+        }
+    return Scene(nodes(count), facts, on=on)
+
+
+def complaints(seen: Scene) -> list[Finding]:
+    """All that make doctor say no."""
+    return [finding for finding in judge(seen) if finding.severity is not Severity.INFO]
+
+
+def remarks(seen: Scene, id_: str) -> list[Finding]:
+    return [finding for finding in judge(seen) if finding.id == id_ and finding.severity is Severity.INFO]
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding

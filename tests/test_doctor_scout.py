@@ -1,0 +1,182 @@
+"""What doctor's scout sees on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.net.scout import machine as scout_machine
+from shoal.net.scout import names as scout_names
+from shoal.net.scout import pace, proc, reading, room
+from shoal.net.scout import processes as scout_processes
+from shoal.net.scout.__main__ import observe
+
+
+def test_the_scout_sees_this_machine() -> None:
+    seen = observe({"peers": ["127.0.0.1"], "address": "127.0.0.1", "port": 0})
+    assert seen["failed"] == {}
+    own = seen["machine"]
+    assert own["shoal"] == shoal.__version__
+    assert own["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
+    assert own["torch"] == scout_machine.installed("torch")
+    assert 1 <= own["cores"]["physical"] <= own["cores"]["threads"] == len(os.sched_getaffinity(0))
+    assert 0 < own["memory"]["available"] <= own["memory"]["total"]
+    assert {purpose for place in own["disks"] for purpose in place["for"]} == {
+        "temporary files",
+        "runs",
+        "encoded text",
+    }
+    assert seen["names"]["host_name"] == socket.gethostname()
+
+
+_STANDARD_ONLY = """
+import importlib.util, sys
+found = set(sys.modules)
+import shoal.net.scout.__main__
+strangers = {name.partition(".")[0] for name in set(sys.modules) - found} - sys.stdlib_module_names - {"shoal"}
+print(sorted(strangers))
+"""
+
+
+def test_the_scout_needs_nothing_but_python() -> None:
+    done = subprocess.run([sys.executable, "-c", _STANDARD_ONLY], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_package_that_is_not_there() -> None:
+    assert scout_machine.installed("no-such-package") is None
+
+
+def test_look_ups_that_take_too_long_are_left_alone() -> None:
+    began = time.monotonic()
+    answers = scout_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, deadline_s=0.2)
+    assert time.monotonic() - began < 4
+    assert answers["slow"] == {"took_s": None}
+    assert answers["quick"]["answer"] == "yes"
+
+
+def test_only_an_address_of_our_own_is_published() -> None:
+    assert scout_names.published(["192.0.2.1", "127.0.0.1", "127.0.0.2"]) == "127.0.0.1"
+    assert scout_names.published(["192.0.2.1"]) is None
+    assert scout_names.published([]) is None
+
+
+def test_hosts_files_and_sources() -> None:
+    text = "127.0.0.1 localhost\n127.0.1.1 me.lan me # this one\n10.0.0.1 mean\n# 10.0.0.2 me\n"
+    assert scout_names.hosts_file_addresses(text, "me") == ["127.0.1.1"]
+    said = "passwd: files\nhosts:  files mdns4_minimal [NOTFOUND=return] dns myhostname\n"
+    assert scout_names.host_sources(said) == ["files", "mdns4_minimal", "dns", "myhostname"]
+    assert scout_names.host_sources("") == []
+
+
+@contextmanager
+def child(program: str = "print('ready', flush=True)", **variables: str) -> Iterator[tuple[int, str]]:
+    """A process that stays until we are done with it: its number, and the line it began with."""
+    words = [sys.executable, "-c", f"import socket, sys\n{program}\nsys.stdin.read()"]
+    pipe, env = subprocess.PIPE, {**os.environ, **variables}
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=env) as process:
+        assert process.stdout is not None
+        yield process.pid, process.stdout.readline()
+        process.communicate()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_who_has_a_port(family: socket.AddressFamily) -> None:
+    loopback = "127.0.0.1" if family == socket.AF_INET else "::1"
+    if scout_names.published([loopback]) is None:
+        pytest.skip(f"this machine has no {loopback}")
+    listen = f"server = socket.create_server(({loopback!r}, 0), family=socket.{family.name})"
+    program = f"{listen}\nprint(server.getsockname()[1], flush=True)"
+    with child(program, SHOAL_RUN="/no/such/run", SHOAL_PART="rank-3") as (pid, port):
+        (holder,) = scout_processes.holders(int(port))
+    assert (holder["address"], holder["pid"]) == (loopback, pid)
+    assert holder["command"].startswith(sys.executable)
+    assert 0 <= holder["age_s"] < 60
+    assert (holder["run"], holder["part"], holder["has_folder"]) == ("/no/such/run", "rank-3", False)
+
+
+def test_a_free_port_has_no_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert scout_processes.holders(port) == []
+
+
+def test_a_child_is_no_orphan() -> None:
+    with child() as (pid, _):
+        assert not proc.is_orphan(pid)
+        assert proc.describe(pid)["command"].startswith(f"{sys.executable} -c ")
+    with pytest.raises(ProcessLookupError):
+        proc.describe(pid)
+
+
+def test_our_own_variables_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_RUN", "/r/mine")
+    with child() as (same, _), child(SHOAL_RUN="/r/other") as (other, _):
+        found = {each["pid"]: each["run"] for each in scout_processes.workers()["marked"]}
+    assert same not in found
+    assert found[other] == "/r/other"
+
+
+def test_what_a_lid_does() -> None:
+    assert pace.lid_actions([]) == {"on_battery": "suspend", "on_mains": "suspend"}
+    main = "[Login]\n#HandleLidSwitch=suspend\nHandleLidSwitchExternalPower=lock\n"
+    assert pace.lid_actions([main]) == {"on_battery": "suspend", "on_mains": "lock"}
+    later = "[Login]\nHandleLidSwitch=ignore\n"
+    assert pace.lid_actions([main, later, "not a setting"]) == {"on_battery": "ignore", "on_mains": "lock"}
+
+
+def test_small_files_that_may_be_missing(tmp_path: Path) -> None:
+    assert reading.read(tmp_path / "none") == ""
+    assert reading.read_number(tmp_path / "none") is None
+    (tmp_path / "cpus").write_text("0-2,5\n")
+    assert reading.read_list(tmp_path / "cpus") == {0, 1, 2, 5}
+    (tmp_path / "limit").write_text("max\n")
+    assert reading.read_number(tmp_path / "limit") is None
+
+
+def test_disks_are_named_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "not/there/yet"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (found,) = room.disks()
+    assert (found["path"], len(found["for"]), found["read_only"]) == (str(tmp_path), 3, False)
+
+
+def test_a_folder_that_cannot_be_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No system allows such a name; a home that is closed to us raises in the same way."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300) / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (found,) = room.disks()
+    assert (found["path"], len(found["for"])) == (str(tmp_path), 3)
+
+
+POWER = {
+    "on mains": ({"AC": {"type": "Mains", "online": "1"}, "BAT0": {"type": "Battery", "status": "Discharging"}}, False),
+    "on battery": (
+        {"AC": {"type": "Mains", "online": "0"}, "BAT0": {"type": "Battery", "status": "Discharging"}},
+        True,
+    ),
+    "full": ({"BAT0": {"type": "Battery", "status": "Full", "capacity": "100"}}, False),
+    "a mouse": ({"hid": {"type": "Battery", "status": "Discharging", "scope": "Device"}}, None),
+}
+
+
+@pytest.mark.parametrize("case", POWER)
+def test_power_supplies(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    supplies, on_battery = POWER[case]
+    for supply, files in supplies.items():
+        (tmp_path / supply).mkdir()
+        for name, text in files.items():
+            (tmp_path / supply / name).write_text(f"{text}\n")
+    monkeypatch.setattr(pace, "_SUPPLIES", tmp_path)
+    assert pace.power().get("on_battery") == on_battery
