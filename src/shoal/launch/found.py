@@ -18,8 +18,9 @@ from shoal.control.process import PART_MARK, RUN_MARK
 KEEPER = "keeper"
 AGENT = "agent"
 MESSENGER = "messenger"
-# Whoever is an agent's parent: the keeper, the messenger at the end of SSH, or `shoal join`.
-_LAUNCHERS = {"shoal.trials.keeper", "shoal.launch.outpost", "join"}
+# Who may have started an agent: a keeper, the messenger at the end of SSH, or a verb that needs no keeper.
+_MODULES = {"shoal.trials.keeper", "shoal.launch.outpost"}
+_VERBS = {"join", "doctor", "probe"}
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,15 @@ def is_kept(processes: Iterable[Found]) -> bool:
 
 
 def _has_launcher(pid: int) -> bool:
-    """An agent that was left alone is the child of the machine's first process, or of the session's."""
+    """An agent that was left alone descends from the machine's first process, or the session's, and nobody else."""
     with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(pid).parent()
-        return parent is not None and not _LAUNCHERS.isdisjoint(parent.cmdline())
+        return any(_launches(ancestor.cmdline()) for ancestor in psutil.Process(pid).parents())
     return False
+
+
+def _launches(words: list[str]) -> bool:
+    is_shoal = any(Path(word).name == "shoal" for word in words)
+    return not _MODULES.isdisjoint(words) or (is_shoal and not _VERBS.isdisjoint(words))
 
 
 def is_alive(found: Found) -> bool:
