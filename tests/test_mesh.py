@@ -13,7 +13,7 @@ from shoal.control.hello import introduce
 from shoal.control.machine import boot_clock
 from shoal.errors import ControlError
 from shoal.launch import mesh as module
-from shoal.launch.mesh import Mesh
+from shoal.launch.mesh import Mesh, to_dial
 from shoal.launch.orders import Member
 
 TOKEN = "t" * 64
@@ -118,3 +118,20 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             await peer.mesh.close()
 
     asyncio.run(meet())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "dials"),
+    [
+        (["10.0.0.1", "10.0.0.2", "10.0.0.3"], [[], [0], [0, 1]]),
+        (["10.0.0.10", "10.0.0.9"], [[1], []]),
+        (["9.0.0.1", "10.0.0.1"], [[], [0]]),
+        (["127.0.0.1", "127.0.0.1"], [[], [0]]),
+        (["fd00::1", "fd00::a"], [[], [0]]),
+        (["laptop", "desk"], [[], [0]]),
+    ],
+)
+def test_the_higher_address_dials_and_between_equals_the_later_member(
+    addresses: list[str], dials: list[list[int]]
+) -> None:
+    assert [to_dial(member, addresses) for member in range(len(addresses))] == dials

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 import psutil
@@ -16,6 +17,16 @@ def source_address(peer: str) -> str:
         probe.connect((peer, 9))
         address: str = probe.getsockname()[0]
     return address
+
+
+def dial_order(address: str) -> tuple[int, int]:
+    """Of two machines the higher one dials the lower one: gloo does so, whatever their ranks (torch 2.13, both ways
+    tried behind a firewall), and so do agents, so that only one direction must be open. Names are all alike."""
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return 0, 0
+    return number.version, int(number)
 
 
 def interface_of(address: str) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
 from shoal.cluster.node import Node
+from shoal.control.route import dial_order
 from shoal.errors import ShoalError
 
 Facts = dict[str, Any]
@@ -45,14 +45,10 @@ class Scene:
         """Each pair once, the one that dials first: gloo's connection goes from the higher address to the lower one."""
         seen = [node for node in self.nodes if node.name in self.facts]
         for one, other in combinations(seen, 2):
-            yield (one, other) if _number(one) > _number(other) else (other, one)
+            yield (one, other) if dial_order(one.address) > dial_order(other.address) else (other, one)
 
     def trial(self, source: str, target: str, kind: str) -> Trial | None:
         return next(
             (trial for trial in self.trials if (trial.source, trial.target, trial.kind) == (source, target, kind)), None
         )
 
-
-def _number(node: Node) -> tuple[int, int]:
-    address = ipaddress.ip_address(node.address)
-    return address.version, int(address)
