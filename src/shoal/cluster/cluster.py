@@ -113,8 +113,15 @@ def _visited(spec: On, on: str, module: str) -> Iterator[tuple[str, list[Node], 
             )
 
 
-def _talks_in(lab: Lab, module: str) -> dict[str, Talk]:
-    return {node.name: Talk(node.name, Process(lab.command(node.name, module_command(module)))) for node in lab.nodes}
+def _talks_in(lab: Lab, module: str) -> dict[str, Talk | ShoalError]:
+    """A node that is killed or frozen takes nothing in; the others are still there to be looked at."""
+    found: dict[str, Talk | ShoalError] = {}
+    for node in lab.nodes:
+        try:
+            found[node.name] = Talk(node.name, Process(lab.command(node.name, module_command(module))))
+        except ShoalError as error:
+            found[node.name] = error
+    return found
 
 
 @contextmanager

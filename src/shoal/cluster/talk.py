@@ -14,9 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, Protocol
 
 from shoal.errors import ControlError
+
+# How long a program may take to end once its stdin has, and to die.
+_END_S = 2.0
+_KILL_S = 1.0
 
 Answer = dict[str, Any]
 
@@ -50,7 +55,12 @@ class Talk:
 
     def hear(self, deadline_s: float, about: str = "") -> Answer:
         line = self._line(time.monotonic() + deadline_s, about)
-        answer: Answer = json.loads(line)
+        try:
+            answer: Answer = json.loads(line)
+        except ValueError:
+            raise ControlError(
+                f"{self.node} answered something else than asked", why=line.decode(errors="replace")[:200]
+            ) from None
         if "error" in answer:
             raise ControlError(f"{self.node} could not {about or 'answer'}: {answer['error']}")
         return answer
@@ -102,10 +112,12 @@ class Process:
             with contextlib.suppress(OSError):
                 pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=2)
+            self._process.wait(timeout=_END_S)
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+            # A frozen process does not even die (version 1 control groups): it will when it is thawed.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_KILL_S)
         self._errors.close()
 
 
@@ -118,5 +130,22 @@ def closing_all(talks: Mapping[str, Talk]) -> Iterator[None]:
     try:
         yield
     finally:
-        for talk in talks.values():
-            talk.close()
+        # At once: to leave a frozen one behind takes seconds.
+        with ThreadPoolExecutor(max_workers=max(1, len(talks))) as pool:
+            list(pool.map(Talk.close, talks.values()))
+
+
+def ask_each(
+    talks: Mapping[str, Talk], requests: Mapping[str, Answer], deadline_s: float
+) -> tuple[dict[str, Answer], dict[str, ControlError]]:
+    """All at once: what each of them answered, or why not, within one deadline for all."""
+    until = time.monotonic() + deadline_s
+    answers, errors = {}, {}
+    for name, request in requests.items():
+        talks[name].send(**request)
+    for name, request in requests.items():
+        try:
+            answers[name] = talks[name].hear(max(0.0, until - time.monotonic()), str(request["do"]))
+        except ControlError as error:
+            errors[name] = error
+    return answers, errors
