@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import Any
 
-from shoal.net.scout import machine, names, network, processes, trial
+from shoal.net.scout import machine, names, network, packets, processes, trial
 
 TOPICS = {"machine": machine, "names": names, "network": network, "processes": processes}
 
@@ -34,7 +34,15 @@ def clock(_: dict[str, Any]) -> dict[str, Any]:
     return {"time": time.time()}
 
 
-ANSWERS = {"observe": observe, "clock": clock, "listen": trial.listen, "dial": trial.dial, "hear": trial.hear}
+ANSWERS = {
+    "observe": observe,
+    "clock": clock,
+    "listen": trial.listen,
+    "dial": trial.dial,
+    "burst": trial.burst,
+    "send": packets.send,
+    "hear": packets.hear,
+}
 
 
 def main() -> None:

@@ -7,64 +7,149 @@ import errno
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-_listeners: dict[int, Listener] = {}
+from shoal.net.scout import netlink
+
+# A burst: long enough to tell 10, 100 and 1000 Mbit/s, short enough that nobody minds.
+_BURST_S = 0.3
+_BURST_BYTES = 16 << 20
+# Little more than such a burst needs: what waits in a buffer when time is up still has to pass a slow link.
+_BUFFER_BYTES = 256 << 10
+_BURST_PATIENCE_S = 1.5
+_PATIENCE_S = 5.0
+_AT_ONCE = 32
+_TRIES = 5
 
 
 class Listener:
-    """TCP and UDP on the same port of one address. Whoever connects is told our name; datagrams are counted by size."""
+    """TCP and UDP on the same port of one address. Whoever connects is told our name, and how fast we heard them."""
 
     def __init__(self, address: str, name: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        family = family_of(address)
         self.tcp = socket.create_server((address, port), family=family)
         self.port: int = self.tcp.getsockname()[1]
         self.udp = socket.socket(family, socket.SOCK_DGRAM)
-        self.udp.bind((address, self.port))
+        try:
+            self.udp.bind((address, self.port))
+        except OSError:
+            self.tcp.close()
+            raise
         self.name = name
-        self.sizes: list[int] = []
+        self.heard: dict[str, dict[str, list[int]]] = {}
         threading.Thread(target=self._welcome, daemon=True).start()
-        threading.Thread(target=self._count, daemon=True).start()
+        threading.Thread(target=self._note, daemon=True).start()
 
     def _welcome(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self.tcp.accept()
-                with connection:
-                    connection.sendall(self.name.encode() + b"\n")
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-    def _count(self) -> None:
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_PATIENCE_S)
+            connection.sendall(self.name.encode() + b"\n")
+            connection.sendall("{} {}\n".format(*_swallow(connection)).encode())
+
+    def _note(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                self.sizes.append(len(self.udp.recv(1 << 16)))
+                words = self.udp.recv(1 << 16).rstrip(b"\0").decode(errors="replace").split(" ", 2)
+                if len(words) == 3 and words[1].isdigit():
+                    self.heard.setdefault(words[2], {}).setdefault(words[0], []).append(int(words[1]))
+
+
+LISTENERS: dict[int, Listener] = {}
 
 
 def listen(request: dict[str, Any]) -> dict[str, Any]:
-    listener = Listener(request["address"], request["name"], int(request.get("port", 0)))
-    _listeners[listener.port] = listener
-    return {"port": listener.port}
+    """Again when the kernel's choice for TCP is taken for UDP."""
+    why: str | None = ""
+    for _ in range(_TRIES):
+        try:
+            listener = Listener(request["address"], request["name"], int(request["port"]))
+        except OSError as error:
+            why = error.strerror
+        else:
+            LISTENERS[listener.port] = listener
+            return {"port": listener.port}
+    return {"port": None, "why": why}
 
 
 def dial(request: dict[str, Any]) -> dict[str, Any]:
-    """Connects and reads the name of who answers."""
-    place = (request["address"], int(request["port"]))
+    """Connects to every place at once and reads the name of who answers."""
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        return {"tries": list(pool.map(lambda place: _dial(place, float(request["timeout_s"])), request["places"]))}
+
+
+def burst(request: dict[str, Any]) -> dict[str, Any]:
+    """Sends as much as goes in a moment, and asks the other side how fast it came; None when it never said."""
+    try:
+        count, took_s = _pour((request["address"], int(request["port"])))
+    except (OSError, ValueError):
+        return {"mbps": None}
+    return {"mbps": 8e-6 * count / took_s if count else None}
+
+
+def _pour(place: tuple[str, int]) -> tuple[int, float]:
+    with socket.create_connection(place, timeout=_BURST_PATIENCE_S) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        answers = connection.makefile("rb")
+        answers.readline()
+        sent, until = 0, time.monotonic() + _BURST_S
+        while sent < _BURST_BYTES and time.monotonic() < until:
+            sent += connection.send(bytes(1 << 16))
+        connection.shutdown(socket.SHUT_WR)
+        count, took_s = answers.readline().split()
+    return int(count), float(took_s)
+
+
+def _swallow(connection: socket.socket) -> tuple[int, float]:
+    """How many bytes came, less the first lot, and in which time after it."""
+    count, began = 0, 0.0
+    room = bytearray(1 << 18)
+    while got := connection.recv_into(room):
+        if began:
+            count += got
+        else:
+            began = time.perf_counter()
+    return count, time.perf_counter() - began
+
+
+def _dial(place: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    address, port = place["address"], int(place["port"])
+    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     began = time.perf_counter()
     try:
-        with socket.create_connection(place, timeout=float(request["timeout_s"])) as connection:
+        with socket.create_connection((address, port), timeout=timeout_s) as connection:
             connect_s = time.perf_counter() - began
-            connection.settimeout(float(request["timeout_s"]))
             name = connection.makefile("rb").readline().decode().strip()
-    except TimeoutError:
-        return {"outcome": "timeout", "detail": f"no answer from {place[0]}:{place[1]} in {request['timeout_s']} s"}
-    except ConnectionRefusedError:
-        return {"outcome": "refused", "detail": f"{place[0]}:{place[1]} refused the connection"}
     except OSError as error:
-        unreachable = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-        return {"outcome": "unreachable" if unreachable else "failed", "detail": error.strerror or str(error)}
-    outcome = "ok" if name == request["expect"] else "stranger"
-    return {"outcome": outcome, "detail": f"answered by {name}", "numbers": {"connect_s": connect_s}}
+        return {**_explain(error, where, address, timeout_s), "mac": _mac(address)}
+    outcome = "ok" if name == place["expect"] else "stranger"
+    said = {"outcome": outcome, "detail": f"{where} was answered by {name or 'nobody'}", "mac": _mac(address)}
+    return {**said, "numbers": {"connect_s": connect_s}}
 
 
-def hear(request: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of the datagrams that came to a port."""
-    return {"sizes": list(_listeners[int(request["port"])].sizes)}
+def _explain(error: OSError, where: str, address: str, timeout_s: float) -> dict[str, Any]:
+    if isinstance(error, TimeoutError):
+        if _mac(address) == "":
+            return {"outcome": "unreachable", "detail": f"no machine on the wire answers for {address}"}
+        return {"outcome": "timeout", "detail": f"no answer from {where} in {timeout_s:g} s"}
+    if isinstance(error, ConnectionRefusedError):
+        return {"outcome": "refused", "detail": f"{where} refused the connection"}
+    kinds = {errno.EHOSTUNREACH: "unreachable", errno.ENETUNREACH: "no-route", errno.EPERM: "forbidden"}
+    return {"outcome": kinds.get(error.errno or 0, "failed"), "detail": f"{where}: {error.strerror or error}"}
+
+
+def _mac(address: str) -> str | None:
+    """Of who answers for the address on our wire; empty when nobody does, None when it is further away."""
+    with contextlib.suppress(OSError, AttributeError):
+        return netlink.neighbours().get(address)
+    return None
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

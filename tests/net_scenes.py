@@ -1,0 +1,65 @@
+"""Scenes for the checks of the network: one in which all is well, and how to make it worse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from shoal.cluster.node import Node
+from shoal.net.finding import Finding
+from shoal.net.scene import Scene, Trial
+
+Facts = dict[str, Any]
+CHAIN = {"family": "inet", "table": "home", "name": "input", "hook": "input"}
+ADDRESSES = [f"10.0.0.{number}" for number in (1, 2, 3)]
+
+
+def interface(*addresses: str, kind: str = "wired", **more: Any) -> Facts:
+    mac = ":".join(addresses)
+    return {"kind": kind, "addresses": list(addresses), "mac": mac, "mtu": 1500, "up": True, "carrier": True, **more}
+
+
+def seen(address: str, peers: list[str]) -> Facts:
+    """What a scout says of a node with one card."""
+    route = {"interface": "eth0", "source": address, "gateway": "", "local": False}
+    return {
+        "network": {
+            "interfaces": {"lo": interface("127.0.0.1/8", kind="loopback"), "eth0": interface(f"{address}/24")},
+            "routes": dict.fromkeys(peers, route),
+            "firewall": {"tools": ["nft"], "ufw": False, "firewalld": False, "chains": [CHAIN]},
+            "host_name": "me",
+            "hosts_file": [address],
+        }
+    }
+
+
+def healthy(addresses: list[str] = ADDRESSES) -> Scene:
+    """Everybody reaches everybody, at the same speed."""
+    nodes = [Node(f"node{number + 1}", address, "eth0", 1, 1) for number, address in enumerate(addresses)]
+    facts = {node.name: seen(node.address, addresses) for node in nodes}
+    ways = [(one.name, other.name) for one in nodes for other in nodes if one is not other]
+    numbers = {"tcp": {}, "udp": {}, "full": {"size": 1500.0, "passes": 1500.0}, "burst": {"mbps": 940.0}}
+    trials = [Trial(*way, kind, "ok", numbers=each) for kind, each in numbers.items() for way in ways]
+    return Scene(nodes, facts, trials=trials)
+
+
+def tried(scene: Scene, *trials: Trial) -> Scene:
+    """With these in place of what went well."""
+    new = {(trial.source, trial.target, trial.kind) for trial in trials}
+    others = [trial for trial in scene.trials if (trial.source, trial.target, trial.kind) not in new]
+    return replace(scene, trials=[*others, *trials])
+
+
+def lost(source: str, target: str, *kinds: str) -> list[Trial]:
+    return [Trial(source, target, kind, "timeout" if kind == "tcp" else "lost", f"no {kind}") for kind in kinds]
+
+
+def found(check: Callable[[Scene], Iterator[Finding]], scene: Scene) -> list[tuple[str, str, str]]:
+    return [(finding.id, finding.severity.value, finding.node) for finding in check(scene)]
+
+
+def with_interfaces(name: str, **more: Facts) -> Scene:
+    scene = healthy()
+    scene.facts[name]["network"]["interfaces"] |= more
+    return scene
