@@ -57,7 +57,9 @@ def print_findings(found: Diagnosis) -> None:
     for finding in found.findings:
         _print_one(console, finding)
     names = ", ".join(node.name for node in found.scene.nodes)
-    proof = "gloo exchanged between every pair" if found.proved and found.healthy else "gloo was not tried"
+    failed = any(finding.id.startswith("proof.") for finding in found.findings)
+    went = "gloo failed" if failed else "gloo exchanged between every pair"
+    proof = went if found.proved else "gloo was not tried"
     verdict = "[green]ready[/]" if found.healthy else "[red]not ready[/]"
     console.print(f"{verdict}: {names}; {proof} ({found.took_s:.1f} s)", soft_wrap=True)
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cluster.cargo import Cargo
 from shoal.cluster.cluster import Visit, open_cluster, visit
-from shoal.cluster.talk import Talk
+from shoal.cluster.talk import Talk, ask_each
 from shoal.config.schema import RunConfig
-from shoal.errors import Interrupted, ShoalError
+from shoal.errors import ControlError, Interrupted, ShoalError
 from shoal.events import Event, EventLog
 from shoal.launch.supervise import run_module
-from shoal.net.checks.judge import judge, judge_proof
+from shoal.net.checks.judge import judge
+from shoal.net.checks.proof import judge_proof
 from shoal.net.finding import Finding, Severity, worst_first
-from shoal.net.scene import Facts, Scene, Trial
+from shoal.net.scene import Facts, Scene
 from shoal.runfolder import RunFolder
+from shoal.trials.pairs import try_pairs
 
 SCOUT = "shoal.net.scout"
-_OBSERVE_S = 12.0
-DIAL_S = 2.0
+# A frozen node must not use up the twenty seconds in which everything else is found.
+_WAKE_S = 6.0
+_OBSERVE_S = 10.0
+_CLOCK_S = 2.0
 _CLOCK_TRIES = 5
 
 Say = Callable[[str], None]
@@ -48,33 +53,35 @@ def examine(on: str, say: Say, port: int = 0, prove: bool = True) -> Diagnosis:
         say("looking at each machine alone")
         scene = _look_at_each(found, port)
         say("trying every pair, both ways")
-        scene = replace(scene, trials=_try_pairs(found, scene))
+        answering = {name: talk for name, talk in found.talks.items() if name in scene.facts}
+        scene = replace(scene, trials=try_pairs(answering, scene, port))
         findings = judge(scene)
         proved = prove and not any(finding.severity is Severity.ERROR for finding in findings)
         if proved:
             say("proving it with gloo")
             findings += _prove(found.on, scene)
+    again = shlex.join(["shoal", "doctor", "--on", on, *(("--port", str(port)) if port else ())])
+    findings = [replace(finding, retest=finding.retest or again) for finding in findings]
     return Diagnosis(scene, worst_first(findings), proved, time.monotonic() - began)
 
 
 def _look_at_each(found: Visit, port: int) -> Scene:
-    """Asked all at once, heard one after the other."""
-    clocks, unreached = {}, dict(found.unreached)
+    """Asked all at once. A node that does not even tell the time is not waited for again."""
+    _, unreached = ask_each(found.talks, {name: {"do": "clock"} for name in found.talks}, _WAKE_S)
+    clocks, requests = {}, {}
     for name, talk in found.talks.items():
-        try:
-            clocks[name] = _clock(talk)
+        if name not in unreached:
+            try:
+                clocks[name] = _clock(talk)
+            except ControlError as error:
+                unreached[name] = error
+                continue
             peers = [node.address for node in found.nodes if node.name != name]
             own = next(node.address for node in found.nodes if node.name == name)
-            talk.send(do="observe", peers=peers, address=own, port=port)
-        except ShoalError as error:
-            unreached[name] = error
-    facts: dict[str, Facts] = {}
-    for name in clocks:
-        try:
-            facts[name] = {**found.talks[name].hear(_OBSERVE_S, "observe"), "clock": clocks[name]}
-        except ShoalError as error:
-            unreached[name] = error
-    return Scene(found.nodes, facts, unreached, on=found.on)
+            requests[name] = {"do": "observe", "peers": peers, "address": own, "port": port}
+    seen, lost = ask_each(found.talks, requests, _OBSERVE_S)
+    facts: dict[str, Facts] = {name: {**said, "clock": clocks[name]} for name, said in seen.items()}
+    return Scene(found.nodes, facts, {**found.unreached, **unreached, **lost}, on=found.on)
 
 
 def _clock(talk: Talk) -> dict[str, float]:
@@ -82,40 +89,11 @@ def _clock(talk: Talk) -> dict[str, float]:
     tries = []
     for _ in range(_CLOCK_TRIES):
         asked = time.time()
-        said = talk.ask(5.0, do="clock")["time"]
+        said = talk.ask(_CLOCK_S, do="clock")["time"]
         answered = time.time()
         tries.append(((answered - asked) / 2, said - (asked + answered) / 2))
     uncertainty_s, offset_s = min(tries)
     return {"offset_s": offset_s, "uncertainty_s": uncertainty_s}
-
-
-def _try_pairs(found: Visit, scene: Scene) -> list[Trial]:
-    """Everybody listens, then everybody dials everybody: all nodes at once, each its peers one after another."""
-    seen = [node for node in scene.nodes if node.name in scene.facts]
-    ports: dict[str, int] = {}
-    for node in seen:
-        try:
-            ports[node.name] = found.talks[node.name].ask(5.0, do="listen", address=node.address, name=node.name)[
-                "port"
-            ]
-        except ShoalError as error:
-            scene.facts[node.name].setdefault("failed", {})["listen"] = error.seen
-    asked = []
-    for node in seen:
-        for peer in seen:
-            if peer is not node and peer.name in ports:
-                request = {"address": peer.address, "port": ports[peer.name], "expect": peer.name}
-                found.talks[node.name].send(do="dial", timeout_s=DIAL_S, **request)
-                asked.append((node.name, peer.name))
-    trials = []
-    for source, target in asked:
-        said = found.talks[source].hear(len(seen) * DIAL_S + 5, "dial")
-        trials.append(Trial(source, target, "tcp", said["outcome"], said["detail"], said.get("numbers", {})))
-    return [*trials, *_try_full_packets(found, scene, ports)]
-
-
-def _try_full_packets(found: Visit, scene: Scene, ports: Mapping[str, int]) -> list[Trial]:
-    return []
 
 
 def _prove(on: str, scene: Scene) -> list[Finding]:

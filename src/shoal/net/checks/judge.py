@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from shoal.errors import ShoalError
-from shoal.net.checks import leftovers, names, room, sameness, speed
+from shoal.net.checks import interfaces, leftovers, links, mtu, names, reach, room, sameness, speed, twins
 from shoal.net.finding import Finding, Severity
 from shoal.net.scene import Scene
 
@@ -48,21 +46,20 @@ CHECKS: tuple[Check, ...] = (
     speed.power,
     speed.lid,
     speed.load,
+    interfaces.addresses,
+    interfaces.offers,
+    interfaces.decoys,
+    interfaces.detours,
+    links.cards,
+    links.power_save,
+    twins.twins,
+    reach.family,
+    reach.pairs,
+    reach.store,
+    mtu.sizes,
+    links.links,
 )
 
 
 def judge(scene: Scene) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(scene)]
-
-
-def judge_proof(scene: Scene, proofs: list[dict[str, Any]], error: ShoalError | None) -> list[Finding]:
-    """What gloo said; nothing when every pair and the whole group went well."""
-    findings = []
-    for proof in proofs:
-        if not proof["ok"]:
-            who = " and ".join(scene.nodes[member].name for member in proof["members"] if member < len(scene.nodes))
-            meaning = f"gloo cannot exchange gradients between {who}"
-            findings.append(Finding("proof.gloo", Severity.ERROR, proof["node"], proof["said"], meaning))
-    if error is not None and not findings:
-        findings.append(Finding("proof.start", Severity.ERROR, "", error.seen, error.why, error.fix))
-    return findings
