@@ -161,6 +161,7 @@ def test_a_disk_too_small_to_begin_does_not_block_the_next_try(tmp_path: Path) -
     assert list(left.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_costs_no_older_checkpoint(tmp_path: Path) -> None:
     """Room for six checkpoints of 150 kB at most: the others fail one by one, and so does the last state."""
     disk, left = tmp_path / "disk", tmp_path / "left"
@@ -211,6 +212,7 @@ def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(finished: Path
     assert shoal("verify", run).returncode == 0
 
 
+@pytest.mark.long
 def test_only_broken_checkpoints_end_the_resume(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     for folder in list((run / "checkpoints").iterdir()):
@@ -232,6 +234,7 @@ def test_a_resume_on_another_text_is_refused(finished: Path, tmp_path: Path) -> 
     assert f"error: the text of {run} has changed since the run began" in done.stderr
 
 
+@pytest.mark.long
 def test_a_damaged_cache_is_repaired_on_the_way(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     tokens = Path(json.loads((run / "data.json").read_text())["train"])

@@ -258,6 +258,7 @@ def test_changed_requirements_are_installed_into_the_same_venv(made: Made) -> No
     assert (copy.venv / "mine").exists()
 
 
+@pytest.mark.long
 def test_interrupted_setup_is_made_anew_and_a_gpu_keeps_the_cuda_build(copy: Copy) -> None:
     write_program(copy.bin / "nvidia-smi", "echo 'GPU 0: a test'")
     first = copy.start()

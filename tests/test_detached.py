@@ -172,6 +172,7 @@ def test_a_lost_terminal_loses_nothing(tmp_path: Path) -> None:
     assert (run / "checkpoints" / f"step-{len(steps_of(run)):08d}").is_dir()
 
 
+@pytest.mark.long
 def test_attach_shows_the_end_of_a_training_while_it_comes_and_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with ended_afterwards(run):
@@ -218,6 +219,7 @@ def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -
             assert watcher.code(within_s=2) == 130
 
 
+@pytest.mark.long
 def test_a_run_whose_keeper_was_killed_can_still_be_stopped(tmp_path: Path) -> None:
     run = tmp_path / "run"
     willing = "import time\nprint('ready')\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('good night')\n"
@@ -236,6 +238,7 @@ def test_a_run_whose_keeper_was_killed_can_still_be_stopped(tmp_path: Path) -> N
     assert shoal("logs", run).stdout.count("good night\n") == 2
 
 
+@pytest.mark.long
 def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
     need_lab()
     run = tmp_path / "run"

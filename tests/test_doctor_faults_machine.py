@@ -22,6 +22,8 @@ from tests.needs import need_library, need_tool
 from tests.test_hosts_setup import make_wheels
 from tests.test_hosts_ssh import Site, bare_python
 
+pytestmark = pytest.mark.long
+
 PORT = 29877
 # For a doctor to find what is wrong, and for anything else.
 _DEADLINE_S, _PATIENCE_S = 20, 90

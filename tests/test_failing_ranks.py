@@ -190,6 +190,7 @@ def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["byte_equivalent"] is True
 
 
+@pytest.mark.long
 def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
     """The ranks are stopped, so that none can finish its step: only the second interrupt can end them."""
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1000000")) as run:
@@ -226,6 +227,7 @@ def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
     assert "its agent was killed (SIGKILL)" in run.error()
 
 
+@pytest.mark.long
 def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
         run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
@@ -238,6 +240,7 @@ def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: P
     assert shoal("verify", run.out).returncode == 0
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_of_them_in_order(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         os.kill(run.pids()[1], signal.SIGTERM)
@@ -246,6 +249,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_in_order(tmp_path: Path) -> None
     assert len(steps_of(run.out, 0)) == len(steps_of(run.out, 1))
 
 
+@pytest.mark.long
 def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         run.pids()
@@ -256,6 +260,7 @@ def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> 
         assert run.end(within_s=10) == 130
 
 
+@pytest.mark.long
 def test_an_old_state_is_never_compared(tmp_path: Path) -> None:
     """Finished, then resumed for more steps and interrupted: the states of the first end prove nothing now."""
     run = tmp_path / "run"

@@ -25,6 +25,8 @@ from tests.needs import need_tool
 from tests.test_hosts_files import git
 from tests.test_hosts_ssh import Site, bare_python, changed_at, error_in, refused
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:

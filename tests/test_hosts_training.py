@@ -192,6 +192,7 @@ def test_a_script_runs_over_ssh_as_it_is(lab: Lab, hosts: Path, tmp_path: Path, 
     assert "listens on every address of node1" in ran.stderr
 
 
+@pytest.mark.long
 def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
     """Under another cache there, as on another machine; a wrong code is refused, and a used one too."""
     run, part = tmp_path / "host", tmp_path / "guest"

@@ -198,6 +198,7 @@ def test_ranks_that_joined_are_remembered_when_their_group_is_gone(tmp_path: Pat
         assert roll.met == {1: True}, "a rank that ended is no longer asked after"
 
 
+@pytest.mark.long
 def test_a_rank_on_another_node_that_never_joins_is_named(tmp_path: Path) -> None:
     with three_in_a_lab(tmp_path, ONE_DOES_NOT) as (roll, pids):
 

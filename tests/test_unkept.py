@@ -13,6 +13,8 @@ import pytest
 
 from tests.needs import need_tool
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
