@@ -1,0 +1,190 @@
+"""Times gloo's collectives between the ranks of a world, within a given time.
+
+All ranks see the same figures, the slowest rank's, and so come to the same decisions without asking each other.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.config.profile import Op
+from shoal.cost.fit import Sample
+from shoal.cost.sweep import (
+    FEW_SIZES,
+    SIZES,
+    expected_s,
+    held_out_size,
+    is_affordable,
+    repeats_for,
+    rounds_for,
+)
+from shoal.events import EventLog
+from shoal.sync.world import World, barrier
+
+CONNECTIONS = (1, 2, 4)
+_AT_ONCE = 4
+_TRIAL_ROUNDS = 7
+_MOST_TRIAL_BYTES = 4 << 20
+_CONNECT_S = 2.0
+
+# Parts of the time that is left when their turn comes.
+_ALL_REDUCE_PART = 0.6
+_OTHERS: dict[Op, float] = {"reduce-scatter": 0.25, "all-gather": 0.33, "broadcast": 0.5}
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Collectives:
+    """Writes an event for every size that was measured: `collective`, `held-out`, `connections`, and `cut` for the
+    first size that was too large for the time."""
+
+    world: World
+    log: EventLog
+    budget_s: float
+    began: float = field(default_factory=time.monotonic)
+
+    def measure(self) -> None:
+        tries = self._sweep("all-reduce", SIZES, _ALL_REDUCE_PART, holds_out=True)
+        for op, part in _OTHERS.items():
+            self._sweep(op, FEW_SIZES, part)
+        self._try_connections(tries)
+
+    def _sweep(self, op: Op, sizes: tuple[int, ...], part: float, holds_out: bool = False) -> list[Sample]:
+        """In this part of the time that is left: tries every size that fits, then goes round all of them."""
+        keep_s = (1 - part) * self._left_s()
+        tries, calls = self._try_sizes(op, sizes, keep_s)
+        expected = dict(tries)
+        if holds_out:
+            held_out, call = _prepare(op, held_out_size(list(expected)), self.world)
+            expected[held_out], calls[held_out] = expected_s(held_out, tries), call
+        times = self._go_round(expected, calls, self._left_s() - keep_s)
+        for size, each in times.items():
+            self._tell("collective" if size in dict(tries) else "held-out", op, size, each)
+        return tries
+
+    def _try_sizes(self, op: Op, sizes: tuple[int, ...], keep_s: float) -> tuple[list[Sample], dict[int, Call]]:
+        tries: list[Sample] = []
+        calls: dict[int, Call] = {}
+        for size in sizes:
+            buffer_bytes, call = _prepare(op, size, self.world)
+            once_s = self._try(call, expected_s(size, tries), tries, keep_s)
+            if once_s is None:
+                self._cut(op, size, tries)
+                break
+            tries.append((buffer_bytes, once_s))
+            calls[buffer_bytes] = call
+        return tries, calls
+
+    def _try(self, call: Call, expected: float, tries: list[Sample], keep_s: float) -> float | None:
+        """None when it would take too long, or did."""
+        if not is_affordable(expected, tries, self._left_s() - keep_s - expected):
+            return None
+        [once_s] = self._seconds(call, 1)
+        return once_s if is_affordable(once_s, tries, self._left_s() - keep_s) else None
+
+    def _go_round(self, expected: dict[int, float], calls: dict[int, Call], left_s: float) -> dict[int, list[float]]:
+        round_s = sum(expected.values())
+        times: dict[int, list[float]] = {size: [] for size in expected}
+        for _ in range(rounds_for(round_s, left_s)):
+            for size, once_s in expected.items():
+                times[size] += self._seconds(calls[size], repeats_for(once_s, round_s))
+        return times
+
+    def _tell(self, kind: str, op: Op, size: int, times: list[float]) -> None:
+        if self.world.is_main:
+            seconds, rounds = statistics.median(times), len(times)
+            self.log.write(kind, op=op, bytes=size, seconds=seconds, rounds=rounds, world_size=self.world.size)
+
+    def _try_connections(self, seen: list[Sample]) -> None:
+        """Several at once, as DDP sends its buckets: a single all-reduce only ever uses one connection."""
+        size = self._trial_size(seen)
+        buffers = [torch.zeros(size // 4) for _ in range(_AT_ONCE)]
+        calls = {count: _at_once(_group(count), buffers) for count in CONNECTIONS}
+        times: dict[int, list[float]] = {count: [] for count in CONNECTIONS}
+        for round_ in range(_TRIAL_ROUNDS + 1):
+            for count, call in calls.items():
+                seconds = self._seconds(call, 1)
+                # The first one pays for what comes only once.
+                times[count] += seconds if round_ else []
+        if self.world.is_main:
+            for count, each in times.items():
+                self.log.write("connections", count=count, bytes=_AT_ONCE * size, seconds=statistics.median(each))
+
+    def _trial_size(self, seen: list[Sample]) -> int:
+        each_s = self._left_s() / ((1 + _TRIAL_ROUNDS) * len(CONNECTIONS) * _AT_ONCE)
+        fitting = [size for size in SIZES if size <= _MOST_TRIAL_BYTES and expected_s(size, seen) <= each_s]
+        return fitting[-1] if fitting else SIZES[0]
+
+    def _seconds(self, call: Call, rounds: int) -> list[float]:
+        """The slowest rank's times, each from a common start."""
+        times = []
+        for _ in range(rounds):
+            barrier(self.world)
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        return agree(self.world, times)
+
+    def _spent_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def _left_s(self) -> float:
+        return max(0.0, self.budget_s - agree(self.world, [self._spent_s()])[0])
+
+    def _cut(self, op: Op, size: int, seen: list[Sample]) -> None:
+        if self.world.is_main:
+            self.log.write("cut", op=op, bytes=size, once_s=expected_s(size, seen))
+
+
+def agree(world: World, values: list[float]) -> list[float]:
+    """The largest that any rank has of each."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
+    return [float(value) for value in largest]
+
+
+def _prepare(op: Op, size: int, world: World) -> tuple[int, Call]:
+    """Bytes of the whole buffer, a multiple of the ranks, and the operation on it."""
+    part = max(1, size // 4 // world.size)
+    whole, own = torch.zeros(part * world.size), torch.zeros(part)
+    group = world.group
+    calls: dict[Op, Call] = {
+        "all-reduce": lambda: dist.all_reduce(whole, group=group),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(own, whole, group=group),
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, own, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+    }
+    return 4 * part * world.size, calls[op]
+
+
+def _group(connections: int) -> dist.ProcessGroup:
+    """gloo makes one connection to each peer for every interface it is given, the same one counting again."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    if before:
+        os.environ["GLOO_SOCKET_IFNAME"] = ",".join([before.split(",")[0]] * connections)
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=_CONNECT_S))
+    finally:
+        if before:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), group)
+    return group
+
+
+def _at_once(group: dist.ProcessGroup, buffers: list[Tensor]) -> Call:
+    def call() -> None:
+        for work in [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]:
+            if work is not None:
+                work.wait()
+
+    return call
