@@ -30,6 +30,7 @@ VERBS = {
     "join": "Take part in a run that another machine hosts.",
     "emit": "The same training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
     "doctor": "Check machines and network before a run; every finding with its fix.",
+    "probe": "Measure links, gloo and machines within a minute; writes a profile that plans are made from.",
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",

@@ -1,0 +1,201 @@
+"""From what the gauges and ranks of a probe wrote down to the profile of a cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from shoal.cluster.node import Node
+from shoal.config.profile import (
+    CollectivePoint,
+    CollectiveProfile,
+    ComputeProfile,
+    ConnectionTrial,
+    HeldOut,
+    LinkProfile,
+    NodeProfile,
+    Op,
+    Profile,
+    Summary,
+    TrainingPoint,
+)
+from shoal.cost.collectives import algorithm_gbps, bus_gbps
+from shoal.cost.fit import fit, median_error
+from shoal.cost.roofline import Roofline
+from shoal.cost.sweep import size_text
+from shoal.errors import RunFailed
+from shoal.events import Event
+from shoal.units import format_duration
+
+# More connections cost threads and buffers: they must gain more than noise.
+_WORTH_IT = 0.9
+_SHARED_RATIO = 0.8
+_BUSY_LOAD = 0.5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`facts` by node are the gauge's, `events` all ranks' own."""
+
+    on: str
+    nodes: Sequence[Node]
+    facts: Mapping[str, Mapping[str, Any]]
+    links: Sequence[LinkProfile]
+    events: Sequence[Event]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event["event"] == kind]
+
+
+def assemble(found: Measured, created: str, budget_s: float, took_s: float) -> Profile:
+    collectives = tuple(_collectives(found))
+    trials = tuple(
+        ConnectionTrial(connections=event["count"], seconds=event["seconds"]) for event in found.of_kind("connections")
+    )
+    nodes = tuple(_node(node, found) for node in found.nodes)
+    return Profile(
+        created=created,
+        on=found.on,
+        world_size=sum(node.slots for node in found.nodes),
+        budget_s=budget_s,
+        took_s=took_s,
+        notes=(*found.notes, *_notes(found, nodes)),
+        nodes=nodes,
+        links=tuple(found.links),
+        collectives=collectives,
+        connections=trials,
+        summary=summarize(nodes, found.links, collectives, trials),
+    )
+
+
+def summarize(
+    nodes: Sequence[NodeProfile],
+    links: Sequence[LinkProfile],
+    collectives: Sequence[CollectiveProfile],
+    trials: Sequence[ConnectionTrial],
+) -> Summary:
+    wires = [link.together_gbps for link in links if link.together_gbps]
+    reduce_ = next((entry for entry in collectives if entry.op == "all-reduce"), None)
+    if not wires or reduce_ is None:
+        return Summary(nodes=len(nodes))
+    largest = max(reduce_.points, key=lambda point: point.bytes)
+    return Summary(
+        wire_gbps=min(wires),
+        bus_gbps=largest.bus_gbps,
+        stack_efficiency=largest.bus_gbps / min(wires),
+        connections=fastest(trials) if trials else None,
+        nodes=len(nodes),
+    )
+
+
+def fastest(trials: Sequence[ConnectionTrial]) -> int:
+    """The fewest connections that nothing beats by more than noise."""
+    best = min(trial.seconds for trial in trials)
+    return min(trial.connections for trial in trials if _WORTH_IT * trial.seconds <= best)
+
+
+def _collectives(found: Measured) -> list[CollectiveProfile]:
+    events = found.of_kind("collective")
+    held_out = {event["op"]: event for event in found.of_kind("held-out")}
+    ops = [op for op in get_args(Op) if any(event["op"] == op for event in events)]
+    return [_collective(op, [each for each in events if each["op"] == op], held_out.get(op)) for op in ops]
+
+
+def _collective(op: Op, events: Sequence[Event], held_out: Event | None) -> CollectiveProfile:
+    samples = [(int(event["bytes"]), float(event["seconds"])) for event in events]
+    line = fit(samples)
+    world_size = int(events[0]["world_size"])
+    return CollectiveProfile(
+        op=op,
+        world_size=world_size,
+        alpha_s=line.alpha_s,
+        beta_s_per_byte=line.beta_s_per_byte,
+        fit_error=median_error(line, samples),
+        points=tuple(
+            CollectivePoint(
+                bytes=event["bytes"],
+                seconds=event["seconds"],
+                algorithm_gbps=algorithm_gbps(event["bytes"], event["seconds"]),
+                bus_gbps=bus_gbps(op, world_size, event["bytes"], event["seconds"]),
+                rounds=event["rounds"],
+            )
+            for event in events
+        ),
+        held_out=held_out
+        and HeldOut(
+            bytes=held_out["bytes"],
+            measured_s=held_out["seconds"],
+            predicted_s=line.seconds(held_out["bytes"]),
+        ),
+    )
+
+
+def _node(node: Node, found: Measured) -> NodeProfile:
+    facts = found.facts[node.name]
+    said = next((event for event in found.of_kind("facts") if event["node"] == node.name), None)
+    compute = next((event for event in found.of_kind("compute") if event["node"] == node.name), None)
+    if said is None or compute is None:
+        raise RunFailed(
+            f"the ranks on {node.name} ended without their figures",
+            why="its disk may be full, or its clock jumped",
+            fix=f"look at that machine: shoal doctor --on {found.on}",
+        )
+    versions = {**said["versions"], **({"iperf3": facts["iperf3"]} if facts.get("iperf3") else {})}
+    return NodeProfile(
+        name=node.name,
+        address=node.address,
+        interface=node.interface or said["interface"],
+        ranks=node.slots,
+        cores=said["hardware"]["cores"],
+        memory_bytes=facts["memory_bytes"],
+        cpu=said["hardware"]["cpu"],
+        arch=facts["arch"],
+        os=facts["os"],
+        machine=facts["machine"],
+        versions=versions,
+        compute=_compute(compute),
+    )
+
+
+def _compute(event: Event) -> ComputeProfile:
+    training = tuple(TrainingPoint(**point) for point in event["training"])
+    best = max(training, key=lambda point: point.tokens_per_s)
+    roof = Roofline(event["fp32_gflops"], event["memory_gbytes_per_s"])
+    return ComputeProfile(
+        threads=event["threads"],
+        fp32_gflops=event["fp32_gflops"],
+        bf16_gflops=event["bf16_gflops"],
+        memory_gbytes_per_s=event["memory_gbytes_per_s"],
+        parameters=event["parameters"],
+        tokens_per_step=event["tokens_per_step"],
+        intensity=event["intensity"],
+        training=training,
+        bound=roof.bound(event["intensity"], best.gflops),
+    )
+
+
+def _notes(found: Measured, nodes: Sequence[NodeProfile]) -> list[str]:
+    notes = []
+    if cuts := found.of_kind("cut"):
+        left_out = ", ".join(map(_say_cut, cuts))
+        notes.append(f"left out for lack of time, a larger --budget has room for them: {left_out}")
+    if len({node.machine for node in nodes}) < len(nodes):
+        notes.append("nodes share a machine: each was computing alone, one after another; together they will be slower")
+    ratios = [link.together_ratio for link in found.links if link.together_ratio]
+    if ratios and min(ratios) < _SHARED_RATIO:
+        notes.append(
+            f"links get in each other's way: together they reach {min(ratios):.0%} of alone. They share something: "
+            "a switch's uplink, a daisy chain, the air, or the cores of one machine"
+        )
+    loads = {node.name: float(found.facts[node.name]["load"]) for node in nodes}
+    if busy := [node.name for node in nodes if loads[node.name] > _BUSY_LOAD * node.cores]:
+        most = max(loads[name] for name in busy)
+        notes.append(f"busy with something else, so figures are low: {', '.join(busy)} (load {most:.1f})")
+    return notes
+
+
+def _say_cut(event: Event) -> str:
+    takes = f" ({format_duration(event['once_s'])} a time)" if event["once_s"] else ""
+    return f"{event['op']} from {size_text(event['bytes'])} on{takes}"
