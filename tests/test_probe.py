@@ -37,9 +37,9 @@ from shoal.cost.sweep import (
 )
 from shoal.errors import ControlError
 from shoal.net.flow_plan import plan_flows, ring_of
+from shoal.net.flows import GAUGE
 from shoal.net.gauge.iperf import rate_of_intervals
 from shoal.net.gauge.rate import rate_bps
-from shoal.net.flows import GAUGE
 from tests.lab_checks import need_lab, standing_lab
 from tests.needs import need_tool
 from tests.programs import shoal, shoal_command
