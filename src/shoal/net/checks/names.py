@@ -29,6 +29,9 @@ def _loopback(node: Node, names: dict[str, Any], facts: Facts) -> Iterator[Findi
     published = names["published"]
     if published is not None and not ipaddress.ip_address(published).is_loopback:
         return
+    if node.address in names["means"]:
+        # The name is right; that the machine has lost this address is another finding's business.
+        return
     host_name = names["host_name"]
     yield Finding(
         "names.loopback",
