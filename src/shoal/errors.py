@@ -71,7 +71,10 @@ class CheckpointError(ShoalError):
 
 
 class RunFailed(ShoalError):
-    pass
+    """`logs`: where the ranks that failed left their last words, the first of them first, when the error itself does
+    not say what these mean."""
+
+    logs: tuple[str, ...] = ()
 
 
 class PeerLost(RunFailed):

@@ -35,7 +35,10 @@ def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Ma
         return None
     fault = _fault_of(first, faults)
     error = _explain(first, fault)
-    why = [error.why, *_others([ending for ending in failed if ending is not first], faults)]
+    others = [ending for ending in failed if ending is not first]
+    if isinstance(error, RunFailed) and not _says_why(first, fault):
+        error.logs = tuple(ending.log for ending in (first, *others))
+    why = [error.why, *_others(others, faults)]
     error.why = "; ".join(filter(None, why))
     # A fault that explains itself stands in the log in the same words.
     if (fault is None or not fault.get("why")) and (tail := log_tail.get(first.name, "").strip()):
@@ -54,6 +57,13 @@ def first_to_fail(endings: Iterable[Ending], faults: Mapping[int, Event]) -> End
 
 def _failed(endings: Iterable[Ending]) -> list[Ending]:
     return [ending for ending in endings if ending.code not in (0, Interrupted.exit_code) and not ending.by_us]
+
+
+def _says_why(ending: Ending, fault: Event | None) -> bool:
+    """A fault may bring its own explanation; a process that was killed from outside has none in its log."""
+    if fault is None:
+        return bool(ending.lost) or ending.code == -signal.SIGKILL
+    return bool(fault.get("why") or fault.get("fix"))
 
 
 def _others(failed: list[Ending], faults: Mapping[int, Event]) -> Iterator[str]:

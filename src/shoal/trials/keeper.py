@@ -29,6 +29,7 @@ from shoal.data.run_setup import read_facts, to_json
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.supervise import run_ranks, run_script
+from shoal.net.after_run import put_into_words
 from shoal.report.finish import finish
 from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
@@ -93,6 +94,8 @@ def main(folder: Path) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         _keep(run, read_job(run), log)
     error = said[0] if said else None
+    if isinstance(error, RunFailed):
+        put_into_words(error)
     log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))
     return error.exit_code if error else 0
 

@@ -1,0 +1,68 @@
+"""What the operating system refuses: memory, disks, files, threads."""
+
+from __future__ import annotations
+
+from shoal.net.pattern import Pattern, Weight
+
+SYSTEM = (
+    Pattern(
+        "memory.allocation",
+        Weight.CAUSE,
+        ("DefaultCPUAllocator: ", "_ArrayMemoryError: Unable to allocate", "MemoryError"),
+        regex=r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Unable to allocate|^(?:\S+: )?MemoryError",
+        cause="the machine has not enough free memory for what was asked for at once: batch, sequences or model are "
+        "too large, or a limit (ulimit -v, a container's) is low",
+        fix="see: free -h; then use a smaller micro-batch (shoal: --micro-batch, --seq-len), or fewer ranks on it",
+        check="memory.free",
+    ),
+    Pattern(
+        "memory.killed",
+        Weight.CAUSE,
+        ("ut of memory: Killed process", "ut of memory: Kill process", "oom-kill:"),
+        regex=r"[Kk]ill(?:ed)? process (?P<pid>\d+) \((?P<name>[^)]+)\)|oom-kill:",
+        cause="the kernel ran out of memory (of the machine, or of a control group) and ended process {pid}, {name}; "
+        "a rank that ends like this leaves no word in its log",
+        fix="see who else uses it: ps -eo pid,rss,cmd --sort -rss | head; then use a smaller micro-batch, or fewer "
+        "ranks",
+        check="memory.free",
+        covers=("torchrun.killed",),
+    ),
+    Pattern(
+        "disk.full",
+        Weight.CAUSE,
+        ("No space left on device", "inline_container.cc", "iostream error"),
+        regex=r"No space left on device|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error",
+        cause="the disk is full: what was being written is cut short (torch.save says only `unexpected pos` or "
+        "`iostream error`)",
+        fix="df -h; remove old runs and checkpoints; a checkpoint that was cut short cannot be used",
+        check="disk.free",
+    ),
+    Pattern(
+        "disk.read-only",
+        Weight.CAUSE,
+        ("Read-only file system",),
+        cause="the folder is on a file system that is mounted read-only; the kernel makes one so when a disk has "
+        "errors",
+        fix="write elsewhere (shoal: --out); look: sudo dmesg | grep -i 'remount'; findmnt -T FOLDER",
+        check="disk.writable",
+    ),
+    Pattern(
+        "system.files",
+        Weight.CAUSE,
+        ("Too many open files",),
+        cause="this process has as many files and sockets open as it may; many ranks and data workers need more than "
+        "the usual 1024",
+        fix="ulimit -n 65536, before the start; or fewer workers, or "
+        "torch.multiprocessing.set_sharing_strategy('file_system')",
+        check="limits.files",
+    ),
+    Pattern(
+        "system.threads",
+        Weight.CAUSE,
+        ("RuntimeError: can't start new thread", "libgomp: Thread creation failed"),
+        cause="this user or container has as many processes and threads as it may",
+        fix="see the limit: ulimit -u; the use: ps -eLf | wc -l; set OMP_NUM_THREADS to cores ÷ ranks, and use fewer "
+        "workers",
+        check="limits.processes",
+    ),
+)

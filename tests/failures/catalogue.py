@@ -1,0 +1,50 @@
+"""The list of all explanations for docs/explain.md: `python -m tests.failures.catalogue` puts it there anew."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from shoal.net.check_ids import CHECKS
+from shoal.net.pattern import Pattern
+from shoal.net.patterns import PATTERNS
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "explain.md"
+MARK = "<!-- from here on written by: python -m tests.failures.catalogue -->\n"
+TITLES = {
+    "gloo": "Between ranks (gloo)",
+    "store": "Where ranks meet (torch's store)",
+    "launch": "How the program was started",
+    "torchrun": "torchrun",
+    "ddp": "The model under DDP",
+    "train": "The training itself",
+    "data": "Data loaders",
+    "python": "Python",
+    "cuda": "GPUs",
+    "memory": "Memory",
+    "disk": "Disks",
+    "system": "Limits of the system",
+    "ssh": "SSH",
+    "shoal": "shoal's own words",
+}
+
+
+def catalogue() -> str:
+    kinds = groupby(PATTERNS, key=lambda pattern: pattern.id.partition(".")[0])
+    parts = [f"\n### {TITLES[kind]}\n\n" + "\n".join(map(entry, patterns)) + "\n" for kind, patterns in kinds]
+    checks = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in CHECKS.items())
+    return "".join(parts) + f"\n## The checks\n\n| id | what it makes sure of |\n|---|---|\n{checks}\n"
+
+
+def entry(pattern: Pattern) -> str:
+    cause, fix = (pattern.say(text, {}) or "as shoal says it" for text in (pattern.cause, pattern.fix))
+    check = f" Found before by `{pattern.check}`." if pattern.check else ""
+    return f"- **`{pattern.id}`** ({pattern.weight.name.lower()}): {cause}. *Fix:* {fix}.{check}"
+
+
+def renewed() -> str:
+    return DOCUMENT.read_text(encoding="utf-8").partition(MARK)[0] + MARK + catalogue()
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(renewed(), encoding="utf-8")

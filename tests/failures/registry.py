@@ -1,0 +1,41 @@
+"""The failures, by the name of the log they leave: an explanation's id, `+` and a word when there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.cluster.lab.lab import Lab
+from tests.failures.bench import Bench
+
+Provoke = Callable[[Bench], None]
+ProvokeOnLab = Callable[[Bench, Lab], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`provoke` needs this machine alone, `on_lab` a lab's nodes."""
+
+    name: str
+    provoke: Provoke | None = None
+    on_lab: ProvokeOnLab | None = None
+    needs_gpu: bool = False
+
+
+FAILURES: dict[str, Failure] = {}
+
+
+def here(name: str, needs_gpu: bool = False) -> Callable[[Provoke], Provoke]:
+    def register(provoke: Provoke) -> Provoke:
+        FAILURES[name] = Failure(name, provoke=provoke, needs_gpu=needs_gpu)
+        return provoke
+
+    return register
+
+
+def on_lab(name: str) -> Callable[[ProvokeOnLab], ProvokeOnLab]:
+    def register(provoke: ProvokeOnLab) -> ProvokeOnLab:
+        FAILURES[name] = Failure(name, on_lab=provoke)
+        return provoke
+
+    return register
