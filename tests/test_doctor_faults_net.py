@@ -111,12 +111,6 @@ FAULTS = {
     "a tenth of the speed": Fault(slow("node2", 100e6), (("link.slow", "node2"),), cured=False),
     "a name that means docker0": Fault(sh("node2", *DOCKER0, *OWN_NAMES), (("interface.decoy", "node2"),)),
     "one address twice": Fault(sh("node3", "ip addr add 10.77.0.2/24 dev eth0"), (("reach.twins", "node3"),)),
-    "somebody else's address": Fault(
-        sh("node3", "ip addr flush dev eth0", "ip addr add 10.77.0.2/24 dev eth0"),
-        (("reach.twins", "node3"), ("interface.address", "node3")),
-        # Its neighbours remember the wrong card for a while after the command.
-        cured=False,
-    ),
     "another address first": Fault(
         sh("node2", "ip addr flush dev eth0", *(f"ip addr add {net}.0.2/24 dev eth0" for net in ("10.11", "10.77"))),
         (("interface.first", "node2"),),
