@@ -261,6 +261,21 @@ def test_a_stranger_is_closed_out(gauge: Talk) -> None:
         assert stranger.recv(100) == b""
 
 
+# Who computes when
+
+
+def test_nodes_of_one_machine_compute_one_after_another_and_machines_at_once() -> None:
+    from shoal.train.gauge import deal_turns
+
+    assert deal_turns({"node1": "a", "node2": "a", "node3": "b"}) == {"node1": 0, "node2": 1, "node3": 0}
+
+
+def test_thread_counts_double_up_to_all_cores() -> None:
+    from shoal.train.peaks import thread_counts
+
+    assert [thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
 # Real clusters
 
 
