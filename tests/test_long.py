@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -11,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from shoal.launch.found import find
 from shoal.report.page import write_report
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of
 from tests.run_samples import all_events, demo_points, make_run
+from tests.runs_checks import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -65,9 +69,9 @@ def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> N
             wait_for_step(run, reached + 3, training)
             time.sleep(rng.random() * 0.2)
         finally:
-            training.send_signal(signal.SIGKILL)
+            kill_everything_of(run)
+            training.kill()
             training.wait()
-        time.sleep(0.5)
         newest = max(int(path.name[5:13]) for path in (run / "checkpoints").glob("step-*"))
         assert newest >= reached, "a checkpoint was lost"
         assert not list((run / "checkpoints").glob("*.corrupt")), "a kill left a broken checkpoint behind"
@@ -76,6 +80,19 @@ def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert shoal("verify", run).returncode == 0
     assert not list((run / "checkpoints").glob(".step-*"))
+
+
+def kill_everything_of(run: Path) -> None:
+    """As a power cut does: keeper, agent and rank, until none is found any more."""
+
+    def killed() -> bool:
+        left = find(run)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return not left
+
+    wait_until(killed)
 
 
 def wait_for_step(run: Path, step: int, training: subprocess.Popen[bytes]) -> None:
