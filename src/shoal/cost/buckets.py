@@ -1,0 +1,95 @@
+"""Which gradients travel together, and when in backward they are ready: DDP's buckets, by counting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.config.schema import ModelConfig
+from shoal.cost.lever import BUCKET_MB
+
+# DDP's own (`dist._DEFAULT_FIRST_BUCKET_BYTES`): something to send is there early.
+FIRST_BUCKET_BYTES = 1 << 20
+_GRADIENT_BYTES = 4
+# Tensors for which nobody knows the shape, only how many parameters there are in all.
+_UNKNOWN_TENSORS = 100
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One tensor's; `ready` is the part of backward's time that has passed when it is complete."""
+
+    parameters: int
+    ready: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    parameters: int
+    ready: float
+
+
+def gradients(model: ModelConfig) -> list[Gradient]:
+    """Of our GPT, in the order in which backward completes them.
+
+    The tied embedding comes last, although the head, its dense part, was first: the look-up at the input adds to it.
+    """
+    whole = _head_flops(model) + model.layers * _block_flops(model)
+    done = _head_flops(model)
+    found = [Gradient(size, done / whole) for size in (model.width, model.width)]
+    for _ in range(model.layers):
+        for size, flops in _block_tensors(model):
+            done += flops
+            found.append(Gradient(size, done / whole))
+    found += [Gradient(model.seq_len * model.width, 1.0), Gradient(model.vocab_size * model.width, 1.0)]
+    return found
+
+
+def even_gradients(parameters: int) -> list[Gradient]:
+    """For a model of which only the size is known: equal tensors, one after another."""
+    count = min(_UNKNOWN_TENSORS, parameters)
+    ends = [round(parameters * (index + 1) / count) for index in range(count)]
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    return [Gradient(size, (index + 1) / count) for index, size in enumerate(sizes)]
+
+
+def fill_buckets(found: Sequence[Gradient], bucket_mb: float = BUCKET_MB) -> list[Bucket]:
+    """As DDP does once it has seen a backward: in order of readiness, each closed by the tensor that fills it."""
+    return list(_filled(found, int(bucket_mb * 2**20)))
+
+
+def _filled(found: Sequence[Gradient], cap_bytes: int) -> Iterator[Bucket]:
+    limit, held = min(FIRST_BUCKET_BYTES, cap_bytes), 0
+    for gradient in found:
+        held += gradient.parameters
+        if _GRADIENT_BYTES * held >= limit:
+            yield Bucket(held, gradient.ready)
+            limit, held = cap_bytes, 0
+    if held:
+        yield Bucket(held, found[-1].ready)
+
+
+def _head_flops(model: ModelConfig) -> float:
+    return float(model.vocab_size * model.width)
+
+
+def _block_flops(model: ModelConfig) -> float:
+    return sum(flops for _, flops in _block_tensors(model))
+
+
+def _block_tensors(model: ModelConfig) -> list[tuple[int, float]]:
+    """Parameters and relative work, last layer first: bias and weight of each product, then the norm before it."""
+    width = model.width
+    attention = model.seq_len * width
+    return [
+        (width, 0.0),
+        (4 * width**2, 4.0 * width**2),
+        (4 * width, 0.0),
+        (4 * width**2, 4.0 * width**2),
+        (2 * width, 0.0),
+        (width, 0.0),
+        (width**2, 1.0 * width**2),
+        (3 * width, 0.0),
+        (3 * width**2, 3.0 * width**2 + attention),
+        (2 * width, 0.0),
+    ]
