@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.net import checks
 from shoal.net.check_ids import CHECKS
 from shoal.net.explain import Findings, explain, explain_text, merge
 from shoal.net.gather import explain_file, explain_stream
@@ -83,6 +85,15 @@ def test_patterns_name_what_there_is() -> None:
         assert set(pattern.covers) | set(pattern.only_with) <= BY_ID.keys(), pattern.id
         said = pattern.say(pattern.cause + pattern.fix, {})
         assert "GLOO_PORT_RANGE" not in said or "does not exist" in said
+
+
+def test_the_list_of_checks_is_what_doctor_can_find() -> None:
+    """By reading the checks: nothing else in them is written like an id."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(checks.__file__).parent.glob("*.py")]
+    words = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert {word for word in words if re.fullmatch(r"[a-z]+\.[a-z-]+", str(word))} == CHECKS.keys()
+    table = Path(__file__).parent.parent / "docs" / "doctor.md"
+    assert {name for name in CHECKS if f"| `{name}` | {CHECKS[name]} |" in table.read_text()} == CHECKS.keys()
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, "prose"])

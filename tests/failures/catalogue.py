@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from shoal.net.check_ids import CHECKS
 from shoal.net.pattern import Pattern
 from shoal.net.patterns import PATTERNS
 
@@ -32,8 +31,7 @@ TITLES = {
 def catalogue() -> str:
     kinds = groupby(PATTERNS, key=lambda pattern: pattern.id.partition(".")[0])
     parts = [f"\n### {TITLES[kind]}\n\n" + "\n".join(map(entry, patterns)) + "\n" for kind, patterns in kinds]
-    checks = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in CHECKS.items())
-    return "".join(parts) + f"\n## The checks\n\n| id | what it makes sure of |\n|---|---|\n{checks}\n"
+    return "".join(parts)
 
 
 def entry(pattern: Pattern) -> str:

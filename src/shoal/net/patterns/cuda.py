@@ -21,7 +21,6 @@ CUDA = (
         "CUDA_VISIBLE_DEVICES is empty",
         fix="see: nvidia-smi; python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'; to "
         "train without one: device = 'cpu' (shoal: --device cpu)",
-        check="gpu.present",
     ),
     Pattern(
         "cuda.nccl",
@@ -29,7 +28,6 @@ CUDA = (
         ("Distributed package doesn't have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
         cause="the program asks for NCCL, which needs GPUs and a CUDA build of torch; CPU ranks exchange over gloo",
         fix="init_process_group('gloo'), or with no name at all: torch then chooses",
-        check="gpu.present",
     ),
     Pattern(
         "cuda.one-for-two",
@@ -39,7 +37,6 @@ CUDA = (
         cause="rank {one} and rank {other} were both put on one GPU, and NCCL wants one for each",
         fix="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first thing; start no more ranks on a machine than "
         "it has GPUs",
-        check="gpu.present",
     ),
     Pattern(
         "cuda.ordinal",
@@ -48,7 +45,6 @@ CUDA = (
         cause="a rank asked for a GPU by a number that this machine does not have: more ranks than GPUs, or the "
         "global rank was taken for the local one",
         fix="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); see the numbers: nvidia-smi -L",
-        check="gpu.present",
     ),
     Pattern(
         "cuda.assertion",
@@ -72,6 +68,5 @@ CUDA = (
         ("Attempting to deserialize object on a CUDA device",),
         cause="the checkpoint was saved from a GPU and is loaded on a machine without one",
         fix="torch.load(path, map_location='cpu', weights_only=True)",
-        check="gpu.present",
     ),
 )

@@ -53,7 +53,7 @@ GLOO = (
         cause="a rank was told to find another one at {local}, which is its own address: both machines have an "
         "interface with this address (docker0, virbr0 and the like), and gloo took that one",
         fix=f"on every machine, before the start: {_TELL_INTERFACE}",
-        check="interface.wrong",
+        check="interface.address",
         covers=(*_TIMEOUTS, "gloo.connect-refused"),
     ),
     Pattern(
@@ -64,7 +64,6 @@ GLOO = (
         cause="{remote} is there, but nobody listens on the port that the rank was told: the other one has ended "
         "meanwhile, or the address is of an earlier run, from a file or a store that was used again",
         fix="look into the log of the rank on {remote}; with init_method=file://… remove the file before every run",
-        check="leftovers.files",
         covers=_TIMEOUTS,
     ),
     Pattern(
@@ -75,7 +74,7 @@ GLOO = (
         cause="a rank published an address to which this machine has no way: gloo took an interface of another "
         "network there (a VPN, a bridge, a second card)",
         fix=f"on every machine, before the start: {_TELL_INTERFACE}",
-        check="interface.wrong",
+        check="interface.address",
         covers=_TIMEOUTS,
     ),
     Pattern(
@@ -86,7 +85,7 @@ GLOO = (
         cause="GLOO_SOCKET_IFNAME names {interface}, and this machine has no interface of that name, or it has no "
         "address. gloo wants exact names; NCCL's ^name and prefixes do not work",
         fix=f"see the names with: ip -br addr; then: {_TELL_INTERFACE}",
-        check="interface.wrong",
+        check="interface.address",
     ),
     Pattern(
         "gloo.transport",
@@ -105,7 +104,7 @@ GLOO = (
         fix="look at the last lines of the other ranks' logs; run once with TORCH_DISTRIBUTED_DEBUG=DETAIL, which "
         "names the rank and tells collectives apart; raise timeout= in init_process_group only for pauses that are "
         "meant",
-        check="proof.pair",
+        check="proof.gloo",
     ),
     Pattern(
         "gloo.barrier",

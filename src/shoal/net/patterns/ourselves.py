@@ -45,7 +45,7 @@ OURSELVES = (
         "node-gone",
         " is gone, and ",
         "the whole machine was lost: switched off, asleep, off the network, or its agent was killed",
-        check="power.sleep",
+        check="speed.lid",
         regex=r"error: \S+ is gone, and ",
     ),
     _ours(

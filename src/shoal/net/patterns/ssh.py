@@ -12,7 +12,7 @@ SSH = (
         regex=r"(?:(?P<host>\S+@\S+): )?Permission denied \(publickey",
         cause="{host} does not let us in: the user is wrong, or none of our keys is known there",
         fix="ssh-copy-id {host}; a key with a passphrase must be in the agent: ssh-add",
-        check="ssh.login",
+        check="reach.host",
     ),
     Pattern(
         "ssh.key-changed",
@@ -22,7 +22,7 @@ SSH = (
         cause="the machine at {host} shows another key than last time: it was installed anew, or it is another "
         "machine. Ask whose it is before you trust it",
         fix="ssh-keygen -R {host}; then: ssh {host}, and compare the fingerprint it asks about",
-        check="ssh.key",
+        check="reach.host",
         covers=("ssh.key-unknown",),
     ),
     Pattern(
@@ -32,7 +32,7 @@ SSH = (
         regex=r"host key is known for (?P<host>\S+)|Host key verification failed",
         cause="we were never connected to {host} by this name, and ssh may not ask here whether to trust its key",
         fix="connect once by hand, compare the key and say yes: ssh {host}",
-        check="ssh.key",
+        check="reach.host",
     ),
     Pattern(
         "ssh.refused",
@@ -41,7 +41,7 @@ SSH = (
         regex=r"connect to host (?P<host>\S+) port (?P<port>\d+): Connection refused",
         cause="{host} is there, but no SSH server listens on its port {port}",
         fix="on that machine: sudo apt install openssh-server; sudo systemctl enable --now ssh",
-        check="ssh.login",
+        check="reach.host",
     ),
     Pattern(
         "ssh.timeout",
@@ -51,7 +51,7 @@ SSH = (
         cause="nothing comes back from {host}: it is off or asleep, on another network, or a firewall drops what we "
         "send",
         fix="wake it and try: ping -c 3 {host}; on that machine: sudo ufw allow {port}/tcp",
-        check="ssh.login",
+        check="reach.host",
     ),
     Pattern(
         "ssh.name",
@@ -60,6 +60,6 @@ SSH = (
         regex=r"Could not resolve hostname (?P<host>[^:]+):",
         cause="neither the ssh configuration nor the name service knows {host}",
         fix="use its address, or add it to ~/.ssh/config: Host {host} / HostName ADDRESS",
-        check="names.resolve",
+        check="reach.host",
     ),
 )

@@ -64,7 +64,7 @@ STORE = (
         "torch's",
         fix="see what this machine would do: ip route get {host}; set MASTER_ADDR to an address of rank 0 on a "
         "network that both are on",
-        check="reach.route",
+        check="reach.pair",
         covers=_UNREACHED,
     ),
     Pattern(
@@ -74,7 +74,6 @@ STORE = (
         regex=r"addresses of \((?P<host>[^,]+), \d+\) cannot be retrieved \(gai error: -?\d+ - (?P<error>[^)]+)\)",
         cause="the name {host} means nothing to this machine ({error})",
         fix="set MASTER_ADDR to the address of rank 0 instead of its name; on that machine: ip -br addr",
-        check="names.resolve",
         covers=_UNREACHED,
         only_with=_UNREACHED,
     ),
@@ -97,7 +96,6 @@ STORE = (
         regex=r"port: (?P<port>\d+)",
         cause="this user may not listen on port {port}: those below 1024 are root's",
         fix="choose one above: export MASTER_PORT=29500",
-        check="port.privileged",
     ),
     Pattern(
         "store.missing-clients",
@@ -117,7 +115,7 @@ STORE = (
         cause="everybody waits for rank {rank}, which never wrote its address: it was not started or died early, two "
         "processes were given the same RANK, or WORLD_SIZE is not the same everywhere",
         fix="on every machine: env | grep -E '^(RANK|WORLD_SIZE|MASTER_)'; each RANK once, from 0 to WORLD_SIZE - 1",
-        check="proof.pair",
+        check="proof.gloo",
         covers=("gloo.connect-timeout", "gloo.timeout"),
     ),
     Pattern(

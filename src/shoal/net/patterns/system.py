@@ -44,7 +44,7 @@ SYSTEM = (
         cause="the folder is on a file system that is mounted read-only; the kernel makes one so when a disk has "
         "errors",
         fix="write elsewhere (shoal: --out); look: sudo dmesg | grep -i 'remount'; findmnt -T FOLDER",
-        check="disk.writable",
+        check="disk.readonly",
     ),
     Pattern(
         "system.files",
@@ -63,6 +63,5 @@ SYSTEM = (
         cause="this user or container has as many processes and threads as it may",
         fix="see the limit: ulimit -u; the use: ps -eLf | wc -l; set OMP_NUM_THREADS to cores ÷ ranks, and use fewer "
         "workers",
-        check="limits.processes",
     ),
 )

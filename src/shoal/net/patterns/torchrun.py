@@ -15,7 +15,6 @@ TORCHRUN = (
         "to see whether it is the host, and none thought so; or the host is not running, or not to be reached",
         fix="on exactly one machine, the one of the endpoint: add --rdzv-conf is_host=true; on the others --rdzv-conf "
         "is_host=false",
-        check="names.resolve",
         covers=("store.refused", "store.dropped", "store.no-answer", "store.retrying"),
     ),
     Pattern(
@@ -43,7 +42,6 @@ TORCHRUN = (
         regex=r"can't open file '(?P<file>[^']+)'",
         cause="there is no {file} on this machine: the name is wrong, or the project was not copied here",
         fix="ls {file}; on every machine the script must be at the same place (shoal run copies it)",
-        check="sameness.environment",
     ),
     Pattern(
         "torchrun.hangup",
@@ -74,7 +72,6 @@ TORCHRUN = (
         "/dev/shm",
         fix="see where: python -X faulthandler SCRIPT; check: df -h /dev/shm; then reinstall torch and what was built "
         "against it",
-        check="memory.shared",
     ),
     Pattern(
         "torchrun.child-failed",

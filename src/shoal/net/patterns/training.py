@@ -21,7 +21,6 @@ TRAINING = (
         cause="the ranks built different models: another size, number of layers or vocabulary on one of them",
         fix="build the model from the same configuration and the same files everywhere; compare sum(p.numel() for p "
         "in model.parameters())",
-        check="sameness.environment",
     ),
     Pattern(
         "ddp.nothing-to-train",
@@ -64,7 +63,6 @@ TRAINING = (
         ("InvalidCxxCompiler", "No working C++ compiler found"),
         cause="torch.compile needs a C++ compiler on every machine, and this one has none",
         fix="sudo apt install g++   (or run without torch.compile: TORCHDYNAMO_DISABLE=1)",
-        check="tools.compiler",
     ),
     Pattern(
         "data.shared-memory",
@@ -74,7 +72,6 @@ TRAINING = (
         "it has 64 MB)",
         fix="DataLoader(num_workers=0), or more of it: docker run --shm-size=2g …; sudo mount -o remount,size=2G "
         "/dev/shm",
-        check="memory.shared",
         covers=("disk.full", "data.worker-killed"),
     ),
     Pattern(
@@ -94,6 +91,5 @@ TRAINING = (
         "than the one you installed it in",
         fix="on every machine, with the Python that runs the ranks: python -m pip install {name}   (shoal setup HOSTS "
         "brings them to the same packages)",
-        check="sameness.environment",
     ),
 )
