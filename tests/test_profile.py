@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.probetext import print_profile, verdicts
 from shoal.cluster.node import Node
-from shoal.config.profile import ConnectionTrial, LinkProfile, Profile
+from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profile
 from shoal.config.profile_file import check_writable, read_profile, to_toml, write_profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.fit import Line
@@ -24,8 +24,15 @@ from tests.programs import shoal
 GIGABIT = Line(1e-3, 8 / 0.96e9)
 
 
-def collective(op: str, size: int, seconds: float, world_size: int = 2, kind: str = "collective") -> Event:
-    return {"event": kind, "op": op, "bytes": size, "seconds": seconds, "rounds": 5, "world_size": world_size}
+def collective(op: str, size: int, seconds: float, kind: str = "collective", element_bytes: int = 4) -> Event:
+    times = {"bytes": size, "seconds": seconds, "rounds": 5, "world_size": 2}
+    return {"event": kind, "op": op, "element_bytes": element_bytes, "cores": size / SIZES[6], **times}
+
+
+def pace(node: str, rank: int, micro_batch: int, forward_s: float) -> Event:
+    shape = {"name": "small", "model": SMALL_GPT.model_dump(), "threads": 1, "micro_batch": micro_batch}
+    times = {"forward_s": forward_s, "backward_s": 2 * forward_s, "optimizer_s": 0.006, "spread": 0.01}
+    return {"event": "pace", "rank": rank, "node": node, **shape, **times}
 
 
 def compute(node: str) -> Event:
@@ -58,11 +65,18 @@ def events_of(nodes: list[Node]) -> list[Event]:
         for node in nodes
     ]
     sweep = [collective("all-reduce", size, GIGABIT.seconds(size)) for size in SIZES[:7]]
-    others = [collective("broadcast", size, 2e-3 + 9e-9 * size) for size in (4096, 1 << 20)]
+    halves = [collective("all-reduce", size, 2 * GIGABIT.seconds(size), element_bytes=2) for size in (4096, 1 << 20)]
+    others = [*halves, *(collective("broadcast", size, 2e-3 + 9e-9 * size) for size in (4096, 1 << 20))]
     held_out = collective("all-reduce", 8 << 20, 1.02 * GIGABIT.seconds(8 << 20), kind="held-out")
     trials = [{"event": "connections", "count": count, "seconds": seconds} for count, seconds in ((1, 0.1), (4, 0.05))]
     cut = {"event": "cut", "op": "all-reduce", "bytes": SIZES[7], "once_s": 0.56}
-    return [*facts, *sweep, *others, held_out, *trials, cut, *(compute(node.name) for node in nodes)]
+    paces = [
+        pace(node.name, rank, size, 0.01 * size * (1 + 0.1 * rank))
+        for node in nodes
+        for rank in (0, 1)
+        for size in (1, 2, 4)
+    ]
+    return [*facts, *sweep, *others, held_out, *trials, cut, *paces, *(compute(node.name) for node in nodes)]
 
 
 def link(source: str, target: str, together_gbps: float = 0.96) -> LinkProfile:
@@ -102,6 +116,16 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
     assert profile.summary.stack_efficiency == pytest.approx(1.0, rel=0.02)
     assert profile.summary.connections == 4
     assert profile.node("node2").compute.bound == "arithmetic"
+    assert reduce_.cores == 1.0
+    halves = profile.collective("all-reduce", 2)
+    assert halves is not None
+    assert halves.seconds(1 << 20) == pytest.approx(2 * GIGABIT.seconds(1 << 20), rel=1e-3)
+    # Of a node's ranks the slowest.
+    assert [(each.micro_batch, each.forward_s) for each in profile.node("node1").paces] == [
+        (1, 0.011),
+        (2, 0.022),
+        (4, 0.044),
+    ]
     assert profile.node("node1").versions == {"torch": "2.13.0", "iperf3": "3.12"}
     assert profile.notes == (
         "a note of the plan",

@@ -95,7 +95,7 @@ def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
     largest = max(point.bus_gbps for point in entry.points)
     return [
         (
-            "" if number else entry.op,
+            "" if number else _operation(entry),
             size_text(point.bytes),
             format_duration(point.seconds),
             _gbps(point.algorithm_gbps),
@@ -104,6 +104,10 @@ def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
         )
         for number, point in enumerate(entry.points)
     ]
+
+
+def _operation(entry: CollectiveProfile) -> str:
+    return entry.op if entry.element_bytes == 4 else f"{entry.op}, fp16"
 
 
 def _node_row(node: NodeProfile) -> tuple[str, ...]:

@@ -12,9 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shoal.config.schema import Positive, Section
+from shoal.config.schema import ModelConfig, Positive, Section
 
 VERSION = 1
+
+# The shape of the `grammar` preset, whose speed people know from the demo.
+SMALL_GPT = ModelConfig(vocab_size=2048)
+# Products as large as a real model's, at a fraction of its time: what larger models than the small one are judged by.
+WIDE_GPT = ModelConfig(layers=1, heads=12, width=768, seq_len=128, vocab_size=4096)
 
 
 def _six_digits(value: float) -> float:
@@ -34,6 +39,24 @@ class TrainingPoint(Section):
     threads: Positive
     tokens_per_s: Above
     gflops: Above
+
+
+class ModelPace(Section):
+    """One rank of a run with `threads` threads, *while all others compute too*: seconds of one micro-batch, and of the
+    update after the last one. `spread` is the standard deviation of its time, relative to that."""
+
+    name: str
+    model: ModelConfig
+    threads: Positive
+    micro_batch: Positive
+    forward_s: Above
+    backward_s: Above
+    optimizer_s: Above
+    spread: AtLeastZero
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.model.seq_len
 
 
 class ComputeProfile(Section):
@@ -72,6 +95,7 @@ class NodeProfile(Section):
     machine: str
     versions: dict[str, str]
     compute: ComputeProfile
+    paces: tuple[ModelPace, ...] = ()
 
 
 class LinkProfile(Section):
@@ -114,13 +138,16 @@ class HeldOut(Section):
 
 class CollectiveProfile(Section):
     """`alpha_s + beta_s_per_byte · bytes` is the time of one such operation over `world_size` ranks; `fit_error` is the
-    median relative error of that over the points."""
+    median relative error of that over the points. `element_bytes` is 4 for fp32, 2 for fp16, which gloo adds up by
+    other means; `cores` is how many a rank kept busy meanwhile."""
 
     op: Op
+    element_bytes: Positive = 4
     world_size: Annotated[int, Field(ge=2)]
     alpha_s: AtLeastZero
     beta_s_per_byte: AtLeastZero
     fit_error: AtLeastZero
+    cores: AtLeastZero = 0.0
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
     held_out: HeldOut | None = None
 
@@ -168,8 +195,9 @@ class Profile(Section):
     def link(self, source: str, target: str) -> LinkProfile | None:
         return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
 
-    def collective(self, op: Op) -> CollectiveProfile | None:
-        return next((entry for entry in self.collectives if entry.op == op), None)
+    def collective(self, op: Op, element_bytes: int = 4) -> CollectiveProfile | None:
+        found = (entry for entry in self.collectives if (entry.op, entry.element_bytes) == (op, element_bytes))
+        return next(found, None)
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Profile:

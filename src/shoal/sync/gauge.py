@@ -36,8 +36,11 @@ _TRIAL_ROUNDS = 7
 _MOST_TRIAL_BYTES = 4 << 20
 _CONNECT_S = 2.0
 
+FP32, FP16 = torch.float32, torch.float16
+
 # Parts of the time that is left when their turn comes.
-_ALL_REDUCE_PART = 0.6
+_ALL_REDUCE_PART = 0.5
+_HALVES_PART = 0.4
 _OTHERS: dict[Op, float] = {"reduce-scatter": 0.25, "all-gather": 0.33, "broadcast": 0.5}
 
 Call = Callable[[], object]
@@ -52,31 +55,38 @@ class Collectives:
     log: EventLog
     budget_s: float
     began: float = field(default_factory=time.monotonic)
+    _cores: dict[int, float] = field(default_factory=dict)
 
     def measure(self) -> None:
-        tries = self._sweep("all-reduce", SIZES, _ALL_REDUCE_PART, holds_out=True)
+        tries = self._sweep("all-reduce", FP32, SIZES, _ALL_REDUCE_PART, holds_out=True)
+        self._sweep("all-reduce", FP16, FEW_SIZES, _HALVES_PART)
         for op, part in _OTHERS.items():
-            self._sweep(op, FEW_SIZES, part)
+            self._sweep(op, FP32, FEW_SIZES, part)
         self._try_connections(tries)
 
-    def _sweep(self, op: Op, sizes: tuple[int, ...], part: float, holds_out: bool = False) -> list[Sample]:
+    def _sweep(
+        self, op: Op, dtype: torch.dtype, sizes: tuple[int, ...], part: float, holds_out: bool = False
+    ) -> list[Sample]:
         """In this part of the time that is left: tries every size that fits, then goes round all of them."""
         keep_s = (1 - part) * self._left_s()
-        tries, calls = self._try_sizes(op, sizes, keep_s)
+        tries, calls = self._try_sizes(op, dtype, sizes, keep_s)
         expected = dict(tries)
         if holds_out:
-            held_out, call = _prepare(op, held_out_size(list(expected)), self.world)
+            held_out, call = _prepare(op, dtype, held_out_size(list(expected)), self.world)
             expected[held_out], calls[held_out] = expected_s(held_out, tries), call
         times = self._go_round(expected, calls, self._left_s() - keep_s)
         for size, each in times.items():
-            self._tell("collective" if size in dict(tries) else "held-out", op, size, each)
+            kind = "collective" if size in dict(tries) else "held-out"
+            self._tell(kind, op, size, each, element_bytes=dtype.itemsize, cores=self._cores[size])
         return tries
 
-    def _try_sizes(self, op: Op, sizes: tuple[int, ...], keep_s: float) -> tuple[list[Sample], dict[int, Call]]:
+    def _try_sizes(
+        self, op: Op, dtype: torch.dtype, sizes: tuple[int, ...], keep_s: float
+    ) -> tuple[list[Sample], dict[int, Call]]:
         tries: list[Sample] = []
         calls: dict[int, Call] = {}
         for size in sizes:
-            buffer_bytes, call = _prepare(op, size, self.world)
+            buffer_bytes, call = _prepare(op, dtype, size, self.world)
             once_s = self._try(call, expected_s(size, tries), tries, keep_s)
             if once_s is None:
                 self._cut(op, size, tries)
@@ -95,15 +105,19 @@ class Collectives:
     def _go_round(self, expected: dict[int, float], calls: dict[int, Call], left_s: float) -> dict[int, list[float]]:
         round_s = sum(expected.values())
         times: dict[int, list[float]] = {size: [] for size in expected}
+        busy: dict[int, list[float]] = {size: [] for size in expected}
         for _ in range(rounds_for(round_s, left_s)):
             for size, once_s in expected.items():
+                began_s, wall_s = time.process_time(), time.perf_counter()
                 times[size] += self._seconds(calls[size], repeats_for(once_s, round_s))
+                busy[size].append((time.process_time() - began_s) / (time.perf_counter() - wall_s))
+        self._cores = {size: statistics.median(each) for size, each in busy.items()}
         return times
 
-    def _tell(self, kind: str, op: Op, size: int, times: list[float]) -> None:
+    def _tell(self, kind: str, op: Op, size: int, times: list[float], **more: float) -> None:
         if self.world.is_main:
             seconds, rounds = statistics.median(times), len(times)
-            self.log.write(kind, op=op, bytes=size, seconds=seconds, rounds=rounds, world_size=self.world.size)
+            self.log.write(kind, op=op, bytes=size, seconds=seconds, rounds=rounds, world_size=self.world.size, **more)
 
     def _try_connections(self, seen: list[Sample]) -> None:
         """Several at once, as DDP sends its buckets: a single all-reduce only ever uses one connection."""
@@ -153,10 +167,10 @@ def agree(world: World, values: list[float]) -> list[float]:
     return [float(value) for value in largest]
 
 
-def _prepare(op: Op, size: int, world: World) -> tuple[int, Call]:
+def _prepare(op: Op, dtype: torch.dtype, size: int, world: World) -> tuple[int, Call]:
     """Bytes of the whole buffer, a multiple of the ranks, and the operation on it."""
-    part = max(1, size // 4 // world.size)
-    whole, own = torch.zeros(part * world.size), torch.zeros(part)
+    part = max(1, size // dtype.itemsize // world.size)
+    whole, own = torch.zeros(part * world.size, dtype=dtype), torch.zeros(part, dtype=dtype)
     group = world.group
     calls: dict[Op, Call] = {
         "all-reduce": lambda: dist.all_reduce(whole, group=group),
@@ -164,7 +178,7 @@ def _prepare(op: Op, size: int, world: World) -> tuple[int, Call]:
         "all-gather": lambda: dist.all_gather_into_tensor(whole, own, group=group),
         "broadcast": lambda: dist.broadcast(whole, 0, group=group),
     }
-    return 4 * part * world.size, calls[op]
+    return dtype.itemsize * part * world.size, calls[op]
 
 
 def _group(connections: int) -> dist.ProcessGroup:

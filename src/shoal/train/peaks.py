@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shoal.config.schema import ModelConfig
+from shoal.config.profile import SMALL_GPT
 from shoal.control.machine import physical_cores
 from shoal.cost.sizes import parameter_count
 from shoal.cost.work import flops_per_token, intensity
 from shoal.model.gpt import GPT
+from shoal.train.pace import Updates
 
-# The shape of the `grammar` preset, whose speed people know from the demo.
-SMALL_GPT = ModelConfig(vocab_size=2048)
 SEQUENCES = 8
 TOKENS = SEQUENCES * SMALL_GPT.seq_len
 
@@ -79,37 +77,15 @@ class Machine:
 
 
 def make_step() -> Callable[[], None]:
-    """Forward, backward, and the update that a training makes.
-
-    By the kernel of `AdamW(fused=True)` alone: the first optimizer of a process imports torch's compiler, for seconds.
-    """
+    """Forward, backward, and the update that a training makes."""
     shape = (SEQUENCES, SMALL_GPT.seq_len)
     tokens = torch.randint(SMALL_GPT.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     model = GPT(SMALL_GPT)
-    parameters: list[Tensor] = list(model.parameters())
-    means, squares = ([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2))
-    steps = [torch.zeros(()) for _ in parameters]
+    updates = Updates(list(model.parameters()))
 
     def step() -> None:
         (model(tokens, tokens) / TOKENS).backward()
-        with torch.no_grad():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            torch._fused_adamw_(
-                parameters,
-                gradients,
-                means,
-                squares,
-                [],
-                steps,
-                lr=1e-4,
-                beta1=0.9,
-                beta2=0.99,
-                weight_decay=0.1,
-                eps=1e-8,
-                amsgrad=False,
-                maximize=False,
-            )
-        model.zero_grad()
+        updates.step()
 
     return step
 

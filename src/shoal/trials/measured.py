@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from shoal.config.profile import (
     ConnectionTrial,
     HeldOut,
     LinkProfile,
+    ModelPace,
     NodeProfile,
     Op,
     Profile,
@@ -98,18 +99,25 @@ def fastest(trials: Sequence[ConnectionTrial]) -> int:
 
 def _collectives(found: Measured) -> list[CollectiveProfile]:
     events = found.of_kind("collective")
-    held_out = {event["op"]: event for event in found.of_kind("held-out")}
-    ops = [op for op in get_args(Op) if any(event["op"] == op for event in events)]
-    return [_collective(op, [each for each in events if each["op"] == op], held_out.get(op)) for op in ops]
+    held_out = {_kind(event): event for event in found.of_kind("held-out")}
+    kinds = sorted({_kind(event) for event in events}, key=lambda kind: (get_args(Op).index(kind[0]), -kind[1]))
+    return [_collective(kind, [each for each in events if _kind(each) == kind], held_out.get(kind)) for kind in kinds]
 
 
-def _collective(op: Op, events: Sequence[Event], held_out: Event | None) -> CollectiveProfile:
+def _kind(event: Event) -> tuple[Op, int]:
+    return event["op"], event["element_bytes"]
+
+
+def _collective(kind: tuple[Op, int], events: Sequence[Event], held_out: Event | None) -> CollectiveProfile:
+    op, element_bytes = kind
     samples = [(int(event["bytes"]), float(event["seconds"])) for event in events]
     line = fit(samples)
     world_size = int(events[0]["world_size"])
     return CollectiveProfile(
         op=op,
+        element_bytes=element_bytes,
         world_size=world_size,
+        cores=max(events, key=lambda event: int(event["bytes"]))["cores"],
         alpha_s=line.alpha_s,
         beta_s_per_byte=line.beta_s_per_byte,
         fit_error=median_error(line, samples),
@@ -156,7 +164,17 @@ def _node(node: Node, found: Measured) -> NodeProfile:
         machine=facts["machine"],
         versions=versions,
         compute=_compute(compute),
+        paces=tuple(_paces(node.name, found)),
     )
+
+
+def _paces(node: str, found: Measured) -> Iterator[ModelPace]:
+    """Of the node's ranks, its slowest: the others wait for it."""
+    said = [event for event in found.of_kind("pace") if event["node"] == node]
+    for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in said):
+        ranks = [event for event in said if (event["name"], event["micro_batch"]) == key]
+        slowest = max(ranks, key=lambda event: float(event["forward_s"] + event["backward_s"]))
+        yield ModelPace(**{name: slowest[name] for name in ModelPace.model_fields})
 
 
 def _compute(event: Event) -> ComputeProfile:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.cluster.cargo import Cargo
 from shoal.cluster.cluster import Visit, open_cluster, visit
-from shoal.config.profile import Profile
-from shoal.config.schema import RunConfig
+from shoal.config.profile import SMALL_GPT, WIDE_GPT, Profile
+from shoal.config.schema import ModelConfig, RunConfig
 from shoal.errors import ControlError
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.supervise import run_module
@@ -23,6 +24,7 @@ from shoal.runfolder import RunFolder
 from shoal.trials.measured import Measured, assemble
 
 RANKS = "shoal.train.gauge"
+STANDARD = {"small": SMALL_GPT, "wide": WIDE_GPT}
 _LINKS_PART = 0.35
 # From a rank's last figure until its agent has gone.
 _ENDING_S = 2.0
@@ -30,8 +32,8 @@ _ANSWER_S = 20.0
 _LOOK_EVERY_S = 0.2
 
 
-def probe(on: str, budget_s: float, say: Say) -> Profile:
-    """`say` gets what is being done, to be shown to somebody who waits."""
+def probe(on: str, budget_s: float, say: Say, models: Mapping[str, ModelConfig] | None = None) -> Profile:
+    """`say` gets what is being done, to be shown to somebody who waits. `models` are those whose pace is wanted."""
     began = time.monotonic()
     with visit(on, GAUGE) as found:
         _need_everybody(found)
@@ -47,7 +49,8 @@ def probe(on: str, budget_s: float, say: Say) -> Profile:
                 fix=f"find out why: shoal doctor --on {on}",
             ) from error
         say("starting ranks")
-        events = _run_ranks(found.on, budget_s - _ENDING_S - (time.monotonic() - began), say)
+        left_s = budget_s - _ENDING_S - (time.monotonic() - began)
+        events = _run_ranks(found.on, left_s, models or STANDARD, say)
     measured = Measured(on, found.nodes, facts, links, events, plan.notes)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return assemble(measured, now, budget_s, time.monotonic() - began)
@@ -58,11 +61,12 @@ def _need_everybody(found: Visit) -> None:
         raise error
 
 
-def _run_ranks(on: str, left_s: float, say: Say) -> list[Event]:
+def _run_ranks(on: str, left_s: float, models: Mapping[str, ModelConfig], say: Say) -> list[Event]:
     with tempfile.TemporaryDirectory(prefix="shoal-probe-") as folder:
         run = RunFolder.create(Path(folder) / "probe")
         with contextlib.closing(EventLog(run.path / "keeper.jsonl", 0)) as log, _following(run, say):
-            words = ("--budget-s", f"{max(0.0, left_s):.1f}")
+            shapes = {name: model.model_dump(mode="json") for name, model in models.items()}
+            words = ("--budget-s", f"{max(0.0, left_s):.1f}", "--models", json.dumps(shapes))
             with open_cluster(on, Cargo(stays=False), lambda text: None) as cluster:
                 run_module(RunConfig(on=on), RANKS, words, run, cluster, log)
         return list(run.read_all_events())
