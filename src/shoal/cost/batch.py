@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.config.schema import RunConfig, TrainConfig
 from shoal.errors import ConfigError
@@ -39,6 +40,10 @@ def rank_weights(run: RunConfig, world_size: int) -> tuple[float, ...]:
 
 def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
     """`count` micro-batches by weight, at least one each; what does not come out even goes to whoever is done first."""
+    if len(set(weights)) == 1:
+        each, rest = divmod(count, len(weights))
+        # By counting: the search below would take minutes for sixteen thousand ranks.
+        return (each + 1,) * rest + (each,) * (len(weights) - rest)
     ranks = range(len(weights))
     dealt = [max(1, math.floor(count * weight / sum(weights))) for weight in weights]
     while sum(dealt) > count:
@@ -46,6 +51,31 @@ def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
     while sum(dealt) < count:
         dealt[min(ranks, key=lambda rank: (dealt[rank] + 1) / weights[rank])] += 1
     return tuple(dealt)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """One step's global batch in whole micro-batches, dealt over the ranks of a world."""
+
+    micro_batch: int
+    micro_batches: tuple[int, ...]
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * sum(self.micro_batches)
+
+    def share(self, rank: int) -> int:
+        """Sequences of this rank in one step."""
+        return self.micro_batch * self.micro_batches[rank]
+
+    def offset(self, rank: int) -> int:
+        """Where this rank's sequences begin inside the global batch."""
+        return self.micro_batch * sum(self.micro_batches[:rank])
+
+
+def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
+    """By weight, as nearly as whole micro-batches allow; among equals the first ranks take one more."""
+    return Deal(micro_batch, shares(global_batch // micro_batch, weights))
 
 
 def micro_batch(train: TrainConfig, weights: Sequence[float]) -> int:

@@ -53,16 +53,18 @@ def even_gradients(parameters: int) -> list[Gradient]:
     return [Gradient(size, (index + 1) / count) for index, size in enumerate(sizes)]
 
 
-def fill_buckets(found: Sequence[Gradient], bucket_mb: float = BUCKET_MB) -> list[Bucket]:
+def fill_buckets(
+    found: Sequence[Gradient], bucket_mb: float = BUCKET_MB, gradient_bytes: int = _GRADIENT_BYTES
+) -> list[Bucket]:
     """As DDP does once it has seen a backward: in order of readiness, each closed by the tensor that fills it."""
-    return list(_filled(found, int(bucket_mb * 2**20)))
+    return list(_filled(found, int(bucket_mb * 2**20), gradient_bytes))
 
 
-def _filled(found: Sequence[Gradient], cap_bytes: int) -> Iterator[Bucket]:
+def _filled(found: Sequence[Gradient], cap_bytes: int, gradient_bytes: int) -> Iterator[Bucket]:
     limit, held = min(FIRST_BUCKET_BYTES, cap_bytes), 0
     for gradient in found:
         held += gradient.parameters
-        if _GRADIENT_BYTES * held >= limit:
+        if gradient_bytes * held >= limit:
             yield Bucket(held, gradient.ready)
             limit, held = cap_bytes, 0
     if held:

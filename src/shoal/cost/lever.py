@@ -10,13 +10,31 @@ Sync = Literal["ddp", "local", "diloco", "streaming", "sharded"]
 
 BUCKET_MB = 25.0
 
+# What a training can be told to do today. Whoever builds one of the others changes its line here, and plans offer it.
+AVAILABLE = {
+    "ddp": True,
+    "local": False,
+    "diloco": False,
+    "streaming": False,
+    "sharded": False,
+    "fp32": True,
+    "fp16": True,
+    "bf16": False,
+    "int8": False,
+    "powersgd": False,
+    "accumulation": True,
+    "balanced": True,
+    "hierarchical": False,
+}
+
 
 @dataclass(frozen=True)
 class Lever:
     """One way to synchronise. `accumulation` multiplies the work between two exchanges, and with it the global batch.
 
     `every` is the number of steps from one outer exchange to the next (LocalSGD and DiLoCo; 1 for the others),
-    `rank` is PowerSGD's. `overlap` off is what `sync.measure=barrier` does.
+    `rank` is PowerSGD's. `overlap` off is what `sync.measure=barrier` does. `hierarchical` sums up inside each node
+    before it goes between them. `balanced` deals a batch by speed instead of evenly.
     """
 
     sync: Sync = "ddp"
@@ -26,6 +44,30 @@ class Lever:
     rank: int = 4
     bucket_mb: float = BUCKET_MB
     overlap: bool = True
+    hierarchical: bool = False
+    balanced: bool = False
 
     def with_(self, **changes: object) -> Lever:
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What of it has a line in `AVAILABLE`."""
+        chosen = {
+            "accumulation": self.accumulation > 1,
+            "balanced": self.balanced,
+            "hierarchical": self.hierarchical,
+        }
+        return (self.sync, self.wire, *(name for name, is_on in chosen.items() if is_on))
+
+    @property
+    def is_available(self) -> bool:
+        return all(AVAILABLE[part] for part in self.parts)
+
+    def __str__(self) -> str:
+        """`ddp, fp16, batch ×4`: what differs from plain DDP, after the way to synchronise."""
+        words = [self.sync if self.every == 1 else f"{self.sync} every {self.every} steps"]
+        words += [self.wire if self.wire != "powersgd" else f"powersgd rank {self.rank}"] if self.wire != "fp32" else []
+        words += [f"batch ×{self.accumulation}"] if self.accumulation > 1 else []
+        words += [name for name in ("balanced", "hierarchical") if name in self.parts]
+        return ", ".join(words + ([] if self.overlap else ["no overlap"]))

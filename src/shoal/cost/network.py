@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from shoal.cost.collectives import payload_factor
+from shoal.cost.collectives import Algorithm, Wire, collective_s, payload_factor
 from shoal.cost.fit import Line
 
 
@@ -28,18 +28,57 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class RingNetwork:
-    """From a data sheet: each of the 2(N-1) rounds waits for a message, and every byte crosses the slowest link."""
+    """From a data sheet: each of the 2(N-1) rounds waits for a message, and every byte crosses the slowest link.
+
+    `cores_per_byte_s` is what copying and adding up a byte takes one core. `air` is one medium for everybody (Wi-Fi):
+    all ranks send at once, and through the access point each byte is on the air twice. `trees` lets large worlds choose
+    a tree where that is faster, as NCCL does and gloo does not.
+    """
 
     bytes_per_s: float
     latency_s: float
     cores_per_byte_s: float = 0.0
+    air: bool = False
+    trees: bool = False
+
+    def wire(self, world_size: int) -> Wire:
+        return Wire(self.bytes_per_s / (2 * world_size if self.air else 1), self.latency_s)
 
     def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
         if world_size == 1:
             return NOTHING
-        wire_s = payload_factor(world_size) * buffer_bytes / self.bytes_per_s
-        seconds = wire_s + 2 * (world_size - 1) * self.latency_s
+        wire = self.wire(world_size)
+        algorithms: tuple[Algorithm, ...] = ("ring", "tree") if self.trees else ("ring",)
+        seconds = min(collective_s("all-reduce", world_size, buffer_bytes, wire, each) for each in algorithms)
         return Exchange(seconds, min(1.0, self.cores_per_byte_s * buffer_bytes / seconds))
+
+
+@dataclass(frozen=True)
+class NodesNetwork:
+    """Several ranks on each node, `inside` between them and `between` from node to node.
+
+    A flat ring passes every node once and every rank: as many messages as ranks, over the slower of both links. The
+    hierarchical one sums up inside first.
+    """
+
+    ranks_per_node: int
+    inside: RingNetwork
+    between: RingNetwork
+    hierarchical: bool = False
+
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+        nodes = world_size // self.ranks_per_node
+        if nodes <= 1:
+            return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
+        between = self.between.wire(nodes)
+        if not self.hierarchical:
+            flat = replace(self.between, bytes_per_s=min(between.bytes_per_s, self.inside.bytes_per_s), air=False)
+            return flat.all_reduce(world_size, buffer_bytes, element_bytes)
+        inner = self.inside.all_reduce(self.ranks_per_node, buffer_bytes, element_bytes)
+        outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)
+        seconds = inner.seconds + outer.seconds
+        busy_s = inner.cores * inner.seconds + outer.cores * outer.seconds
+        return Exchange(seconds, busy_s / seconds)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,12 @@ from shoal.config.schema import ModelConfig
 
 WIRE_BYTES = {"fp32": 4, "fp16": 2}
 
+# Of width elements that one block's forward keeps for backward: input and output of two norms 4, queries, keys and
+# values 3, what attention mixed 1, the feedforward's hidden layer before and after its curve 8.
+_BLOCK_WIDTHS = 16
+# A norm keeps mean and deviation of a row.
+_NORM_FIGURES = 2
+
 
 def parameter_count(model: ModelConfig) -> int:
     """A tied GPT-2: two embeddings, per block 12·w² weights and 13·w biases and norms, one last norm."""
@@ -17,3 +23,14 @@ def parameter_count(model: ModelConfig) -> int:
 def grad_bytes(parameters: int, wire: str) -> int:
     """What one rank contributes to one gradient exchange."""
     return parameters * WIRE_BYTES[wire]
+
+
+def saved_elements(model: ModelConfig) -> float:
+    """What forward keeps for backward, for each token, without dropout: the blocks, the last norm, the predictions."""
+    block = _BLOCK_WIDTHS * model.width + model.heads + _NORM_FIGURES * 2
+    return model.layers * block + 2 * model.width + _NORM_FIGURES + model.vocab_size
+
+
+def activation_bytes(model: ModelConfig, sequences: int, element_bytes: int = 4) -> float:
+    """At the peak, when backward begins: what was kept, and the gradient of the predictions."""
+    return float(element_bytes) * sequences * model.seq_len * (saved_elements(model) + model.vocab_size)

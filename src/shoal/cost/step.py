@@ -15,7 +15,8 @@ _FAIR = 0.5
 @dataclass(frozen=True)
 class RankWork:
     """What one rank computes in a step. Times are of one micro-batch; `spare_cores` idle while it computes on
-    `busy_cores`: the exchange takes those first."""
+    `busy_cores`: the exchange takes those first. `spread` is how much its time varies from step to step: standard
+    deviation, relative."""
 
     micro_batches: int
     forward_s: float
@@ -24,6 +25,7 @@ class RankWork:
     other_s: float = 0.0
     busy_cores: float = 1.0
     spare_cores: float = 0.0
+    spread: float = 0.0
 
     @property
     def compute_s(self) -> float:

@@ -14,7 +14,7 @@ from typing import TypeVar, overload
 import numpy as np
 
 from shoal.config.schema import Config
-from shoal.cost.batch import micro_batch, rank_weights, shares, world_batch
+from shoal.cost.batch import Deal, deal, micro_batch, rank_weights, world_batch
 from shoal.data.order import Indices, sample_indices
 from shoal.errors import UsageError
 
@@ -45,31 +45,6 @@ def check_rank(rank: int, world_size: int) -> None:
             why="ranks count from 0 to world_size - 1",
             fix="pass the two values that init_distributed() returns",
         )
-
-
-@dataclass(frozen=True)
-class Deal:
-    """One step's global batch in whole micro-batches, dealt over the ranks of a world."""
-
-    micro_batch: int
-    micro_batches: tuple[int, ...]
-
-    @property
-    def global_batch(self) -> int:
-        return self.micro_batch * sum(self.micro_batches)
-
-    def share(self, rank: int) -> int:
-        """Sequences of this rank in one step."""
-        return self.micro_batch * self.micro_batches[rank]
-
-    def offset(self, rank: int) -> int:
-        """Where this rank's sequences begin inside the global batch."""
-        return self.micro_batch * sum(self.micro_batches[:rank])
-
-
-def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
-    """By weight, as nearly as whole micro-batches allow; among equals the first ranks take one more."""
-    return Deal(micro_batch, shares(global_batch // micro_batch, weights))
 
 
 def deal_for(config: Config, world_size: int) -> Deal:

@@ -1,0 +1,71 @@
+"""What a rank keeps in memory while it trains, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shoal.cost.lever import Lever
+from shoal.cost.sizes import activation_bytes
+from shoal.cost.workload import Workload
+
+_FLOAT_BYTES = 4
+# The interpreter with torch in it, and what the allocator and the system want beside.
+PROCESS_BYTES = 600e6
+# A machine whose memory is full to the last byte swaps.
+USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`copies` is what a lever adds: error feedback, a master copy of halves, the outer optimizer's weights."""
+
+    weights: float
+    gradients: float
+    moments: float
+    copies: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return PROCESS_BYTES + sum(float(getattr(self, field.name)) for field in fields(self))
+
+
+def needed(workload: Workload, lever: Lever, micro_batch: int, world_size: int) -> Memory:
+    """By DDP every rank keeps everything, however many there are; only sharding divides it."""
+    size, element = workload.parameters, workload.gradient_bytes
+    part = 1 / world_size if lever.sync == "sharded" else 1.0
+    return Memory(
+        weights=part * element * size,
+        gradients=part * element * size,
+        moments=part * 2 * _FLOAT_BYTES * size,
+        copies=part * _copies(lever, element) * size + _gathered(workload, lever),
+        activations=activation_bytes(workload.shape, micro_batch, element),
+    )
+
+
+def fits(memory: Memory, available_bytes: float) -> bool:
+    return memory.total <= USABLE * available_bytes
+
+
+def largest_micro_batch(workload: Workload, lever: Lever, world_size: int, available_bytes: float) -> int:
+    """How many sequences at once a rank has room for; 0 where not even the model fits."""
+    fixed = needed(workload, lever, 0, world_size).total
+    each = needed(workload, lever, 1, world_size).activations
+    return max(0, int((USABLE * available_bytes - fixed) / each))
+
+
+def _copies(lever: Lever, element: int) -> int:
+    """Bytes a parameter. Halves are updated in a float copy; what a coarse format left out is kept for the next step;
+    DiLoCo keeps the weights of the last exchange and the momentum of its outer optimizer, LocalSGD a buffer to sum."""
+    master = _FLOAT_BYTES if element < _FLOAT_BYTES else 0
+    feedback = _FLOAT_BYTES if lever.wire in ("int8", "powersgd") else 0
+    outer = {"local": 1, "diloco": 3, "streaming": 3}.get(lever.sync, 0) * _FLOAT_BYTES
+    return master + feedback + outer
+
+
+def _gathered(workload: Workload, lever: Lever) -> float:
+    """Two layers with all their weights and gradients: the one at work, and the one that is fetched meanwhile."""
+    if lever.sync != "sharded":
+        return 0.0
+    largest = max(gradient.parameters for gradient in workload.gradients())
+    return 2.0 * workload.gradient_bytes * max(largest, workload.parameters / workload.shape.layers)

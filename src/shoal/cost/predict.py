@@ -1,0 +1,182 @@
+"""The time of a step for a model, a lever and a number of ranks: everything in `cost`, put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.cost.batch import Deal
+from shoal.cost.buckets import Bucket, fill_buckets
+from shoal.cost.collectives import payload_factor
+from shoal.cost.lever import Lever
+from shoal.cost.memory import Memory, fits, needed
+from shoal.cost.network import Exchange, Network
+from shoal.cost.slowest import expected_slowest
+from shoal.cost.speed import Speed
+from shoal.cost.step import RankWork, StepTime, exposed_s
+from shoal.cost.wire import bytes_per_parameter, element_bytes, is_encoded
+from shoal.cost.workload import Workload
+
+# PowerSGD sends one factor, then the other.
+_MESSAGES = {"powersgd": 2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where it runs. `hierarchical` is the same network used by summing up inside each node first."""
+
+    speed: Speed
+    network: Network
+    hierarchical: Network | None = None
+    ranks_per_node: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step of the whole world; `wire_bytes` is what each rank sends in it, on average over steps."""
+
+    world_size: int
+    step: StepTime
+    deal: Deal
+    tokens: int
+    wire_bytes: float
+    memory: Memory
+    fits: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step.step_s
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """What a lever adds to a step of the slowest rank."""
+
+    comm_s: float
+    exposed_s: float
+
+
+def predict(
+    workload: Workload, lever: Lever, setting: Setting, world_size: int, weights: Sequence[float] | None = None
+) -> Prediction:
+    """`weights` are the ranks' shares as configured; without them they are equal, or by speed for a balanced lever."""
+    workload = workload.accumulated(lever.accumulation)
+    speed = setting.speed
+    if weights is None:
+        weights = speeds(workload, speed, world_size) if lever.balanced else (1.0,) * world_size
+    dealt = workload.deal(weights)
+    works = [speed.work(workload, rank, dealt.micro_batch, count) for rank, count in enumerate(dealt.micro_batches)]
+    last = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
+    exchanges = _exchanges(workload, lever, setting, world_size, works[last], last)
+    memory = needed(workload, lever, dealt.micro_batch, world_size)
+    return Prediction(
+        world_size=world_size,
+        step=_step(works, works[last], exchanges, lever),
+        deal=dealt,
+        tokens=workload.seq_len * dealt.global_batch,
+        wire_bytes=wire_bytes(workload, lever, world_size, dealt.micro_batches[last]),
+        memory=memory,
+        fits=all(fits(memory, available) for available in {speed.memory_bytes(rank) for rank in range(world_size)}),
+    )
+
+
+def speeds(workload: Workload, speed: Speed, world_size: int) -> tuple[float, ...]:
+    """Of each rank against the fastest, in hundredths: as somebody would write them down."""
+    times = [speed.work(workload, rank, 1, 1).compute_s for rank in range(world_size)]
+    return tuple(max(0.01, round(min(times) / each, 2)) for each in times)
+
+
+def wire_bytes(workload: Workload, lever: Lever, world_size: int, micro_batches: int) -> float:
+    whole = payload_factor(world_size) * bytes_per_parameter(lever, workload) * workload.parameters
+    return whole * 1.5 * micro_batches if lever.sync == "sharded" else whole / lever.every
+
+
+def _step(works: Sequence[RankWork], last: RankWork, exchanges: _Exchanges, lever: Lever) -> StepTime:
+    # Over several steps on its own a rank's good and bad ones even out.
+    calm = math.sqrt(lever.every)
+    deviations = [work.spread * work.compute_s / calm for work in works]
+    wait_s = expected_slowest([_busy_s(work) for work in works], deviations) - _busy_s(last)
+    return StepTime(
+        compute_s=last.compute_s,
+        comm_s=exchanges.comm_s,
+        exposed_s=exchanges.exposed_s,
+        wait_s=wait_s if len(works) > 1 else 0.0,
+        optimizer_s=last.optimizer_s,
+        other_s=last.other_s,
+    )
+
+
+def _busy_s(work: RankWork) -> float:
+    return work.compute_s + work.optimizer_s + work.other_s
+
+
+def _exchanges(
+    workload: Workload, lever: Lever, setting: Setting, world_size: int, work: RankWork, rank: int
+) -> _Exchanges:
+    if world_size == 1:
+        return _Exchanges(0.0, 0.0)
+    exchange = _exchange(workload, lever, setting, world_size)
+    buckets = fill_buckets(workload.gradients(), lever.bucket_mb, workload.gradient_bytes)
+    encode_s = setting.speed.encode_s(lever, rank, workload.parameters) if is_encoded(lever, workload) else 0.0
+    shown = {"ddp": _every_step, "sharded": _sharded, "streaming": _streaming}.get(lever.sync, _blocking)
+    found = shown(lever, work, buckets, exchange)
+    return _Exchanges(found.comm_s, found.exposed_s + encode_s / lever.every)
+
+
+def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: int) -> Callable[[Bucket], Exchange]:
+    network = setting.hierarchical if lever.hierarchical and setting.hierarchical else setting.network
+    each, element = bytes_per_parameter(lever, workload), element_bytes(lever, workload)
+    messages = _MESSAGES.get(lever.wire, 1)
+
+    def exchange(bucket: Bucket) -> Exchange:
+        once = network.all_reduce(world_size, each * bucket.parameters / messages, element)
+        return replace(once, seconds=messages * once.seconds)
+
+    return exchange
+
+
+def _every_step(
+    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+) -> _Exchanges:
+    comm_s = sum(exchange(bucket).seconds for bucket in buckets)
+    return _Exchanges(comm_s, exposed_s(work, buckets, exchange, lever.overlap))
+
+
+def _sharded(
+    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+) -> _Exchanges:
+    """Weights are gathered for forward and again for backward, which scatters the gradients: an all-gather and a
+    reduce-scatter are an all-reduce's two halves. All of it for each micro-batch, because nobody has room to wait."""
+
+    def gather(bucket: Bucket) -> Exchange:
+        whole = exchange(bucket)
+        return replace(whole, seconds=whole.seconds / 2)
+
+    both = _every_step(lever, work, buckets, exchange)
+    forward = _every_step(lever, replace(work, backward_s=work.forward_s), _early(buckets), gather)
+    return _Exchanges(
+        work.micro_batches * (forward.comm_s + both.comm_s), work.micro_batches * (forward.exposed_s + both.exposed_s)
+    )
+
+
+def _blocking(
+    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+) -> _Exchanges:
+    """Everybody stands still for the exchange of the weights, but only so often."""
+    comm_s = sum(exchange(bucket).seconds for bucket in buckets) / lever.every
+    return _Exchanges(comm_s, comm_s)
+
+
+def _streaming(
+    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+) -> _Exchanges:
+    """Piece by piece behind the computing of all steps up to the next exchange."""
+    comm_s = sum(exchange(bucket).seconds for bucket in buckets) / lever.every
+    behind = replace(work, backward_s=lever.every * _busy_s(work))
+    return _Exchanges(comm_s, exposed_s(behind, _early(buckets), exchange, overlap=True) / lever.every)
+
+
+def _early(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Nothing has to be computed before they can travel."""
+    return [replace(bucket, ready=0.0) for bucket in buckets]

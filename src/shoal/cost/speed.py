@@ -1,0 +1,68 @@
+"""How fast a machine computes: the protocol, and the answer of a data sheet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.cost.catalogue import Machine
+from shoal.cost.lever import Lever
+from shoal.cost.step import RankWork
+from shoal.cost.wire import MEMORY_BYTES, cpu_encode_s
+from shoal.cost.workload import Workload
+
+# Of a parameter in one update: AdamW reads four floats and writes three; clipping reads, reads and writes; clearing.
+_UPDATE_BYTES = 4 * 11
+
+
+class Speed(Protocol):
+    def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
+        """What `rank` computes in a step with so many micro-batches of `micro_batch` sequences."""
+        ...
+
+    def encode_s(self, lever: Lever, rank: int, parameters: int) -> float:
+        """What making the wire format out of all gradients and back takes the rank; `wire.cpu_encode_s` knows CPUs."""
+        ...
+
+    def memory_bytes(self, rank: int) -> float:
+        """What the rank may fill."""
+        ...
+
+
+@dataclass(frozen=True)
+class SheetSpeed:
+    """From the catalogue. Node k is `machines[k]`, and the last one repeats; a CPU is shared by its node's ranks, a
+    GPU is not."""
+
+    machines: tuple[Machine, ...]
+    ranks_per_node: int = 1
+
+    def machine(self, rank: int) -> Machine:
+        return self.machines[min(rank // self.ranks_per_node, len(self.machines) - 1)]
+
+    def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
+        machine, part = self.machine(rank), self._part(rank)
+        flops_per_s = part * machine.mfu * machine.peak_flops(workload.gradient_bytes)
+        computing_s = micro_batch * workload.seq_len * workload.flops_per_token / flops_per_s
+        dispatch_s = machine.layer_s * workload.shape.layers
+        return RankWork(
+            micro_batches=micro_batches,
+            forward_s=(computing_s + dispatch_s) / 3,
+            backward_s=(computing_s + dispatch_s) * 2 / 3,
+            optimizer_s=_UPDATE_BYTES * workload.parameters / (part * machine.memory_bytes_per_s),
+            busy_cores=part * machine.cores,
+            spread=machine.spread,
+        )
+
+    def encode_s(self, lever: Lever, rank: int, parameters: int) -> float:
+        machine, part = self.machine(rank), self._part(rank)
+        moving_s = MEMORY_BYTES[lever.wire] * parameters / (part * machine.memory_bytes_per_s)
+        if machine.kind == "gpu":
+            return moving_s
+        return max(moving_s, cpu_encode_s(lever, parameters, part * machine.cores))
+
+    def memory_bytes(self, rank: int) -> float:
+        return self._part(rank) * self.machine(rank).memory_bytes
+
+    def _part(self, rank: int) -> float:
+        return 1 / self.ranks_per_node if self.machine(rank).kind == "cpu" else 1.0

@@ -1,0 +1,105 @@
+"""What is to be trained, as far as its cost goes: how large the model is, and how much of it a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shoal.config.presets import HEAD_WIDTH
+from shoal.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from shoal.cost.batch import Deal, deal, micro_batch, world_batch
+from shoal.cost.buckets import Gradient, even_gradients, gradients
+from shoal.cost.sizes import parameter_count
+from shoal.cost.work import flops_per_token
+
+GradientType = Literal["fp32", "bf16"]
+GRADIENT_BYTES: dict[GradientType, int] = {"fp32": 4, "bf16": 2}
+
+# What the tokenizer will find is known once it has read the text. Printable ASCII is 95 characters and the line's end.
+_CHARACTERS = 96
+_BYTES = 256
+# The built-in corpus has so many different pieces and no more, however large a vocabulary is asked for.
+_GRAMMAR_BPE = 1632
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`model` is None where only the number of parameters is known. `gradient_bytes` is what an element of a gradient
+    has where it is computed; the wire may have fewer. `train` holds batch, scaling and learning rate."""
+
+    name: str
+    parameters: int
+    flops_per_token: float
+    seq_len: int
+    train: TrainConfig
+    model: ModelConfig | None = None
+    gradient_bytes: int = 4
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The model's, or that of a GPT of its size."""
+        return self.model or assumed_shape(self.parameters, self.seq_len)
+
+    def sequences(self, world_size: int) -> int:
+        return world_batch(self.train, world_size)
+
+    def tokens(self, world_size: int) -> int:
+        """Of one step of the whole world."""
+        return self.seq_len * self.sequences(world_size)
+
+    def gradients(self) -> list[Gradient]:
+        return even_gradients(self.parameters) if self.model is None else gradients(self.model)
+
+    def deal(self, weights: Sequence[float]) -> Deal:
+        return deal(self.sequences(len(weights)), micro_batch(self.train, weights), weights)
+
+    def with_batch(self, global_batch: int) -> Workload:
+        return replace(self, train=self.train.model_copy(update={"global_batch": global_batch}))
+
+    def accumulated(self, times: int) -> Workload:
+        """So many times the work between two exchanges, and so many times the batch."""
+        return self if times == 1 else self.with_batch(times * self.train.global_batch)
+
+
+def workload_of(config: Config, gradient: GradientType = "fp32") -> Workload:
+    """The vocabulary is the configured one, or what the tokenizer will probably come to."""
+    size = config.model.vocab_size or assumed_vocabulary(config.data)
+    model = config.model.model_copy(update={"vocab_size": size})
+    return Workload(
+        name=config.run.preset,
+        parameters=parameter_count(model),
+        flops_per_token=flops_per_token(model),
+        seq_len=model.seq_len,
+        train=config.train,
+        model=model,
+        gradient_bytes=GRADIENT_BYTES[gradient],
+    )
+
+
+def bare_workload(parameters: int, seq_len: int, train: TrainConfig, gradient: GradientType = "fp32") -> Workload:
+    """A model of which only the size is known: six operations for each parameter and token."""
+    return Workload(
+        name=f"a model of {parameters:,} parameters",
+        parameters=parameters,
+        flops_per_token=6.0 * parameters,
+        seq_len=seq_len,
+        train=train,
+        gradient_bytes=GRADIENT_BYTES[gradient],
+    )
+
+
+def assumed_vocabulary(data: DataConfig) -> int:
+    match data.tokenizer:
+        case "bpe":
+            return data.bpe_vocab if data.path else min(data.bpe_vocab, _GRAMMAR_BPE)
+        case "byte":
+            return _BYTES
+        case "char":
+            return _CHARACTERS
+
+
+def assumed_shape(parameters: int, seq_len: int) -> ModelConfig:
+    """A GPT of about this size on the one dial there is, depth: a head of 64 a layer."""
+    depth = max(1, round((parameters / (12 * HEAD_WIDTH**2)) ** (1 / 3)))
+    return ModelConfig(layers=depth, heads=depth, width=HEAD_WIDTH * depth, seq_len=seq_len, vocab_size=50_257)
