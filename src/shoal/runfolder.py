@@ -108,6 +108,10 @@ class RunFolder:
         return self.path / "manifest.json"
 
     @property
+    def prediction(self) -> Path:
+        return self.path / "prediction.json"
+
+    @property
     def timings(self) -> Path:
         return self.path / "timings.jsonl"
 

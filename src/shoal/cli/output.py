@@ -54,7 +54,8 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
     folder = shown(run.path)
     nexts = "   ".join(command(verb, folder) for verb in ("report", "sample"))
     # Not through rich: a folder named `[x]` is not markup.
-    sys.stdout.write(f"\n{manifest.lesson_notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
+    notes = "\n\n".join(text for text in (manifest.lesson_notes, manifest.prediction_notes) if text)
+    sys.stdout.write(f"\n{notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
 
 def print_detached(run: RunFolder, json: bool) -> None:

@@ -11,7 +11,12 @@ from rich.markup import escape
 
 from shoal.cli.output import print_json, shown
 from shoal.cli.probetext import print_profile
+from shoal.config.load import build_config
+from shoal.config.presets import depth_overrides
 from shoal.config.profile_file import check_writable, write_profile
+from shoal.config.schema import ModelConfig
+from shoal.cost.workload import workload_of
+from shoal.errors import UsageError
 from shoal.report.probe_picture import plot_probe
 from shoal.trials.probing import probe as measure
 
@@ -25,13 +30,17 @@ def probe(
     on: Annotated[str, typer.Option(help="What to measure: local:N, lab[:N], or a hosts file.")] = "local:2",
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("profile.toml"),
     budget: Annotated[float, typer.Option(min=5, help="Seconds it may take; slow links get smaller sizes.")] = 60.0,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Time this model too: a preset, or depth:N; may be repeated.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
     """Measure links, gloo and machines; writes a profile, and probe.png beside it."""
     check_writable(output)
+    models = {name: model_called(name) for name in model or []}
     console = Console(stderr=True, highlight=False)
     with console.status("") as spinner:
-        profile = measure(on, budget, lambda text: spinner.update(escape(text)))
+        profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
     write_profile(profile, output)
     picture = output.parent / PICTURE
     plot_probe(profile, picture)
@@ -40,3 +49,13 @@ def probe(
         return
     print_profile(profile)
     typer.echo(f"\nprofile: {shown(output)}\npicture: {shown(picture)}")
+
+
+def model_called(name: str) -> ModelConfig:
+    """A preset's, or for `depth:6` the demo's with another depth; the vocabulary is what its text will come to."""
+    preset, _, depth = name.partition(":")
+    if depth and (preset != "depth" or not depth.isdigit()):
+        raise UsageError(f"--model {name}: no such model", fix="write a preset, such as gpt2-124m, or depth:6")
+    deep = depth_overrides(int(depth)) if depth else {}
+    config = build_config("grammar" if depth else preset, None, deep, [])
+    return workload_of(config).shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,15 @@ from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.errors import UsageError
 from shoal.launch.plan import plan_ranks
+from shoal.report.explain_prediction import say_prediction
+from shoal.runfolder import RunFolder
+from shoal.trials.predicting import store_prediction
 from shoal.trials.training import default_out, train_new, train_on
 
 app = typer.Typer(add_completion=False)
 
 DEFAULT_PRESET = "grammar"
+PROFILE = Path("profile.toml")
 # Which setting each flag stands for; the flag's own name is the parameter's below.
 FLAGS = {
     "on": "run.on",
@@ -75,6 +80,10 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
     ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Predict a step's time first, compare at the end.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="What --plan predicts from; see shoal probe.", show_default=str(PROFILE))
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
@@ -94,13 +103,22 @@ def train(
             print_plan(settings, out or default_out(name))
             return
         clear_leftovers(clean)
-        run, manifest = train_new(settings, out or default_out(name), make_display, detach)
+        before = predicting(profile or PROFILE) if plan or profile else lambda run: None
+        run, manifest = train_new(settings, out or default_out(name), make_display, detach, before)
     if manifest is None:
         print_detached(run, json)
     elif json:
         print_json(manifest.model_dump(mode="json"))
     else:
         print_run(run, manifest)
+
+
+def predicting(profile: Path) -> Callable[[RunFolder], None]:
+    def before(run: RunFolder) -> None:
+        found = store_prediction(run, profile)
+        typer.echo(say_prediction(found), err=True)
+
+    return before
 
 
 def flags_to_overrides(given: dict[str, Any]) -> Overrides:

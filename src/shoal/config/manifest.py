@@ -41,6 +41,23 @@ class Levers(Record):
     wire: str
 
 
+class PredictionRecord(Record):
+    """What was expected of a step before the run: seconds by phase, which add up to `step_s`; `comm_s` is how long the
+    exchange would take by itself. `is_measured`: the profile knows this very model, and not only others like it."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    wait_s: float
+    optimizer_s: float
+    other_s: float
+    comm_s: float
+    tokens_per_s: float
+    profile: str
+    profile_created: str
+    is_measured: bool
+
+
 class Manifest(Record):
     """Times are from the second half of the run: medians, and for `phases` the means of a typical step, so that they
     add up. Bytes are per step and rank.
@@ -77,6 +94,8 @@ class Manifest(Record):
 
     step_s_measured: float | None
     step_s_predicted: float | None = None
+    prediction: PredictionRecord | None = None
+    prediction_notes: str | None = None
     phases: dict[str, float]
     allreduce_mean_ms: float | None
     allreduce_p50_ms: float | None

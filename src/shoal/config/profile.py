@@ -173,6 +173,16 @@ class Summary(Section):
     nodes: Positive
 
 
+class Calibration(Section):
+    """What past runs taught: factors on predicted times, and seconds of a step that no phase accounts for."""
+
+    runs: Positive
+    compute: Above = 1.0
+    optimizer: Above = 1.0
+    comm: Above = 1.0
+    other_s: AtLeastZero
+
+
 class Profile(Section):
     """`summary` stands last in the file, so that one that was cut off is known by its absence."""
 
@@ -187,6 +197,7 @@ class Profile(Section):
     links: tuple[LinkProfile, ...] = ()
     collectives: tuple[CollectiveProfile, ...] = ()
     connections: tuple[ConnectionTrial, ...] = ()
+    calibration: Calibration | None = None
     summary: Summary
 
     def node(self, name: str) -> NodeProfile:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from shoal.cost.collectives import Algorithm, Wire, collective_s, payload_factor
 from shoal.cost.fit import Line
+from shoal.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,16 @@ class MeasuredNetwork:
         payload = payload_factor(world_size) / payload_factor(self.world_size)
         seconds = rounds * line.alpha_s + payload * line.beta_s_per_byte * buffer_bytes
         return Exchange(seconds, self.cores.get(element_bytes, self.cores.get(4, 0.0)))
+
+
+class NoNetwork:
+    """Of a profile with a single rank: what a second one would cost, nobody has measured."""
+
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+        if world_size > 1:
+            raise ConfigError(
+                f"the profile knows nothing about exchanges between {world_size} ranks",
+                why="it was measured with one rank, or with one machine",
+                fix="measure more of them: shoal probe --on …, or name a link instead: --link 1gbe",
+            )
+        return NOTHING

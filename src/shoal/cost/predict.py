@@ -62,6 +62,7 @@ def predict(
 ) -> Prediction:
     """`weights` are the ranks' shares as configured; without them they are equal, or by speed for a balanced lever."""
     workload = workload.accumulated(lever.accumulation)
+    setting = replace(setting, speed=setting.speed.in_world(world_size))
     speed = setting.speed
     if weights is None:
         weights = speeds(workload, speed, world_size) if lever.balanced else (1.0,) * world_size

@@ -16,6 +16,10 @@ _UPDATE_BYTES = 4 * 11
 
 
 class Speed(Protocol):
+    def in_world(self, world_size: int) -> Speed:
+        """The same machines while so many ranks take part; those of one machine are in each other's way."""
+        ...
+
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
         """What `rank` computes in a step with so many micro-batches of `micro_batch` sequences."""
         ...
@@ -36,6 +40,9 @@ class SheetSpeed:
 
     machines: tuple[Machine, ...]
     ranks_per_node: int = 1
+
+    def in_world(self, world_size: int) -> SheetSpeed:
+        return self
 
     def machine(self, rank: int) -> Machine:
         return self.machines[min(rank // self.ranks_per_node, len(self.machines) - 1)]

@@ -6,9 +6,10 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from shoal.config.manifest import Levers, Manifest, NodeRecord
+from shoal.config.manifest import Levers, Manifest, NodeRecord, PredictionRecord
 from shoal.config.schema import Config
 from shoal.data.run_setup import DataFacts
+from shoal.report.explain_prediction import explain_prediction
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import explain
 from shoal.report.ranklog import is_number
@@ -23,6 +24,7 @@ def compose_manifest(
     replicas: ReplicaReport | None = None,
     scaling: list[ScalingPoint] | None = None,
     data: DataFacts | None = None,
+    prediction: PredictionRecord | None = None,
 ) -> Manifest:
     """Facts come from what the ranks recorded, and from the configuration where they recorded nothing."""
     start = summary.start
@@ -54,6 +56,9 @@ def compose_manifest(
         final_loss=summary.final_loss,
         val_loss=summary.final_val_loss,
         step_s_measured=summary.step_s.median if summary.step_s else None,
+        step_s_predicted=prediction.step_s if prediction else None,
+        prediction=prediction,
+        prediction_notes=explain_prediction(prediction, summary),
         phases=summary.phases,
         allreduce_mean_ms=allreduce.mean * 1e3 if allreduce else None,
         allreduce_p50_ms=allreduce.median * 1e3 if allreduce else None,
@@ -82,8 +87,6 @@ def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
     kept: dict[str, Any] = {}
     if fresh.byte_equivalent is None:
         kept |= {"byte_equivalent": stored.byte_equivalent, "max_abs_diff": stored.max_abs_diff}
-    if fresh.step_s_predicted is None:
-        kept["step_s_predicted"] = stored.step_s_predicted
     return fresh.model_copy(update=kept)
 
 

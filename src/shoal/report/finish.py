@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shoal.config.load import load_config
-from shoal.config.manifest import Manifest
+from shoal.config.manifest import Manifest, PredictionRecord
 from shoal.data.run_setup import DataFacts, read_facts
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.report.compose import carry_over, compose_manifest
@@ -48,7 +48,8 @@ def current_manifest(run: RunFolder, replicas: ReplicaReport | None = None) -> M
 def manifest_of(
     run: RunFolder, summary: Summary, replicas: ReplicaReport | None, scaling: list[ScalingPoint]
 ) -> Manifest:
-    fresh = compose_manifest(load_config(run.config), summary, replicas, scaling, _data_facts(run))
+    prediction = read_prediction(run)
+    fresh = compose_manifest(load_config(run.config), summary, replicas, scaling, _data_facts(run), prediction)
     return carry_over(fresh, read_manifest(run))
 
 
@@ -56,6 +57,14 @@ def read_manifest(run: RunFolder) -> Manifest | None:
     """The stored manifest; a broken one is as good as none, because it can be composed again."""
     try:
         return Manifest.model_validate_json(run.manifest.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def read_prediction(run: RunFolder) -> PredictionRecord | None:
+    """What was predicted before the run, where somebody asked."""
+    try:
+        return PredictionRecord.model_validate_json(run.prediction.read_bytes())
     except (OSError, ValidationError):
         return None
 

@@ -69,6 +69,7 @@ def _body(
         _section("What the numbers say", _lesson(summary, points)),
         _section("Loss", _chart("loss", figures)),
         _section("Where a step's time goes", _times(summary, figures)),
+        _section("Predicted and measured", sections.prediction_section(manifest, summary)),
         _section("Scaling", _scaling(points, figures)),
         _section("Replicas", sections.replicas_section(manifest)),
         _section("Ranks and their data", sections.ranks_section(summary) if summary.ranks else ""),

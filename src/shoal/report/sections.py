@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.config.manifest import Manifest
 from shoal.events import Event
+from shoal.report.explain_prediction import NAMES, phase_errors
 from shoal.report.palette import PHASE_COLOURS, PHASE_NAMES
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
 from shoal.report.summary import Summary
@@ -51,6 +52,24 @@ def replicas_section(manifest: Manifest) -> str:
         f'<p class="bad">The replicas differ; the largest difference is {escape(apart)}. '
         "<code>shoal verify RUN</code> names the first tensor that differs.</p>"
     )
+
+
+def prediction_section(manifest: Manifest, summary: Summary) -> str:
+    """Nothing where nobody predicted, or nothing has been measured yet."""
+    prediction, measured_s = manifest.prediction, manifest.step_s_measured
+    if prediction is None or measured_s is None:
+        return ""
+    rows = [
+        _compared(NAMES[each.phase], each.predicted_s, each.measured_s) for each in phase_errors(prediction, summary)
+    ]
+    rows.append(_compared("the whole step", prediction.step_s, measured_s))
+    words = f"<p>{escape(manifest.prediction_notes or '')}</p>"
+    return table(["phase", "predicted (ms)", "measured (ms)", "difference (ms)"], rows) + words
+
+
+def _compared(name: str, predicted_s: float, measured_s: float) -> list[str]:
+    difference_s = measured_s - predicted_s
+    return [name, f"{predicted_s * 1e3:.1f}", f"{measured_s * 1e3:.1f}", f"{difference_s * 1e3:+.1f}"]
 
 
 def faults_section(summary: Summary) -> str:

@@ -24,7 +24,8 @@ from shoal.runfolder import RunFolder
 from shoal.trials.measured import Measured, assemble
 
 RANKS = "shoal.train.gauge"
-STANDARD = {"small": SMALL_GPT, "wide": WIDE_GPT}
+SMALL = {"small": SMALL_GPT}
+STANDARD = {**SMALL, "wide": WIDE_GPT}
 _LINKS_PART = 0.35
 # From a rank's last figure until its agent has gone.
 _ENDING_S = 2.0
@@ -33,7 +34,8 @@ _LOOK_EVERY_S = 0.2
 
 
 def probe(on: str, budget_s: float, say: Say, models: Mapping[str, ModelConfig] | None = None) -> Profile:
-    """`say` gets what is being done, to be shown to somebody who waits. `models` are those whose pace is wanted."""
+    """`say` gets what is being done, to be shown to somebody who waits. `models` by name are those whose pace is
+    wanted; without any, two from which that of others can be estimated."""
     began = time.monotonic()
     with visit(on, GAUGE) as found:
         _need_everybody(found)
@@ -50,7 +52,7 @@ def probe(on: str, budget_s: float, say: Say, models: Mapping[str, ModelConfig] 
             ) from error
         say("starting ranks")
         left_s = budget_s - _ENDING_S - (time.monotonic() - began)
-        events = _run_ranks(found.on, left_s, models or STANDARD, say)
+        events = _run_ranks(found.on, left_s, {**SMALL, **models} if models else STANDARD, say)
     measured = Measured(on, found.nodes, facts, links, events, plan.notes)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return assemble(measured, now, budget_s, time.monotonic() - began)

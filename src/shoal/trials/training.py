@@ -31,10 +31,18 @@ class Display(Protocol):
 MakeDisplay = Callable[[Config], Display]
 
 
-def train_new(config: Config, out: Path, watch: MakeDisplay, detach: bool = False) -> tuple[RunFolder, Manifest | None]:
-    """A new run; `watch` makes the display once the configuration is resolved. None for one that was let go."""
+def train_new(
+    config: Config,
+    out: Path,
+    watch: MakeDisplay,
+    detach: bool = False,
+    before: Callable[[RunFolder], object] = lambda run: None,
+) -> tuple[RunFolder, Manifest | None]:
+    """A new run; `before` sees its folder before anything is started, `watch` makes the display. None for one that was
+    let go."""
     config = _with_cluster(config)
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
+    before(run)
     return run, _train(run, watch, Job(), detach)
 
 

@@ -1,0 +1,192 @@
+"""How wrong the plan is: predicted against measured step times over a grid of labs, models and levers.
+
+    .venv/bin/python benchmarks/plan_grid.py -o grid.json --picture grid.png    # needs the right to make a lab; 25 min
+
+Each lab is probed once, before any run on it. Then every model trains on it with every lever: micro-batches between
+two exchanges (1, 4) and the type on the wire (fp32, fp16). Predictions are made from the profile alone. For each lab
+and model the lever with the highest predicted speed is held against the one that was really the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.lab.build import up
+from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.spec import make_spec
+
+# Name, flags of `train`, sequences of a micro-batch.
+MODELS = {"grammar": ((), 8), "depth:6": (("--depth", "6"), 4)}
+LINKS = ("100mbit", "1gbit", "none")
+ACCUMULATION = (1, 4)
+WIRES = ("fp32", "fp16")
+# Enough steps for a median, and no more time than this.
+RUN_S, LEAST_STEPS, MOST_STEPS = 12.0, 8, 60
+CLOSE = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    nodes: int
+    link: str
+    model: str
+    accumulation: int
+    wire: str
+    tokens: int
+    predicted_s: float
+    measured_s: float
+    phases: dict[str, list[float]]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def predicted_speed(self) -> float:
+        return self.tokens / self.predicted_s
+
+    @property
+    def measured_speed(self) -> float:
+        return self.tokens / self.measured_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", default="2,3")
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--budget", type=int, default=60, help="seconds of each probe")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--picture", type=Path)
+    chosen = parser.parse_args()
+    cases: list[Case] = []
+    for nodes, link in product(map(int, chosen.nodes.split(",")), chosen.links.split(",")):
+        cases += on_lab(nodes, link, chosen.models.split(","), chosen.budget)
+    document = {"cases": [asdict(case) for case in cases], **verdict(cases)}
+    if chosen.output:
+        chosen.output.write_text(json.dumps(document, indent=1) + "\n")
+    if chosen.picture:
+        draw(cases, chosen.picture)
+    print(json.dumps(verdict(cases), indent=2))
+
+
+def on_lab(nodes: int, link: str, models: list[str], budget_s: int) -> list[Case]:
+    # Three nodes on two cores: each gets its part of them, so that every step has the same.
+    cores = os.cpu_count() or 1
+    cpu = None if nodes <= cores else f"{cores / nodes:.2f}"
+    lab = up(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            profile = Path(folder) / "profile.toml"
+            names = [word for name in models for word in ("--model", name)]
+            _shoal("probe", "--on", f"lab:{lab.name}", "--budget", str(budget_s), *names, "-o", str(profile))
+            return [
+                one_case(lab, nodes, link, model, accumulation, wire, profile)
+                for model, accumulation, wire in product(models, ACCUMULATION, WIRES)
+            ]
+    finally:
+        lab.close()
+
+
+def one_case(lab: Lab, nodes: int, link: str, model: str, accumulation: int, wire: str, profile: Path) -> Case:
+    flags, micro_batch = MODELS[model]
+    run = profile.parent / f"{model.replace(':', '-')}-{accumulation}-{wire}"
+    batch = nodes * micro_batch * accumulation
+    settings = ("--set", "train.eval_every=100000", "--set", "train.checkpoint_every=100000")
+    words = ("train", "grammar", "--on", f"lab:{lab.name}", *flags, *settings, "--wire", wire, "--out", str(run))
+    sizes = ("--global-batch", str(batch), "--micro-batch", str(micro_batch))
+    steps = _steps(profile, words, sizes)
+    manifest = json.loads(_shoal(*words, *sizes, "--steps", str(steps), "--profile", str(profile), "--json"))
+    return _told(Case(nodes, link, model, accumulation, wire, *_outcome(manifest)))
+
+
+def _outcome(manifest: dict[str, Any]) -> tuple[int, float, float, dict[str, list[float]]]:
+    said, seen = manifest["prediction"], manifest["phases"]
+    measured = {
+        "compute": seen["forward"] + seen["backward"],
+        "exposed": seen["exposed"],
+        "wait": seen["wait"],
+        "optimizer": seen["optimizer"],
+        "other": seen["data"] + seen["other"],
+        "comm": 1e-3 * manifest["allreduce_p50_ms"],
+    }
+    phases = {name: [round(said[f"{name}_s"], 5), round(seconds, 5)] for name, seconds in measured.items()}
+    tokens = round(said["tokens_per_s"] * said["step_s"])
+    return tokens, said["step_s"], manifest["step_s_measured"], phases
+
+
+def _steps(profile: Path, words: tuple[str, ...], sizes: tuple[str, ...]) -> int:
+    """By a first look at four steps: the plan's own figure must not decide how it is tested."""
+    out = words.index("--out") + 1
+    look = (*words[:out], f"{words[out]}-look", *sizes, "--steps", "4", "--json")
+    step_s = json.loads(_shoal(*look))["step_s_measured"]
+    return max(LEAST_STEPS, min(MOST_STEPS, int(RUN_S / step_s)))
+
+
+def _told(case: Case) -> Case:
+    phases = "  ".join(f"{name} {said * 1e3:.0f}/{seen * 1e3:.0f}" for name, (said, seen) in case.phases.items())
+    where = f"{case.nodes} nodes {case.link:>7} {case.model:8} K={case.accumulation} {case.wire}"
+    times = f"predicted {case.predicted_s * 1e3:7.1f} ms  measured {case.measured_s * 1e3:7.1f} ms  {case.error:+6.1%}"
+    print(f"{where}  {times}   [{phases}]  load {os.getloadavg()[0]:.1f}", flush=True)
+    return case
+
+
+def verdict(cases: list[Case]) -> dict[str, Any]:
+    errors = [abs(case.error) for case in cases]
+    groups = [list(group) for _, group in groupby(cases, key=lambda case: (case.nodes, case.link, case.model))]
+    lost = [_lost(group) for group in groups]
+    return {
+        "runs": len(cases),
+        "median error %": round(100 * statistics.median(errors), 1),
+        "worst error %": round(100 * max(errors), 1),
+        "recommended lever within 5% of the best": f"{sum(each <= CLOSE for each in lost)} of {len(lost)}",
+        "most lost by following it %": round(100 * max(lost), 1),
+    }
+
+
+def _lost(group: list[Case]) -> float:
+    advised = max(group, key=lambda case: case.predicted_speed)
+    return 1 - advised.measured_speed / max(case.measured_speed for case in group)
+
+
+def draw(cases: list[Case], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 5.2))
+    low, high = (f(f(case.predicted_s, case.measured_s) for case in cases) for f in (min, max))
+    ends = [0.8 * low, 1.25 * high]
+    axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="0.9", label="±10%")
+    axes.plot(ends, ends, color="0.5", linewidth=1)
+    for (nodes, link), marker in zip(product((2, 3), LINKS), "os^vDP", strict=True):
+        here = [case for case in cases if (case.nodes, case.link) == (nodes, link)]
+        x, y = [case.measured_s for case in here], [case.predicted_s for case in here]
+        name = f"{nodes} nodes, {'unshaped' if link == 'none' else link}"
+        axes.scatter(x, y, marker=marker, s=28, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="measured step (s)", ylabel="predicted step (s)")
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def _shoal(*words: str) -> str:
+    done = subprocess.run((sys.executable, "-m", "shoal", *words), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"shoal {' '.join(words)}\n{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a profile says of a run before it starts; and what runs say of a profile when they have ended."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.cluster.cluster import planned_nodes
+from shoal.cluster.lab.spec import LabSpec
+from shoal.cluster.spec import parse_on
+from shoal.config.load import load_config
+from shoal.config.manifest import PredictionRecord
+from shoal.config.profile import Profile
+from shoal.config.profile_file import read_profile
+from shoal.config.schema import Config, SyncConfig
+from shoal.cost.batch import rank_weights
+from shoal.cost.calibrate import Outcome, calibrate
+from shoal.cost.lever import BUCKET_MB, Lever
+from shoal.cost.measured import MeasuredSpeed, measured_network
+from shoal.cost.predict import Prediction, Setting, predict
+from shoal.cost.workload import workload_of
+from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.report.summary import Summary, summarize
+from shoal.report.wording import count
+from shoal.runfolder import RunFolder, write_atomically
+
+
+def setting_of(profile: Profile) -> Setting:
+    return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile))
+
+
+def lever_of(sync: SyncConfig) -> Lever:
+    """What the configuration asks for. Accumulation is not among it: that is in the batch."""
+    bucket_mb = BUCKET_MB if sync.mode == "stock" else sync.bucket_mb
+    return Lever(wire=sync.wire, bucket_mb=bucket_mb, overlap=sync.measure != "barrier")
+
+
+def predict_run(config: Config, path: Path) -> PredictionRecord:
+    """For a configuration whose vocabulary is known; `path` is the profile."""
+    profile = read_profile(path)
+    refuse_another_cluster(profile, path, config.run.on)
+    found = _predicted(config, profile, profile.world_size)
+    model, step = workload_of(config).shape, found.step
+    return PredictionRecord(
+        step_s=step.step_s,
+        compute_s=step.compute_s,
+        exposed_s=step.exposed_s,
+        wait_s=step.wait_s,
+        optimizer_s=step.optimizer_s,
+        other_s=step.other_s,
+        comm_s=step.comm_s,
+        tokens_per_s=found.tokens_per_s,
+        profile=str(path.absolute()),
+        profile_created=profile.created,
+        is_measured=MeasuredSpeed(profile, profile.world_size).pace(model, 0).is_measured,
+    )
+
+
+def store_prediction(run: RunFolder, path: Path) -> PredictionRecord:
+    """For a run that was just made; one that cannot be predicted is not started, and leaves no folder behind."""
+    try:
+        found = predict_run(load_config(run.config), path)
+    except ShoalError:
+        run.discard()
+        raise
+    write_atomically(run.prediction, found.model_dump_json(indent=2) + "\n")
+    return found
+
+
+def _predicted(config: Config, profile: Profile, world_size: int) -> Prediction:
+    weights = rank_weights(config.run, world_size)
+    return predict(workload_of(config), lever_of(config.sync), setting_of(profile), world_size, weights)
+
+
+def refuse_another_cluster(profile: Profile, path: Path, on: str) -> None:
+    """By the machines' addresses and ranks, and for a lab by its links and limits, of which its nodes tell nothing."""
+    measured, wanted = _described(profile), _planned(on)
+    if measured == wanted and not _other_lab(profile.on, on):
+        return
+    seen = f"the profile {path} was measured on another cluster than --on {on}"
+    why = f"it knows {profile.on}: {', '.join(measured)}; the run has {', '.join(wanted)}"
+    raise ConfigError(seen, why=why, fix=f"measure this one: shoal probe --on {on} -o {shlex.quote(str(path))}")
+
+
+def _described(profile: Profile) -> list[str]:
+    return [_in_words(node.name, node.ranks, node.address) for node in profile.nodes]
+
+
+def _planned(on: str) -> list[str]:
+    return [_in_words(node.name, node.slots, node.address) for node in planned_nodes(on)]
+
+
+def _in_words(name: str, ranks: int, address: str) -> str:
+    return f"{name} ({address}, {count(ranks, 'rank')})"
+
+
+def _other_lab(measured_on: str, on: str) -> bool:
+    measured, wanted = parse_on(measured_on), parse_on(on)
+    return isinstance(measured, LabSpec) and isinstance(wanted, LabSpec) and measured != wanted
+
+
+def calibrated(path: Path, runs: Sequence[Path]) -> Profile:
+    """The profile with constants fitted to runs on the same cluster."""
+    profile = read_profile(path).model_copy(update={"calibration": None})
+    outcomes = [_outcome(RunFolder.open(run), profile, path) for run in runs]
+    return profile.model_copy(update={"calibration": calibrate(outcomes)})
+
+
+def _outcome(run: RunFolder, profile: Profile, path: Path) -> Outcome:
+    config, summary = load_config(run.config), summarize(run.read_all_events())
+    refuse_another_cluster(profile, path, config.run.on)
+    if summary.step_s is None or not summary.phases:
+        raise DataError(
+            f"{run.path} has no measured steps to learn from",
+            why=f"its status is {summary.status}, or its phases were not measured (sync.measure=off)",
+            fix="name runs that trained for some steps: ls runs/",
+        )
+    return _observed(_predicted(config, profile, profile.world_size), summary, summary.step_s.median)
+
+
+def _observed(predicted: Prediction, summary: Summary, step_s: float) -> Outcome:
+    phases = summary.phases
+    return Outcome(
+        predicted=predicted.step,
+        compute_s=phases.get("forward", 0.0) + phases.get("backward", 0.0),
+        optimizer_s=phases.get("optimizer", 0.0),
+        comm_s=summary.allreduce_s.median if summary.allreduce_s else None,
+        other_s=phases.get("data", 0.0) + phases.get("other", 0.0),
+        step_s=step_s,
+    )
