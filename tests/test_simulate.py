@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.cost.simulate.forecast import outcomes_of, simulate
 from shoal.cost.simulate.interval import best_every, daly_s, young_s
 from shoal.cost.simulate.ledger import CAUSES, Ledger, Leg
-from shoal.cost.simulate.scenario import Checkpoints, Failures, Policy, Scaling, Scenario, from_table
+from shoal.cost.simulate.scenario import Checkpoints, Failures, Policy, Scaling, from_table
 from shoal.cost.simulate.straggling import Lognormal, Steady
 from shoal.cost.simulate.stretch import Rhythm
 from shoal.errors import ConfigError
@@ -282,6 +282,8 @@ def test_rolling_back_moves_time_from_steps_to_redone() -> None:
         ({"every": 0}, "every 0 steps", "--checkpoint-every"),
         ({"cost_s": -1.0}, "checkpoint", "--checkpoint-s"),
         ({"hours": 0.0}, "simulated time", "--hours"),
+        ({"hours": math.inf}, "simulated time", "--hours"),
+        ({"mtbf_s": 1.0}, "691,200 of them", "--mtbf-hours"),
         ({"hidden": True, "every": 4, "cost_s": 5.0}, "not whole when the next begins", "--checkpoint-every 5"),
     ],
 )
@@ -294,6 +296,7 @@ def test_bad_numbers_are_refused_in_words(wrong: dict[str, float], seen: str, fi
 
 
 def test_no_seeds_give_no_forecast() -> None:
-    world: Scenario = scenario()
     with pytest.raises(ConfigError, match="0 seeds"):
-        simulate(world, seeds=0)
+        simulate(scenario(), seeds=0)
+    with pytest.raises(ConfigError, match="-1 is no seed"):
+        simulate(scenario(), seed=-1)

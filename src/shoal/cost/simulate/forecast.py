@@ -69,6 +69,10 @@ def simulate(scenario: Scenario, seeds: int = 20, seed: int = 0, bins: int = BIN
         raise ConfigError(
             f"{seeds} seeds give no forecast", why="at least one training is simulated", fix="for example: --seeds 20"
         )
+    if seed < 0:
+        raise ConfigError(
+            f"{seed} is no seed", why="seeds of random numbers are zero or above", fix="for example: --seed 0"
+        )
     outcomes = outcomes_of(scenario, seeds, seed, bins)
     low, median, high = np.quantile([each.tokens_per_s for each in outcomes], _BAND, axis=0)
     lost = {cause: [each.lost_s[cause] for each in outcomes] for cause in CAUSES}

@@ -16,6 +16,7 @@ Scaling = Literal["strong", "weak"]
 Policy = Literal["restart", "live"]
 
 _STEADY = Steady()
+_MOST_FAILURES = 200_000
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,19 @@ class Scenario:
 
     def __post_init__(self) -> None:
         _need_above_zero("simulated time", self.horizon_s, "--hours 24")
+        self._check_failures()
+        self._check_hidden()
+
+    def _check_failures(self) -> None:
+        apart_s = self.failures.mtbf_s / self.cluster.nodes
+        if self.horizon_s / apart_s > _MOST_FAILURES:
+            raise ConfigError(
+                f"a failure every {apart_s:.2g} s makes {self.horizon_s / apart_s:,.0f} of them",
+                why=f"no training goes on under these; more than {_MOST_FAILURES:,} are not simulated",
+                fix="raise --mtbf-hours, or simulate fewer --hours",
+            )
+
+    def _check_hidden(self) -> None:
         every, step_s = self.checkpoints.every, self.cluster.step_s(self.cluster.nodes)
         if self.checkpoints.hidden and every is not None and self.checkpoints.cost_s > every * step_s:
             raise ConfigError(
