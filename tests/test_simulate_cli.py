@@ -100,7 +100,7 @@ def test_the_document_holds_bands_causes_and_the_curve() -> None:
     assert found["ideal_tokens_per_s"] == 2000.0
     live = found["policies"]["live"]
     assert live["goodput"] == {"low": 1.0, "median": 1.0, "high": 1.0}
-    assert live["mean_s"].keys() == LABELS.keys()
+    assert live["mean_s"].keys() == {"useful", *LABELS}
     assert len(live["curve"]["edges_s"]) == len(live["curve"]["median"]) + 1
     assert sum(live["mean_s"].values()) == pytest.approx(7200)
 
@@ -112,7 +112,13 @@ def test_the_picture_is_a_png_with_both_panels(tmp_path: Path) -> None:
     assert str(path) in said
     speed, lost = draw_simulation(simulate(options(mtbf_hours=2.0))).axes
     assert [str(line.get_label()).split(":")[0] for line in speed.get_lines()] == ["undisturbed", "restart", "live"]
-    assert "useful steps" in lost.get_legend_handles_labels()[1]
+    assert LABELS["redone"] in [label.get_text() for label in lost.get_yticklabels()]
+
+
+def test_a_picture_of_an_undisturbed_training_can_be_drawn() -> None:
+    speed, lost = draw_simulation(simulate(options(mtbf_hours=math.inf, hours=100.0))).axes
+    assert speed.get_xlabel() == "days"
+    assert lost.get_yticks().tolist() == []
 
 
 def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:

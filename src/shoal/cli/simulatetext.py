@@ -102,7 +102,7 @@ def _document(found: Forecast) -> dict[str, Any]:
 def _rows(forecasts: dict[Policy, Forecast]) -> list[tuple[str, list[str]]]:
     every = list(forecasts.values())
     rows = [
-        ("tokens/s", _cells([_scaled(each.of_ideal, _ideal(each)) for each in every], lambda rate: format_si(rate))),
+        ("tokens/s", _cells([_scaled(each.of_ideal, _ideal(each)) for each in every], _rate)),
         ("of an undisturbed cluster", _cells([each.of_ideal for each in every], _per_cent)),
         ("goodput (time in steps that counted)", _cells([each.goodput for each in every], _per_cent)),
         ("failures", _cells([each.failures for each in every], lambda count: f"{count:,.0f}")),
@@ -156,6 +156,10 @@ def _ideal(found: Forecast) -> float:
 
 def _per_cent(share: float) -> str:
     return f"{share:.2%}" if abs(share) < 0.1 else f"{share:.1%}"
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s < 1e6 else format_si(tokens_per_s)
 
 
 def _finite(value: Any) -> Any:

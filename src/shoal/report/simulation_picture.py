@@ -1,11 +1,12 @@
-"""A simulation as a picture: tokens a second over time with their band, and where the time went."""
+"""A simulation as a picture: tokens a second over time with their band, and the time lost by cause."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cost.simulate.forecast import Forecast
+from shoal.cost.simulate.forecast import Band, Forecast
+from shoal.cost.simulate.ledger import Cause
 from shoal.cost.simulate.scenario import Policy
 from shoal.errors import ShoalError
 from shoal.report.palette import IDEAL, PHASE_COLOURS
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LABELS = {
-    "useful": "useful steps",
+LABELS: dict[Cause, str] = {
     "straggling": "waiting for the slowest rank",
     "reduced": "fewer nodes",
     "checkpointing": "checkpoints",
@@ -24,19 +24,11 @@ LABELS = {
     "redone": "steps done again",
     "waiting": "waiting for nodes",
 }
-COLOURS = {
-    "useful": PHASE_COLOURS["backward"],
-    "straggling": PHASE_COLOURS["wait"],
-    "reduced": PHASE_COLOURS["forward"],
-    "checkpointing": PHASE_COLOURS["optimizer"],
-    "detection": "#f0e442",
-    "recovery": PHASE_COLOURS["exposed"],
-    "redone": PHASE_COLOURS["data"],
-    "waiting": PHASE_COLOURS["other"],
-}
-POLICY_COLOURS: dict[Policy, str] = {"restart": PHASE_COLOURS["exposed"], "live": PHASE_COLOURS["backward"]}
+COLOURS: dict[Policy, str] = {"restart": PHASE_COLOURS["exposed"], "live": PHASE_COLOURS["backward"]}
 # Over how many hours days are the better unit.
 _DAYS_FROM_H = 72.0
+# What is lost less than this is not drawn.
+_LEAST = 5e-4
 
 
 def plot_simulation(forecasts: dict[Policy, Forecast], path: Path) -> None:
@@ -76,7 +68,7 @@ def _draw_speed(axes: Axes, forecasts: dict[Policy, Forecast]) -> None:
     for policy, found in forecasts.items():
         low, median, high = found.tokens_per_s
         middles = (found.edges_s[1:] + found.edges_s[:-1]) / 2 / scale
-        colour = POLICY_COLOURS[policy]
+        colour = COLOURS[policy]
         axes.fill_between(middles, low, high, color=colour, alpha=0.2, lw=0)
         label = f"{policy}: {found.of_ideal.median:.1%} of it"
         axes.plot(middles, median, color=colour, lw=2, label=label)
@@ -90,22 +82,34 @@ def _draw_speed(axes: Axes, forecasts: dict[Policy, Forecast]) -> None:
 
 
 def _draw_lost(axes: Axes, forecasts: dict[Policy, Forecast]) -> None:
-    """Bars to the right; a gain (negative) cannot be drawn in a stack and is left to the table."""
-    names = list(forecasts)
-    lefts = dict.fromkeys(names, 0.0)
-    for part in LABELS:
-        shares = [max(0.0, found.mean_s[part]) / found.scenario.horizon_s for found in forecasts.values()]
-        if max(shares) < 5e-4:
-            continue
-        bars = axes.barh(names, shares, 0.55, left=list(lefts.values()), color=COLOURS[part], label=LABELS[part])
-        colour = "black" if part in ("detection", "straggling") else "white"
-        labels = [f"{share:.0%}" if share > 0.045 else "" for share in shares]
-        axes.bar_label(bars, labels, label_type="center", color=colour, fontsize=9)
-        lefts = {name: lefts[name] + share for name, share in zip(names, shares, strict=True)}
-    _title(axes, "Where the time went, mean of the seeds")
-    axes.set(xlabel="part of the wall time", xlim=(0, 1), ylim=(len(names) - 0.4, -0.6))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), handlelength=1)
+    """A bar for each policy under each cause; the thin line is the band."""
+    shown = [cause for cause in LABELS if any(abs(_share(each, cause)) > _LEAST for each in forecasts.values())]
+    height = 0.8 / len(forecasts)
+    for number, (policy, found) in enumerate(forecasts.items()):
+        places = [place + height * (number - (len(forecasts) - 1) / 2) for place in range(len(shown))]
+        shares = [_share(found, cause) for cause in shown]
+        axes.barh(places, shares, 0.95 * height, color=COLOURS[policy])
+        for place, cause, share in zip(places, shown, shares, strict=True):
+            _draw_band(axes, place, share, found.lost_s[cause], found.scenario.horizon_s)
+    axes.set_yticks(range(len(shown)), [LABELS[cause] for cause in shown])
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+    axes.set_xlabel("part of the wall time")
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    _title(axes, "Time lost by cause: mean, and the band")
+
+
+def _draw_band(axes: Axes, place: float, share: float, band: Band, wall_s: float) -> None:
+    low, high = band.low / wall_s, band.high / wall_s
+    axes.plot([low, high], [place, place], color="black", lw=1, alpha=0.6)
+    beside = (max(share, high), place)
+    axes.annotate(f"{share:.1%}", beside, (5, 0), textcoords="offset points", va="center", fontsize=9)
+
+
+def _share(found: Forecast, cause: Cause) -> float:
+    return found.mean_s[cause] / found.scenario.horizon_s
 
 
 def _cluster(nodes: int) -> str:
