@@ -81,7 +81,8 @@ class ComputeProfile(Section):
 
 
 class NodeProfile(Section):
-    """`machine` is the same for nodes that are one machine: they share its cores, memory and speed."""
+    """`machine` is the same for nodes that are one machine: they share its cores, memory and speed.
+    `fp16_s_per_parameter` is what a rank takes to send a gradient as fp16: making halves, and floats of their sum."""
 
     name: str
     address: str
@@ -96,6 +97,7 @@ class NodeProfile(Section):
     versions: dict[str, str]
     compute: ComputeProfile
     paces: tuple[ModelPace, ...] = ()
+    fp16_s_per_parameter: Above | None = None
 
 
 class LinkProfile(Section):

@@ -84,7 +84,10 @@ class MeasuredSpeed:
         )
 
     def encode_s(self, lever: Lever, rank: int, parameters: int) -> float:
-        return cpu_encode_s(lever, parameters, self.node(rank).paces[0].threads)
+        node = self.node(rank)
+        if lever.wire in ("fp16", "bf16") and node.fp16_s_per_parameter:
+            return node.fp16_s_per_parameter * parameters
+        return cpu_encode_s(lever, parameters, node.paces[0].threads)
 
     def memory_bytes(self, rank: int) -> float:
         node = self.node(rank)

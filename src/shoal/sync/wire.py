@@ -25,17 +25,22 @@ def fp32_sum(world: World, bucket: Tensor) -> Future[Tensor]:
 
 
 def fp16_sum(world: World, bucket: Tensor) -> Future[Tensor]:
-    """Half the bytes and 11 bits of precision. All ranks get the same bits.
-
-    Mean gradients are small: unscaled, most lie below 6e-5, where fp16 loses bit after bit. A power of two moves them
-    up without rounding; a sum over 255 overflows, and the step is refused for its infinite norm.
-    """
-    half = bucket.mul(_FP16_SCALE).to(torch.float16)
+    """Half the bytes and 11 bits of precision. All ranks get the same bits."""
 
     def widen(done: Future[list[Tensor]]) -> Tensor:
-        return bucket.copy_(done.value()[0]).mul_(1 / _FP16_SCALE)
+        return from_half(bucket, done.value()[0])
 
-    return _future(dist.all_reduce(half, group=world.group, async_op=True)).then(widen)
+    return _future(dist.all_reduce(to_half(bucket), group=world.group, async_op=True)).then(widen)
+
+
+def to_half(bucket: Tensor) -> Tensor:
+    """Mean gradients are small: unscaled, most lie below 6e-5, where fp16 loses bit after bit. A power of two moves
+    them up without rounding; a sum over 255 overflows, and the step is refused for its infinite norm."""
+    return bucket.mul(_FP16_SCALE).to(torch.float16)
+
+
+def from_half(bucket: Tensor, half: Tensor) -> Tensor:
+    return bucket.copy_(half).mul_(1 / _FP16_SCALE)
 
 
 WIRES: dict[str, Wire] = {"fp32": fp32_sum, "fp16": fp16_sum}

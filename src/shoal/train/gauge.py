@@ -26,10 +26,11 @@ from shoal.runfolder import RunFolder
 from shoal.sync.gauge import Collectives, agree
 from shoal.sync.world import World, join, leave
 from shoal.train.facts import hardware, versions
-from shoal.train.pace import Pacer
+from shoal.train.pace import Pacer, halving_s
 from shoal.train.peaks import Machine
 
 _PACES_PART = 0.25
+_HALVING_PART = 0.02
 _COLLECTIVES_PART = 0.65
 # However long starting took, this much is measured.
 _LEAST_S = 2.0
@@ -68,6 +69,7 @@ def gauge(placement: Placement, log: EventLog, budget_s: float, models: Mapping[
     for name, model in models.items():
         log.write("doing", text=f"how fast {name} trains on all of them together")
         _pace(world, log, name, model, _PACES_PART * left_s / len(models))
+    log.write("halving", node=world.node, fp16_s_per_parameter=halving_s(_HALVING_PART * left_s))
     [paced_s] = agree(world, [time.monotonic() - began])
     left_s = max(_LEAST_S, left_s - paced_s)
     if world.size > 1:

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from shoal.config.schema import ModelConfig
 from shoal.model.gpt import GPT
+from shoal.sync.wire import from_half, to_half
 
 _PHASES = ("forward", "backward", "optimizer")
 _LEAST_RUNS = 3
 _GROWTH = 2
 _MOST_MICRO_BATCH = 64
 _CLIP = 1.0
+# Parameters of one of DDP's buckets.
+_BUCKET = 25 * 2**20 // 4
 
 
 @dataclass
@@ -56,6 +59,18 @@ class Updates:
         )
         for each in self.parameters:
             each.grad = None
+
+
+def halving_s(budget_s: float) -> float:
+    """Seconds a parameter to make fp16 of a bucket of gradients and fp32 of the sum."""
+    bucket = torch.full((_BUCKET,), 1e-3)
+    times: list[float] = []
+    until = time.perf_counter() + budget_s
+    while len(times) < _LEAST_RUNS or time.perf_counter() < until:
+        began = time.perf_counter()
+        from_half(bucket, to_half(bucket))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / _BUCKET
 
 
 class Pacer:

@@ -165,6 +165,10 @@ def _node(node: Node, found: Measured) -> NodeProfile:
         versions=versions,
         compute=_compute(compute),
         paces=tuple(_paces(node.name, found)),
+        fp16_s_per_parameter=max(
+            (event["fp16_s_per_parameter"] for event in found.of_kind("halving") if event["node"] == node.name),
+            default=None,
+        ),
     )
 
 

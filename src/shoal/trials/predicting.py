@@ -27,6 +27,12 @@ from shoal.runfolder import RunFolder, write_atomically
 
 
 def setting_of(profile: Profile) -> Setting:
+    if not all(node.paces for node in profile.nodes):
+        raise ConfigError(
+            "the profile does not say how fast a model trains on these machines",
+            why="an older shoal measured it",
+            fix=f"measure them again: shoal probe --on {profile.on}",
+        )
     return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile))
 
 
