@@ -30,7 +30,8 @@ def twins(scene: Scene) -> Iterator[Finding]:
             Severity.ERROR,
             other.name,
             f"{owner.name} and {other.name} both have {owner.address}{_who_answered(scene, each)}",
-            f"whoever means {owner.name} reaches one of the two, now this one and now that one",
+            f"whoever means {owner.name} reaches one of the two, now this one and now that one; after the command the "
+            "others remember the wrong card for some seconds",
             _give_up(each.held, other),
         )
     for trial in scene.trials:
