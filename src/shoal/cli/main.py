@@ -31,6 +31,7 @@ VERBS = {
     "emit": "The same training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest.",
     "doctor": "Check machines and network before a run; every finding with its fix.",
     "probe": "Measure links, gloo and machines within a minute; writes a profile that plans are made from.",
+    "plan": "Predict step time and speed on 1, 2, 3 … machines, and which lever helps; starts nothing.",
     "explain": "Turn an error log of torch, gloo, torchrun, ssh or shoal into cause and fix.",
     "verify": "Do all replicas agree, bit for bit? Was every sample used exactly once?",
     "report": "One self-contained HTML page about a run.",

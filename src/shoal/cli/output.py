@@ -7,16 +7,17 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from shoal.config.manifest import Manifest
-from shoal.report.explain_scaling import explain
-from shoal.report.scaling import ScalingPoint, efficiency
 from shoal.runfolder import RunFolder
 from shoal.units import format_si
+
+if TYPE_CHECKING:
+    from shoal.config.manifest import Manifest
+    from shoal.report.scaling import ScalingPoint
 
 
 def stdout_console() -> Console:
@@ -91,6 +92,9 @@ def replica_verdict(manifest: Manifest) -> str:
 
 
 def print_scaling(points: list[ScalingPoint]) -> None:
+    # Imported here because it brings numpy, which most verbs do without.
+    from shoal.report.explain_scaling import explain
+
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("ranks", "threads", "tokens/s", "speed-up", "efficiency", "step", "all-reduce", "exposed"):
@@ -103,6 +107,8 @@ def print_scaling(points: list[ScalingPoint]) -> None:
 
 
 def _scaling_row(point: ScalingPoint, base: ScalingPoint) -> tuple[str, ...]:
+    from shoal.report.scaling import efficiency
+
     waiting = point.phases.get("exposed", 0.0) + point.phases.get("wait", 0.0)
     return (
         str(point.ranks),

@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 
 # A micro-batch costs a fixed amount of dispatch beside its arithmetic; about two sequences' worth on small models.
 _OVERHEAD_SEQUENCES = 2
-_MICRO_BATCH_CAP = 64
+MICRO_BATCH_CAP = 64
 
 
 def world_batch(train: TrainConfig, world_size: int) -> int:
@@ -78,8 +78,8 @@ def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
     return Deal(micro_batch, shares(global_batch // micro_batch, weights))
 
 
-def micro_batch(train: TrainConfig, weights: Sequence[float]) -> int:
-    """The stated micro-batch if it fits, otherwise the one that leaves the busiest rank the least work."""
+def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> int:
+    """The stated micro-batch if it fits, otherwise the one up to `most` that leaves the busiest rank the least work."""
     world_size = len(weights)
     batch = world_batch(train, world_size)
     if batch < world_size:
@@ -89,7 +89,7 @@ def micro_batch(train: TrainConfig, weights: Sequence[float]) -> int:
             fix=f"use --global-batch {world_size} or more, or fewer ranks",
         )
     if train.micro_batch is None:
-        return min(_divisors(batch), key=lambda size: (_busiest(batch, size, weights), -size))
+        return min(_divisors(batch, most), key=lambda size: (_busiest(batch, size, weights), -size))
     _check_fits(train.micro_batch, batch, world_size)
     return train.micro_batch
 
@@ -97,7 +97,7 @@ def micro_batch(train: TrainConfig, weights: Sequence[float]) -> int:
 def _check_fits(size: int, batch: int, world_size: int) -> None:
     if batch % size == 0 and batch // size >= world_size:
         return
-    fitting = [divisor for divisor in _divisors(batch) if batch // divisor >= world_size]
+    fitting = [divisor for divisor in _divisors(batch, MICRO_BATCH_CAP) if batch // divisor >= world_size]
     nearest = min(fitting, key=lambda divisor: abs(divisor - size))
     raise ConfigError(
         f"a global batch of {batch} sequences cannot be dealt to {world_size} ranks in micro-batches of {size}",
@@ -115,5 +115,5 @@ def _busiest(batch: int, size: int, weights: Sequence[float]) -> float:
     return max(share / weight for share, weight in dealt) * (size + _OVERHEAD_SEQUENCES)
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, min(number, _MICRO_BATCH_CAP) + 1) if number % size == 0]
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]

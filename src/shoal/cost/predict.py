@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.cost.batch import Deal
+from shoal.cost.batch import MICRO_BATCH_CAP, Deal
 from shoal.cost.buckets import Bucket, fill_buckets
 from shoal.cost.collectives import payload_factor
 from shoal.cost.lever import Lever
-from shoal.cost.memory import Memory, fits, needed
+from shoal.cost.memory import Memory, fits, largest_micro_batch, needed
 from shoal.cost.network import Exchange, Network
 from shoal.cost.slowest import expected_slowest
 from shoal.cost.speed import Speed
@@ -66,7 +66,8 @@ def predict(
     speed = setting.speed
     if weights is None:
         weights = speeds(workload, speed, world_size) if lever.balanced else (1.0,) * world_size
-    dealt = workload.deal(weights)
+    available = {speed.memory_bytes(rank) for rank in range(world_size)}
+    dealt = workload.deal(weights, _most_at_once(workload, lever, world_size, min(available)))
     works = [speed.work(workload, rank, dealt.micro_batch, count) for rank, count in enumerate(dealt.micro_batches)]
     last = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
     exchanges = _exchanges(workload, lever, setting, world_size, works[last], last)
@@ -78,8 +79,15 @@ def predict(
         tokens=workload.seq_len * dealt.global_batch,
         wire_bytes=wire_bytes(workload, lever, world_size, dealt.micro_batches[last]),
         memory=memory,
-        fits=all(fits(memory, available) for available in {speed.memory_bytes(rank) for rank in range(world_size)}),
+        fits=fits(memory, min(available)),
     )
+
+
+def _most_at_once(workload: Workload, lever: Lever, world_size: int, available_bytes: float) -> int:
+    """A training of ours takes its micro-batch whatever the memory; for anybody else's it is chosen to fit."""
+    if workload.model is not None:
+        return MICRO_BATCH_CAP
+    return max(1, min(MICRO_BATCH_CAP, largest_micro_batch(workload, lever, world_size, available_bytes)))
 
 
 def speeds(workload: Workload, speed: Speed, world_size: int) -> tuple[float, ...]:

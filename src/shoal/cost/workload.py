@@ -8,7 +8,7 @@ from typing import Literal
 
 from shoal.config.presets import HEAD_WIDTH
 from shoal.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from shoal.cost.batch import Deal, deal, micro_batch, world_batch
+from shoal.cost.batch import MICRO_BATCH_CAP, Deal, deal, micro_batch, world_batch
 from shoal.cost.buckets import Gradient, even_gradients, gradients
 from shoal.cost.sizes import parameter_count
 from shoal.cost.work import flops_per_token
@@ -20,7 +20,7 @@ GRADIENT_BYTES: dict[GradientType, int] = {"fp32": 4, "bf16": 2}
 _CHARACTERS = 96
 _BYTES = 256
 # The built-in corpus has so many different pieces and no more, however large a vocabulary is asked for.
-_GRAMMAR_BPE = 1632
+_GRAMMAR_BPE = 1647
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Workload:
     def gradients(self) -> list[Gradient]:
         return even_gradients(self.parameters) if self.model is None else gradients(self.model)
 
-    def deal(self, weights: Sequence[float]) -> Deal:
-        return deal(self.sequences(len(weights)), micro_batch(self.train, weights), weights)
+    def deal(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> Deal:
+        """In micro-batches of `most` sequences at most, where none are stated."""
+        return deal(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
 
     def with_batch(self, global_batch: int) -> Workload:
         return replace(self, train=self.train.model_copy(update={"global_batch": global_batch}))

@@ -1,0 +1,154 @@
+"""A plan in sentences: distribute or not, which lever, what memory and learning rate it takes."""
+
+from __future__ import annotations
+
+from shoal.cost.advice import Advice, Option
+from shoal.cost.batch import scaled_lr
+from shoal.cost.memory import PROCESS_BYTES, largest_micro_batch
+from shoal.cost.plan import Plan, Row
+from shoal.cost.workload import Workload
+from shoal.units import format_duration, format_si
+
+# Backward is two thirds of computing, and only behind it an exchange can hide.
+_HIDDEN = 2 / 3
+# Up to there linear scaling was seen to hold (Goyal and others, 2017, from 256 to 8,192); with Adam often less far.
+_FAR = 8
+
+
+def explain(plan: Plan, advice: Advice) -> list[str]:
+    """One paragraph a thought, the verdict first."""
+    lines = [verdict(plan, advice), _ratio(plan), _larger_batch(advice), _memory(plan, advice), learning_rate(plan)]
+    return [line for line in lines if line]
+
+
+def verdict(plan: Plan, advice: Advice) -> str:
+    if not any(row.prediction.fits for row in plan.rows):
+        return f"This does not fit into the memory of {_machines(plan)}."
+    best = advice.best
+    if best is None:
+        return _alone(plan, advice)
+    alone = best.tokens_per_s / best.row.speedup
+    return (
+        f"Distribute it: {best.row.nodes} nodes by {best.lever} train {best.row.speedup:.2f} times as fast as one, "
+        f"{best.tokens_per_s:,.0f} tokens/s against {alone:,.0f}."
+    )
+
+
+def _alone(plan: Plan, advice: Advice) -> str:
+    together = [row for row in plan.rows if row.nodes > 1]
+    if not together:
+        return "One node: nothing is exchanged."
+    fastest = max(together, key=lambda row: row.speedup)
+    step = fastest.prediction.step
+    words = (
+        f"Don't distribute this: one machine is faster. {fastest.nodes} nodes reach {fastest.speedup:.2f} times its "
+        f"speed: in each step they compute for {format_duration(step.compute_s)} and stand still for "
+        f"{format_duration(step.exposed_s + step.wait_s)} while gradients travel."
+    )
+    later = [option for option in advice.options if not option.lever.is_available and option.row.speedup > 1]
+    if later:
+        words += f" What shoal cannot do yet would help: {later[0].lever}, {later[0].row.speedup:.2f} times."
+    return words
+
+
+def _ratio(plan: Plan) -> str:
+    together = [row for row in plan.rows if row.nodes > 1]
+    if not together:
+        return ""
+    first, last = together[0], together[-1]
+    ratios = f"{first.ratio:.2f} on {first.nodes} nodes"
+    ratios += f" and {last.ratio:.2f} on {last.nodes}" if last is not first else ""
+    return f"T_comm/T_compute is {ratios}. {_ratio_meaning(last)}"
+
+
+def _ratio_meaning(row: Row) -> str:
+    if row.ratio > _HIDDEN:
+        return "Above 0.67 it cannot all hide behind backward, which is two thirds of the computing."
+    hidden = 1 - row.prediction.step.exposed_s / row.prediction.step.comm_s if row.prediction.step.comm_s else 1.0
+    return f"Of the exchange {max(0.0, hidden):.0%} hides behind backward."
+
+
+def _larger_batch(advice: Advice) -> str:
+    larger, best = advice.larger_batch, advice.best
+    if larger is None or (best is not None and larger.tokens_per_s < 1.03 * best.tokens_per_s):
+        return ""
+    return (
+        f"A global batch of {larger.row.prediction.deal.global_batch} sequences would allow "
+        f"{larger.row.speedup:.2f} times one machine's speed on {larger.row.nodes} nodes ({larger.lever}), if the "
+        "training can do with fewer updates."
+    )
+
+
+def _memory(plan: Plan, advice: Advice) -> str:
+    """Always said: many expect two machines to hold a model that one cannot."""
+    row = plan.rows[-1]
+    memory, world_size = row.prediction.memory, row.prediction.world_size
+    available = min(plan.setting.speed.memory_bytes(rank) for rank in range(world_size))
+    parts = (
+        f"weights {_gb(memory.weights)}, gradients {_gb(memory.gradients)}, moments {_gb(memory.moments)}, "
+        f"activations {_gb(memory.activations)}, the rest {_gb(memory.copies + PROCESS_BYTES)}"
+    )
+    words = (
+        "DDP does not add up the machines' memory: every rank holds the whole training, "
+        f"{_gb(memory.total)} of its {_gb(available)} ({parts})."
+    )
+    return " ".join([words, *_room(plan, row, available), *_sharding(advice.options, row)])
+
+
+def _room(plan: Plan, row: Row, available: float) -> list[str]:
+    if row.prediction.fits:
+        return []
+    most = largest_micro_batch(plan.workload, plan.lever, row.prediction.world_size, available)
+    if most:
+        return [f"That does not fit; with --micro-batch {most} it would."]
+    return ["That does not fit, not even one sequence at a time."]
+
+
+def _sharding(options: tuple[Option, ...], row: Row) -> list[str]:
+    sharded = next((option for option in options if option.lever.sync == "sharded"), None)
+    if sharded is None or row.nodes == 1:
+        return []
+    found = sharded.row.prediction
+    return [
+        f"Sharding it over {found.world_size} ranks (not in shoal yet) would take {_gb(found.memory.total)} each, send "
+        f"{format_si(found.wire_bytes, 'B')} instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and make "
+        f"the step {format_duration(found.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
+    ]
+
+
+def learning_rate(plan: Plan) -> str:
+    """For the batch of the largest number of nodes."""
+    workload = plan.workload.accumulated(plan.lever.accumulation)
+    world_size = plan.rows[-1].prediction.world_size
+    batch, train = workload.sequences(world_size), workload.train
+    if workload.model is None:
+        rule = (
+            f"Learning rate: the one tuned for a global batch of {batch} sequences; k times the batch takes k times it"
+        )
+        return f"{rule}, with warm-up. {_other_n(workload)}"
+    factor = batch / train.base_batch
+    words = (
+        f"Learning rate: {scaled_lr(train, world_size):.3g} for a global batch of {batch}, scaled linearly from "
+        f"{train.lr:.3g} for {train.base_batch}; warm-up {train.warmup_steps} steps."
+    )
+    if factor > _FAR:
+        words += f" So far from the tuned batch try the square root too: {train.lr * factor**0.5:.3g}."
+    return f"{words} {_other_n(workload)}"
+
+
+def _other_n(workload: Workload) -> str:
+    if workload.train.scaling == "strong":
+        return "Another number of nodes changes neither: the global batch stays what it is (strong scaling)."
+    per_rank = workload.train.global_batch
+    return (
+        f"With another number of nodes it changes in proportion, because every rank brings {per_rank} sequences (weak "
+        "scaling); warm up for as many steps, which then see more text."
+    )
+
+
+def _machines(plan: Plan) -> str:
+    return "this machine" if plan.rows[-1].nodes == 1 else "these machines"
+
+
+def _gb(value: float) -> str:
+    return format_si(value, "B")
