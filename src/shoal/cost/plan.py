@@ -105,6 +105,9 @@ class _From:
     speed: Speed
     first: int
 
+    def in_world(self, world_size: int) -> _From:
+        return replace(self, speed=self.speed.in_world(world_size))
+
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
         return self.speed.work(workload, self.first + rank, micro_batch, micro_batches)
 
