@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from shoal.errors import ConfigError
 from shoal.report.explain_prediction import explain_prediction, say_prediction
 from shoal.report.summary import Spread, Summary, summarize
 from shoal.trials.measured import assemble
-from shoal.trials.predicting import calibrated, predict_run, refuse_another_cluster, setting_of
+from shoal.trials.predicting import predict_run, refuse_another_cluster, setting_of
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
 from tests.test_profile import measured
@@ -242,12 +243,17 @@ def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path
     page = shoal("report", run)
     assert page.returncode == 0
     assert "Predicted and measured" in (run / "report.html").read_text()
-    learned = calibrated(file, [run]).calibration
+    before = record_of(run)
+    taught = shoal("plan", "--calibrate", run, "--profile", file, "--json")
+    assert taught.returncode == 0, taught.stderr
+    said = json.loads(taught.stdout)
+    learned = read_profile(file).calibration
     assert learned is not None
-    assert learned.runs == 1
-    write_profile(calibrated(file, [run]), file)
-    assert read_profile(file).calibration == learned
-    before, after = record_of(run), predict_run(load_config(run / "config.toml"), file)
+    assert said["calibration"] == learned.model_dump()
+    [lesson] = said["runs"]
+    assert lesson["before_s"] == pytest.approx(before.step_s, rel=1e-3)
+    assert abs(lesson["after_s"] / lesson["measured_s"] - 1) <= abs(lesson["before_s"] / lesson["measured_s"] - 1)
+    after = predict_run(load_config(run / "config.toml"), file)
     assert after.compute_s == pytest.approx(learned.compute * before.compute_s, rel=1e-3)
 
 

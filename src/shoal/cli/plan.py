@@ -52,6 +52,7 @@ def plan(
     accumulate: Annotated[int, typer.Option(help="So many times the batch between two exchanges.")] = 1,
     wire: Annotated[str | None, typer.Option(help="fp32, fp16, bf16, int8 or powersgd:RANK.")] = None,
     sync: Annotated[str | None, typer.Option(help="ddp, local:STEPS, diloco:STEPS, streaming:STEPS, sharded.")] = None,
+    on: Annotated[str, typer.Option(help="Where the command to paste would run; nothing is looked at.")] = HOSTS,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A picture to write (PNG).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
 ) -> None:
@@ -89,4 +90,4 @@ def _command(given: dict[str, Any], made: Plan, option: Option) -> str | None:
     """None for what shoal cannot do: a lever of tomorrow, or a model that is no preset."""
     if given["params"] is not None or not option.is_possible:
         return None
-    return command(*planargs.train_words(given, made, option, HOSTS))
+    return command(*planargs.train_words(given, made, option))

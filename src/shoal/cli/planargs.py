@@ -104,9 +104,9 @@ def bare(given: dict[str, Any]) -> Workload:
             fix="leave one of them out",
         )
     parameters = round(positive("--params", given["params"], 1e14))
-    tokens = given["tokens"]
-    stated = given["global_batch"] or BARE_BATCH
-    batch = stated if tokens is None else max(1, round(positive("--tokens", tokens, 1e12) / BARE_SEQ_LEN))
+    batch = BARE_BATCH if given["global_batch"] is None else given["global_batch"]
+    if given["tokens"] is not None:
+        batch = _sequences(given["tokens"], BARE_SEQ_LEN)
     changes = {name: given[name] for name in ("micro_batch", "scaling") if given[name] is not None}
     config = build_config(flags={"train": {"global_batch": batch, "base_batch": batch, **changes}})
     return bare_workload(parameters, BARE_SEQ_LEN, config.train, gradient_type(given["grad_dtype"]))
@@ -115,8 +115,12 @@ def bare(given: dict[str, Any]) -> Workload:
 def preset_workload(config: Config, given: dict[str, Any]) -> Workload:
     if given["tokens"] is None:
         return workload_of(config, gradient_type(given["grad_dtype"]))
-    sequences = max(1, round(positive("--tokens", given["tokens"], 1e12) / config.model.seq_len))
+    sequences = _sequences(given["tokens"], config.model.seq_len)
     return workload_of(config, gradient_type(given["grad_dtype"])).with_batch(sequences)
+
+
+def _sequences(tokens: float, seq_len: int) -> int:
+    return max(1, round(positive("--tokens", tokens, 1e12) / seq_len))
 
 
 def fit_batch(workload: Workload, ranks: int, is_stated: bool) -> Workload:
@@ -169,10 +173,10 @@ def gradient_type(text: str) -> Any:
     return text
 
 
-def train_words(given: dict[str, Any], plan: Plan, option: Option, on: str) -> list[str]:
+def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
     """The command that does what was planned; every flag of the plan that a training has too is in it."""
     lever = option.lever
-    words = ["train", given["preset"] or "grammar", "--on", on]
+    words = ["train", given["preset"] or "grammar", "--on", given["on"]]
     for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
         words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
     batch = plan.workload.accumulated(lever.accumulation).train.global_batch

@@ -22,6 +22,7 @@ Commands = Mapping[Lever, str | None]
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
 _OPTION_TITLES = ("lever", "tokens/s", "speed-up", "what it costs")
 _LEAST_WIDTH = 100
+_A_MINUTE_S = 60
 
 
 def print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
@@ -64,13 +65,13 @@ def plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Co
 
 
 def describe(workload: Workload, lever: Lever, last: Row) -> str:
-    """`gpt2-124m: 124.44M parameters, 498 MB of gradients on the wire by ddp; 4,096 tokens a step in 4 sequences`."""
+    """`gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
     sent = bytes_per_parameter(lever, workload) * workload.parameters
     sequences = last.prediction.deal.global_batch
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
     return (
-        f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({lever}); a step is "
-        f"{last.prediction.tokens:,} tokens, {sequences} sequences of {workload.seq_len:,}"
+        f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({lever}); "
+        f"{last.prediction.tokens:,} tokens a step, {sequences:,} × {workload.seq_len:,}"
     )
 
 
@@ -111,8 +112,7 @@ def _options(advice: Advice) -> Table:
 def _option_row(option: Option) -> tuple[str, ...]:
     """What cannot be done today is told from what is merely slow."""
     name = str(option.lever) + ("" if option.lever.is_available else " *")
-    costs = option.costs if option.row.prediction.fits else f"does not fit into memory; {option.costs}"
-    return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(costs)
+    return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
 
 
 def _option_document(option: Option, commands: Commands) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
     if any(not option.lever.is_available for option in advice.options):
         say("* not in shoal yet", style="dim")
     if advice.best is not None and (line := commands.get(advice.best.lever)):
-        say("\nto do that, with your machines in hosts.toml:", style="dim")
+        say("\nto do that (hosts.toml lists your machines):", style="dim")
         say(f"  {escape(line)}", soft_wrap=True)
 
 
@@ -147,4 +147,7 @@ def _table(titles: Sequence[str], right: Sequence[int]) -> Table:
 
 
 def _time(seconds: float) -> str:
+    """In one unit: minutes and seconds would make a column too wide."""
+    if seconds >= _A_MINUTE_S:
+        return f"{seconds:,.0f} s"
     return format_duration(seconds) if seconds else "–"

@@ -96,7 +96,8 @@ def _best(plan: Plan, levers: Sequence[Lever]) -> Option | None:
 
 def _option(plan: Plan, lever: Lever, nodes: int) -> Option:
     row = make_row(plan.workload, lever, plan.setting, nodes)
-    return Option(lever, row, "; ".join(_costs(lever)) or "nothing: the same training as on one machine")
+    words = [] if row.prediction.fits else ["does not fit into memory"]
+    return Option(lever, row, "; ".join([*words, *_costs(lever)]) or "nothing: the same training as on one machine")
 
 
 def _costs(lever: Lever) -> Iterator[str]:

@@ -111,6 +111,8 @@ def _busiest(batch: int, size: int, weights: Sequence[float]) -> float:
     count = batch // size
     if count < len(weights):
         return float("inf")
+    if len(set(weights)) == 1:
+        return math.ceil(count / len(weights)) / weights[0] * (size + _OVERHEAD_SEQUENCES)
     dealt = zip(shares(count, weights), weights, strict=True)
     return max(share / weight for share, weight in dealt) * (size + _OVERHEAD_SEQUENCES)
 

@@ -51,7 +51,7 @@ class Row:
             "speedup": self.speedup,
             "efficiency": self.efficiency,
             "micro_batch": prediction.deal.micro_batch,
-            "micro_batches": list(prediction.deal.micro_batches),
+            "micro_batches": max(prediction.deal.micro_batches),
             "memory_bytes": prediction.memory.total,
             "fits": prediction.fits,
         }
@@ -76,7 +76,7 @@ def make_plan(workload: Workload, lever: Lever, setting: Setting, nodes: Sequenc
 def make_row(workload: Workload, lever: Lever, setting: Setting, nodes: int) -> Row:
     world_size = nodes * setting.ranks_per_node
     prediction = predict(workload, lever, setting, world_size)
-    relative = speeds(workload, setting.speed, world_size)
+    relative = speeds(workload, setting.speed.in_world(world_size), world_size)
     fastest = _fastest(relative, setting.ranks_per_node)
     alone = one_node(workload, lever, setting, fastest)
     speedup = prediction.tokens_per_s / alone.tokens_per_s
@@ -106,7 +106,7 @@ class _From:
     first: int
 
     def in_world(self, world_size: int) -> _From:
-        return replace(self, speed=self.speed.in_world(world_size))
+        return _From(self.speed.in_world(world_size), self.first)
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
         return self.speed.work(workload, self.first + rank, micro_batch, micro_batches)

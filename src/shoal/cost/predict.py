@@ -13,7 +13,7 @@ from shoal.cost.lever import Lever
 from shoal.cost.memory import Memory, fits, largest_micro_batch, needed
 from shoal.cost.network import Exchange, Network
 from shoal.cost.slowest import expected_slowest
-from shoal.cost.speed import Speed
+from shoal.cost.speed import Speed, rank_kinds
 from shoal.cost.step import RankWork, StepTime, exposed_s
 from shoal.cost.wire import bytes_per_parameter, element_bytes, is_encoded
 from shoal.cost.workload import Workload
@@ -66,9 +66,10 @@ def predict(
     speed = setting.speed
     if weights is None:
         weights = speeds(workload, speed, world_size) if lever.balanced else (1.0,) * world_size
-    available = {speed.memory_bytes(rank) for rank in range(world_size)}
-    dealt = workload.deal(weights, _most_at_once(workload, lever, world_size, min(available)))
-    works = [speed.work(workload, rank, dealt.micro_batch, count) for rank, count in enumerate(dealt.micro_batches)]
+    kinds = rank_kinds(speed, world_size)
+    available = min(speed.memory_bytes(rank) for rank in _one_of_each(kinds))
+    dealt = workload.deal(weights, _most_at_once(workload, lever, world_size, available))
+    works = _works(workload, speed, dealt, kinds)
     last = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
     exchanges = _exchanges(workload, lever, setting, world_size, works[last], last)
     memory = needed(workload, lever, dealt.micro_batch, world_size)
@@ -79,7 +80,7 @@ def predict(
         tokens=workload.seq_len * dealt.global_batch,
         wire_bytes=wire_bytes(workload, lever, world_size, dealt.micro_batches[last]),
         memory=memory,
-        fits=fits(memory, min(available)),
+        fits=fits(memory, available),
     )
 
 
@@ -92,8 +93,22 @@ def _most_at_once(workload: Workload, lever: Lever, world_size: int, available_b
 
 def speeds(workload: Workload, speed: Speed, world_size: int) -> tuple[float, ...]:
     """Of each rank against the fastest, in hundredths: as somebody would write them down."""
-    times = [speed.work(workload, rank, 1, 1).compute_s for rank in range(world_size)]
-    return tuple(max(0.01, round(min(times) / each, 2)) for each in times)
+    kinds = rank_kinds(speed, world_size)
+    times = {kinds[rank]: speed.work(workload, rank, 1, 1).compute_s for rank in _one_of_each(kinds)}
+    fastest = min(times.values())
+    return tuple(max(0.01, round(fastest / times[kind], 2)) for kind in kinds)
+
+
+def _one_of_each(kinds: Sequence[int]) -> list[int]:
+    return list({kind: rank for rank, kind in enumerate(kinds)}.values())
+
+
+def _works(workload: Workload, speed: Speed, dealt: Deal, kinds: Sequence[int]) -> list[RankWork]:
+    found: dict[tuple[int, int], RankWork] = {}
+    for rank, key in enumerate(zip(kinds, dealt.micro_batches, strict=True)):
+        if key not in found:
+            found[key] = speed.work(workload, rank, dealt.micro_batch, key[1])
+    return [found[key] for key in zip(kinds, dealt.micro_batches, strict=True)]
 
 
 def wire_bytes(workload: Workload, lever: Lever, world_size: int, micro_batches: int) -> float:

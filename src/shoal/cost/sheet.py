@@ -64,8 +64,8 @@ def describe(link: Link, machines: tuple[Machine, ...], setting: Setting) -> str
     names = ", ".join(machine.name for machine in machines)
     rate = format_si(ring_.bytes_per_s, "B/s")
     return (
-        f"{names} over {link.name} by {stack_of(machines).name}: {rate}, {format_duration(ring_.latency_s)} a message; "
-        "by data sheet, measure yours with shoal probe"
+        f"{names} over {link.name} by {stack_of(machines).name}: {rate}, {format_duration(ring_.latency_s)} a message, "
+        "by data sheet"
     )
 
 
@@ -100,7 +100,7 @@ def _rate(text: str) -> float:
     try:
         return parse_rate(text)
     except UsageError as error:
-        near = did_you_mean(text, LINKS)
+        near = "" if text.endswith("bit") else did_you_mean(text, LINKS)
         raise UsageError(error.seen, why=near or error.why, fix=f"{error.fix}, or {', '.join(LINKS)}") from None
 
 

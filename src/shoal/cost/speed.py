@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shoal.cost.catalogue import Machine
 from shoal.cost.lever import Lever
@@ -35,6 +35,18 @@ class Speed(Protocol):
         ...
 
 
+@runtime_checkable
+class HasKinds(Protocol):
+    """Of a speed that knows which ranks are alike: asking one of them is enough, of sixteen thousand."""
+
+    def kind(self, rank: int) -> int: ...
+
+
+def rank_kinds(speed: Speed, world_size: int) -> list[int]:
+    """Ranks with the same number are equally fast; each is a kind of its own where nobody knows better."""
+    return [speed.kind(rank) for rank in range(world_size)] if isinstance(speed, HasKinds) else list(range(world_size))
+
+
 @dataclass(frozen=True)
 class SheetSpeed:
     """From the catalogue. Node k is `machines[k]`, and the last one repeats; a CPU is shared by its node's ranks, a
@@ -47,7 +59,10 @@ class SheetSpeed:
         return self
 
     def machine(self, rank: int) -> Machine:
-        return self.machines[min(rank // self.ranks_per_node, len(self.machines) - 1)]
+        return self.machines[self.kind(rank)]
+
+    def kind(self, rank: int) -> int:
+        return min(rank // self.ranks_per_node, len(self.machines) - 1)
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
         machine, part = self.machine(rank), self._part(rank)

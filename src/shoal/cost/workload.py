@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from shoal.config.presets import HEAD_WIDTH
@@ -36,7 +37,7 @@ class Workload:
     model: ModelConfig | None = None
     gradient_bytes: int = 4
 
-    @property
+    @cached_property
     def shape(self) -> ModelConfig:
         """The model's, or that of a GPT of its size."""
         return self.model or assumed_shape(self.parameters, self.seq_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.cost.advice import Advice, Option
 from shoal.cost.batch import scaled_lr
-from shoal.cost.memory import PROCESS_BYTES, largest_micro_batch
+from shoal.cost.memory import PROCESS_BYTES, largest_micro_batch, needed
 from shoal.cost.plan import Plan, Row
 from shoal.cost.workload import Workload
 from shoal.units import format_duration, format_si
@@ -45,7 +45,8 @@ def _alone(plan: Plan, advice: Advice) -> str:
         f"speed: in each step they compute for {format_duration(step.compute_s)} and stand still for "
         f"{format_duration(step.exposed_s + step.wait_s)} while gradients travel."
     )
-    later = [option for option in advice.options if not option.lever.is_available and option.row.speedup > 1]
+    ahead = [option for option in advice.options if option.row.speedup > 1 and option.row.prediction.fits]
+    later = [option for option in ahead if not option.lever.is_available]
     if later:
         words += f" What shoal cannot do yet would help: {later[0].lever}, {later[0].row.speedup:.2f} times."
     return words
@@ -92,7 +93,7 @@ def _memory(plan: Plan, advice: Advice) -> str:
         "DDP does not add up the machines' memory: every rank holds the whole training, "
         f"{_gb(memory.total)} of its {_gb(available)} ({parts})."
     )
-    return " ".join([words, *_room(plan, row, available), *_sharding(advice.options, row)])
+    return " ".join([words, *_room(plan, row, available), *_sharding(plan, advice.options, row)])
 
 
 def _room(plan: Plan, row: Row, available: float) -> list[str]:
@@ -104,13 +105,14 @@ def _room(plan: Plan, row: Row, available: float) -> list[str]:
     return ["That does not fit, not even one sequence at a time."]
 
 
-def _sharding(options: tuple[Option, ...], row: Row) -> list[str]:
+def _sharding(plan: Plan, options: tuple[Option, ...], row: Row) -> list[str]:
     sharded = next((option for option in options if option.lever.sync == "sharded"), None)
     if sharded is None or row.nodes == 1:
         return []
     found = sharded.row.prediction
+    memory = needed(plan.workload, sharded.lever, row.prediction.deal.micro_batch, found.world_size)
     return [
-        f"Sharding it over {found.world_size} ranks (not in shoal yet) would take {_gb(found.memory.total)} each, send "
+        f"Sharding it over {found.world_size} ranks (not in shoal yet) would take {_gb(memory.total)} each, send "
         f"{format_si(found.wire_bytes, 'B')} instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and make "
         f"the step {format_duration(found.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.cluster import planned_nodes
@@ -46,7 +47,7 @@ def predict_run(config: Config, path: Path) -> PredictionRecord:
     """For a configuration whose vocabulary is known; `path` is the profile."""
     profile = read_profile(path)
     refuse_another_cluster(profile, path, config.run.on)
-    found = _predicted(config, profile, profile.world_size)
+    found = _predicted(config, profile)
     model, step = workload_of(config).shape, found.step
     return PredictionRecord(
         step_s=step.step_s,
@@ -74,9 +75,11 @@ def store_prediction(run: RunFolder, path: Path) -> PredictionRecord:
     return found
 
 
-def _predicted(config: Config, profile: Profile, world_size: int) -> Prediction:
-    weights = rank_weights(config.run, world_size)
-    return predict(workload_of(config), lever_of(config.sync), setting_of(profile), world_size, weights)
+def _predicted(config: Config, profile: Profile) -> Prediction:
+    size = profile.world_size
+    return predict(
+        workload_of(config), lever_of(config.sync), setting_of(profile), size, rank_weights(config.run, size)
+    )
 
 
 def refuse_another_cluster(profile: Profile, path: Path, on: str) -> None:
@@ -106,11 +109,32 @@ def _other_lab(measured_on: str, on: str) -> bool:
     return isinstance(measured, LabSpec) and isinstance(wanted, LabSpec) and measured != wanted
 
 
-def calibrated(path: Path, runs: Sequence[Path]) -> Profile:
-    """The profile with constants fitted to runs on the same cluster."""
-    profile = read_profile(path).model_copy(update={"calibration": None})
-    outcomes = [_outcome(RunFolder.open(run), profile, path) for run in runs]
-    return profile.model_copy(update={"calibration": calibrate(outcomes)})
+@dataclass(frozen=True)
+class Lesson:
+    """A run, and what the profile said of its step before and after it learned from it."""
+
+    run: Path
+    measured_s: float
+    before_s: float
+    after_s: float
+
+
+def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Lesson]]:
+    """The profile with constants fitted to runs on the same cluster. What it had learned before is forgotten."""
+    old = read_profile(path)
+    fresh = old.model_copy(update={"calibration": None})
+    folders = [RunFolder.open(run) for run in runs]
+    outcomes = [_outcome(run, fresh, path) for run in folders]
+    learned = fresh.model_copy(update={"calibration": calibrate(outcomes)})
+
+    def step_s(profile: Profile, run: RunFolder) -> float:
+        return _predicted(load_config(run.config), profile).step.step_s
+
+    lessons = [
+        Lesson(run.path, outcome.step_s, step_s(old, run), step_s(learned, run))
+        for run, outcome in zip(folders, outcomes, strict=True)
+    ]
+    return learned, lessons
 
 
 def _outcome(run: RunFolder, profile: Profile, path: Path) -> Outcome:
@@ -122,7 +146,7 @@ def _outcome(run: RunFolder, profile: Profile, path: Path) -> Outcome:
             why=f"its status is {summary.status}, or its phases were not measured (sync.measure=off)",
             fix="name runs that trained for some steps: ls runs/",
         )
-    return _observed(_predicted(config, profile, profile.world_size), summary, summary.step_s.median)
+    return _observed(_predicted(config, profile), summary, summary.step_s.median)
 
 
 def _observed(predicted: Prediction, summary: Summary, step_s: float) -> Outcome:
