@@ -17,7 +17,7 @@ from shoal.config.profile_file import read_profile, write_profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.calibrate import Outcome, calibrate
 from shoal.cost.lever import Lever
-from shoal.cost.measured import MeasuredSpeed, between, crowding, measured_network, pace_of, spare_cores
+from shoal.cost.measured import MeasuredSpeed, between, crowding, measured_network, pace_of, setting_of, spare_cores
 from shoal.cost.predict import predict
 from shoal.cost.step import StepTime
 from shoal.cost.work import flops_per_token
@@ -26,7 +26,7 @@ from shoal.errors import ConfigError
 from shoal.report.explain_prediction import explain_prediction, say_prediction
 from shoal.report.summary import Spread, Summary, summarize
 from shoal.trials.measured import assemble
-from shoal.trials.predicting import predict_run, refuse_another_cluster, setting_of
+from shoal.trials.predicting import predict_run, refuse_another_cluster
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
 from tests.test_profile import measured

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shoal.cli import planargs
+from shoal.cli import simulateoptions as options
 from shoal.cli.output import command, print_json, shown
+from shoal.cli.planbasis import LINK, basis
 from shoal.cli.plantext import plan_document, print_plan
+from shoal.cli.simulate import run_simulation
 from shoal.cost.advice import Option, advise
 from shoal.cost.catalogue import LINKS, MACHINES
+from shoal.cost.lever import Lever
 from shoal.cost.plan import Plan, make_plan
-from shoal.cost.sheet import Overrides, describe, find_link, find_machines, make_setting
+from shoal.cost.predict import Prediction, Setting, predict
+from shoal.cost.workload import Workload
+from shoal.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
-HOSTS = "hosts.toml"
+DEFAULTS = options.SimulateOptions
 
 
 @app.command()
 def plan(
     preset: Annotated[
-        str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
+        list[str] | None,
+        typer.Argument(help="grammar, shakespeare-char or gpt2-124m; with --calibrate: runs.", show_default="grammar"),
     ] = None,
-    nodes: Annotated[str, typer.Option(help="Numbers of nodes: 4, 1..8 or 1,2,4.")] = "1..8",
-    link: Annotated[str, typer.Option(help=f"Between nodes: {', '.join(LINKS)}, or a rate as 300mbit.")] = "1gbe",
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="Numbers of nodes: 4, 1..8 or 1,2,4.", show_default="1..8, or the profile's"),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help=f"Between nodes: {', '.join(LINKS)}, or a rate as 300mbit.", show_default=LINK),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Plan for machines as measured by shoal probe.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the profile's constants to past runs, and save it.")
+    ] = False,
     latency: Annotated[str | None, typer.Option(help="What a message waits, software included, as 0.5ms.")] = None,
     efficiency: Annotated[float | None, typer.Option(help="Part of the link's rate that gradients get.")] = None,
     machine: Annotated[
@@ -52,22 +71,89 @@ def plan(
     accumulate: Annotated[int, typer.Option(help="So many times the batch between two exchanges.")] = 1,
     wire: Annotated[str | None, typer.Option(help="fp32, fp16, bf16, int8 or powersgd:RANK.")] = None,
     sync: Annotated[str | None, typer.Option(help="ddp, local:STEPS, diloco:STEPS, streaming:STEPS, sharded.")] = None,
-    on: Annotated[str, typer.Option(help="Where the command to paste would run; nothing is looked at.")] = HOSTS,
+    on: Annotated[
+        str | None,
+        typer.Option(help="Where the command to paste would run; nothing is looked at.", show_default="hosts.toml"),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A picture to write (PNG).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
+    simulate: options.Simulate = False,
+    hours: options.Hours = DEFAULTS.hours,
+    step_s: options.StepS = None,
+    tokens_per_step: options.TokensPerStep = None,
+    mtbf_hours: options.MtbfHours = DEFAULTS.mtbf_hours,
+    all_share: options.AllShare = DEFAULTS.all_share,
+    recovery: options.RecoveryKind = DEFAULTS.recovery,
+    checkpoint_every: options.CheckpointEvery = DEFAULTS.checkpoint_every,
+    checkpoint_s: options.CheckpointS = DEFAULTS.checkpoint_s,
+    hidden_checkpoints: options.HiddenCheckpoints = DEFAULTS.hidden_checkpoints,
+    detect_s: options.DetectS = DEFAULTS.detect_s,
+    restart_s: options.RestartS = DEFAULTS.restart_s,
+    regroup_s: options.RegroupS = DEFAULTS.regroup_s,
+    rejoin_s: options.RejoinS = DEFAULTS.rejoin_s,
+    repair_minutes: options.RepairMinutes = DEFAULTS.repair_minutes,
+    straggler: options.Straggler = DEFAULTS.straggler,
+    min_nodes: options.MinNodes = DEFAULTS.min_nodes,
+    spares: options.Spares = DEFAULTS.spares,
+    seeds: options.Seeds = DEFAULTS.seeds,
+    seed: options.Seed = DEFAULTS.seed,
 ) -> None:
-    """Predict step time and speed on 1, 2, 3 … machines, and say which lever helps. Starts nothing."""
+    """Predict step time and speed on 1, 2, 3 … machines, and say which lever helps. Starts nothing.
+
+    With --simulate: what failures, stragglers and checkpoints make of it over hours or months.
+    """
     given = locals()
+    if calibrate:
+        learn(preset or [], profile, json)
+        return
+    given["preset"] = planargs.one_preset(preset)
     if output is not None:
         planargs.check_picture(output)
-    counts = planargs.parse_nodes(nodes)
-    overrides = Overrides(efficiency, latency, flops, mfu, memory_gb)
-    wired = find_link(link)
-    machines = find_machines(machine, wired)
-    setting = make_setting(wired, machines, ranks_per_node, overrides)
-    workload, lever, notes = planargs.what_to_plan(given, max(counts) * ranks_per_node)
-    made = make_plan(workload, lever, setting, counts)
-    show(made, [describe(wired, machines, setting), *notes], given)
+    made_from = basis(given)
+    given["on"] = made_from.on
+    counts = planargs.parse_nodes(nodes or made_from.nodes)
+    workload, lever, notes = planargs.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
+    if simulate:
+        run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
+        return
+    made = make_plan(workload, lever, made_from.setting, counts)
+    show(made, [made_from.note, *notes], given)
+
+
+def foretell(
+    given: dict[str, Any], workload: Workload, lever: Lever, setting: Setting, nodes: int
+) -> options.SimulateOptions:
+    """The simulator's knobs, with the plan's own prediction for every number of nodes that are left."""
+    own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
+    knobs = {name: given[name] for name in own} | {"ranks_per_node": setting.ranks_per_node}
+
+    @cache
+    def planned(count: int) -> Prediction:
+        return predict(workload, lever, setting, count * setting.ranks_per_node)
+
+    step_s = (lambda count: planned(count).step.step_s) if given["step_s"] is None else given["step_s"]
+    tokens = planned(nodes).tokens if given["tokens_per_step"] is None else given["tokens_per_step"]
+    scaling = workload.train.scaling
+    return options.SimulateOptions(nodes=nodes, step_s=step_s, tokens_per_step=tokens, scaling=scaling, **knobs)
+
+
+def learn(runs: list[str], profile: Path | None, json: bool) -> None:
+    if not runs or profile is None:
+        raise UsageError(
+            "--calibrate needs runs to learn from and a profile to write into",
+            fix="write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml",
+        )
+    # Reading runs takes numpy, which takes as long to import as a whole plan.
+    from shoal.cli.lessonstext import lessons_document, print_lessons
+    from shoal.config.profile_file import write_profile
+    from shoal.trials.predicting import calibrated
+
+    learned, lessons = calibrated(profile, [Path(run) for run in runs])
+    write_profile(learned, profile)
+    if json:
+        print_json(lessons_document(learned, lessons))
+    else:
+        print_lessons(learned, lessons, profile)
 
 
 def show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:

@@ -58,6 +58,16 @@ def parse_nodes(text: str) -> list[int]:
     return sorted(set(found))
 
 
+def one_preset(words: list[str] | None) -> str | None:
+    if words and len(words) > 1:
+        raise UsageError(
+            f"{' '.join(words)} are several presets",
+            why="a plan is made for one model; several runs go with --calibrate",
+            fix=f"shoal plan {words[0]}",
+        )
+    return words[0] if words else None
+
+
 def _no_nodes(text: str) -> UsageError:
     return UsageError(
         f"--nodes {text} names no numbers of nodes",

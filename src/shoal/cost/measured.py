@@ -11,11 +11,13 @@ from shoal.config.schema import ModelConfig
 from shoal.cost.fit import Line
 from shoal.cost.lever import Lever
 from shoal.cost.network import MeasuredNetwork, Network, NoNetwork
+from shoal.cost.predict import Setting
 from shoal.cost.sizes import parameter_count
 from shoal.cost.step import RankWork
 from shoal.cost.wire import cpu_encode_s
 from shoal.cost.work import flops_per_token
 from shoal.cost.workload import Workload
+from shoal.errors import ConfigError
 
 # Fetching the batch and writing the step down: measured on small models, where it shows.
 NOTHING_LEARNED = Calibration(runs=1, other_s=0.002)
@@ -101,6 +103,16 @@ class MeasuredSpeed:
         if len(here) == 1:
             return 1.0
         return 1 + (crowding(self.profile, node) - 1) * (used - 1) / (len(here) - 1)
+
+
+def setting_of(profile: Profile) -> Setting:
+    if not all(node.paces for node in profile.nodes):
+        raise ConfigError(
+            "the profile does not say how fast a model trains on these machines",
+            why="an older shoal measured it",
+            fix=f"measure them again: shoal probe --on {profile.on}",
+        )
+    return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile))
 
 
 def measured_network(profile: Profile) -> Network:

@@ -18,23 +18,13 @@ from shoal.config.schema import Config, SyncConfig
 from shoal.cost.batch import rank_weights
 from shoal.cost.calibrate import Outcome, calibrate
 from shoal.cost.lever import BUCKET_MB, Lever
-from shoal.cost.measured import MeasuredSpeed, measured_network
-from shoal.cost.predict import Prediction, Setting, predict
+from shoal.cost.measured import MeasuredSpeed, setting_of
+from shoal.cost.predict import Prediction, predict
 from shoal.cost.workload import workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.report.summary import Summary, summarize
 from shoal.report.wording import count
 from shoal.runfolder import RunFolder, write_atomically
-
-
-def setting_of(profile: Profile) -> Setting:
-    if not all(node.paces for node in profile.nodes):
-        raise ConfigError(
-            "the profile does not say how fast a model trains on these machines",
-            why="an older shoal measured it",
-            fix=f"measure them again: shoal probe --on {profile.on}",
-        )
-    return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile))
 
 
 def lever_of(sync: SyncConfig) -> Lever:
