@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,4 +116,4 @@ def assumed_shape(parameters: int, seq_len: int) -> ModelConfig:
 
 
 def _depth(in_blocks: float) -> int:
-    return max(1, round((in_blocks / (12 * HEAD_WIDTH**2)) ** (1 / 3)))
+    return max(1, round(math.cbrt(in_blocks / (12 * HEAD_WIDTH**2))))
