@@ -101,23 +101,24 @@ def _option(plan: Plan, lever: Lever, nodes: int) -> Option:
 
 
 def _costs(lever: Lever) -> Iterator[str]:
+    """Short: each has its line of a table."""
     match lever.wire:
         case "fp16":
             yield "gradients keep 11 bits"
         case "bf16":
             yield "gradients keep 8 bits"
         case "int8":
-            yield "gradients in 256 steps a block, what is left out kept for the next (4 bytes a parameter)"
+            yield "gradients keep 8 bits a block; +4 bytes a parameter"
         case "powersgd":
-            yield f"gradients of rank {lever.rank}, what is left out kept for the next (4 bytes a parameter)"
+            yield f"gradients of rank {lever.rank}; +4 bytes a parameter"
     if lever.accumulation > 1:
-        yield f"a batch {lever.accumulation} times as large: fewer updates for the same text"
+        yield f"{lever.accumulation}× the batch, fewer updates"
     match lever.sync:
         case "local":
-            yield f"replicas drift apart for {lever.every} steps (4 bytes a parameter)"
+            yield f"replicas drift for {lever.every} steps; +4 bytes a parameter"
         case "diloco":
-            yield f"replicas drift apart for {lever.every} steps; an outer optimizer (12 bytes a parameter)"
+            yield f"replicas drift for {lever.every} steps; +12 bytes a parameter"
         case "streaming":
-            yield "as diloco, and each exchange counts later (12 bytes a parameter)"
+            yield "as diloco, applied later; +12 bytes a parameter"
         case "sharded":
-            yield "half as much again on the wire, for every micro-batch; divides the memory"
+            yield "half as many bytes again; the memory is divided"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,9 @@ _CHARACTERS = 96
 _BYTES = 256
 # The built-in corpus has so many different pieces and no more, however large a vocabulary is asked for.
 _GRAMMAR_BPE = 1647
+_GPT2_VOCABULARY = 50_257
+# Of GPT-2's smallest model the embedding is 31%.
+_VOCABULARY_PART = 0.3
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,14 @@ def assumed_vocabulary(data: DataConfig) -> int:
 
 
 def assumed_shape(parameters: int, seq_len: int) -> ModelConfig:
-    """A GPT of about this size on the one dial there is, depth: a head of 64 a layer."""
-    depth = max(1, round((parameters / (12 * HEAD_WIDTH**2)) ** (1 / 3)))
-    return ModelConfig(layers=depth, heads=depth, width=HEAD_WIDTH * depth, seq_len=seq_len, vocab_size=50_257)
+    """A GPT of about this size on the one dial there is, depth: a head of 64 a layer. Its vocabulary is GPT-2's, or
+    what a small model can afford."""
+    embedding = _VOCABULARY_PART * parameters
+    depth = _depth(parameters - min(embedding, _GPT2_VOCABULARY * HEAD_WIDTH * _depth(parameters)))
+    width = HEAD_WIDTH * depth
+    words = max(1, min(_GPT2_VOCABULARY, round(embedding / width)))
+    return ModelConfig(layers=depth, heads=depth, width=width, seq_len=seq_len, vocab_size=words)
+
+
+def _depth(in_blocks: float) -> int:
+    return max(1, round(math.cbrt(in_blocks / (12 * HEAD_WIDTH**2))))

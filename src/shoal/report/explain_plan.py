@@ -99,9 +99,11 @@ def _memory(plan: Plan, advice: Advice) -> str:
 def _room(plan: Plan, row: Row, available: float) -> list[str]:
     if row.prediction.fits:
         return []
-    most = largest_micro_batch(plan.workload, plan.lever, row.prediction.world_size, available)
-    if most:
-        return [f"That does not fit; with --micro-batch {most} it would."]
+    world_size, batch = row.prediction.world_size, row.prediction.deal.global_batch
+    most = largest_micro_batch(plan.workload, plan.lever, world_size, available)
+    sizes = [size for size in range(1, most + 1) if batch % size == 0 and batch // size >= world_size]
+    if sizes:
+        return [f"That does not fit; with --micro-batch {max(sizes)} it would."]
     return ["That does not fit, not even one sequence at a time."]
 
 

@@ -1,0 +1,293 @@
+"""A step predicted: collectives, the slowest of many, levers, and the figures everybody knows."""
+
+from __future__ import annotations
+
+import statistics
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config.load import build_config
+from shoal.config.schema import TrainConfig
+from shoal.cost.catalogue import LINKS, MACHINES
+from shoal.cost.collectives import Wire, collective_s, hierarchical_s, payload_factor
+from shoal.cost.lever import AVAILABLE, Lever
+from shoal.cost.network import NodesNetwork, RingNetwork
+from shoal.cost.plan import make_plan, make_row
+from shoal.cost.predict import Setting, predict, speeds
+from shoal.cost.sheet import Overrides, find_link, find_machines, make_setting
+from shoal.cost.slowest import expected_max, expected_max_of, expected_slowest
+from shoal.cost.speed import SheetSpeed
+from shoal.cost.workload import bare_workload, workload_of
+
+GPT2 = workload_of(build_config("gpt2-124m"))
+GIGABIT = Wire(125e6, 1e-3)
+
+
+def setting(
+    link: str = "1gbe", machine: str = "laptop", ranks_per_node: int = 1, efficiency: float | None = None
+) -> Setting:
+    wired = find_link(link)
+    return make_setting(wired, find_machines(machine, wired), ranks_per_node, Overrides(efficiency=efficiency))
+
+
+# The figures everybody knows
+
+
+def test_the_payload_tends_to_twice_the_gradient() -> None:
+    factors = [payload_factor(count) for count in (1, 2, 3, 1000)]
+    assert factors == pytest.approx([0.0, 1.0, 4 / 3, 2.0], abs=0.003)
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(2, 4.5), (3, 6.0)])
+def test_gpt2_over_a_gigabit(nodes: int, seconds: float) -> None:
+    row = make_row(GPT2, Lever(), setting(efficiency=0.9), nodes)
+    assert row.prediction.step.comm_s == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("link", "seconds"), [("1gbe", 14.3), ("10gbe", 1.43), ("400gbe", 0.036)])
+@pytest.mark.parametrize("machine", ["laptop", "h100"])
+def test_760_million_halves_on_two_nodes(link: str, machine: str, seconds: float) -> None:
+    model = bare_workload(760_000_000, 1024, TrainConfig(), "bf16")
+    step = predict(model, Lever(), setting(link, machine, efficiency=0.85), 2).step
+    assert step.comm_s == pytest.approx(seconds, rel=0.04)
+
+
+# Collectives
+
+
+def test_a_ring_sends_in_rounds() -> None:
+    assert collective_s("all-reduce", 4, 125e6, GIGABIT) == pytest.approx(1.5 + 6e-3)
+    assert collective_s("reduce-scatter", 4, 125e6, GIGABIT) == pytest.approx(0.75 + 3e-3)
+    assert collective_s("all-gather", 4, 125e6, GIGABIT) == pytest.approx(0.75 + 3e-3)
+
+
+def test_a_tree_has_few_messages_and_full_size_ones() -> None:
+    assert collective_s("all-reduce", 8, 125e6, GIGABIT, "tree") == pytest.approx(2.0 + 6e-3)
+    assert collective_s("broadcast", 8, 125e6, GIGABIT, "tree") == pytest.approx(3.0 + 3e-3)
+
+
+@given(st.sampled_from(["all-reduce", "reduce-scatter", "all-gather", "broadcast"]), st.floats(0, 1e9))
+def test_nothing_is_sent_to_oneself(op: str, size: float) -> None:
+    assert collective_s(op, 1, size, GIGABIT) == 0.0  # type: ignore[arg-type]
+
+
+@given(st.integers(2, 10_000), st.floats(1, 1e9))
+def test_the_halves_of_an_all_reduce_are_the_all_reduce(world: int, size: float) -> None:
+    halves = [collective_s(op, world, size, GIGABIT) for op in ("reduce-scatter", "all-gather")]
+    assert sum(halves) == pytest.approx(collective_s("all-reduce", world, size, GIGABIT))
+
+
+def test_large_worlds_use_trees_where_they_may() -> None:
+    ring, either = RingNetwork(1e9, 1e-4), RingNetwork(1e9, 1e-4, trees=True)
+    assert either.all_reduce(2, 1e8, 4) == ring.all_reduce(2, 1e8, 4)
+    assert either.all_reduce(1000, 1e6, 4).seconds < 0.1 * ring.all_reduce(1000, 1e6, 4).seconds
+
+
+def test_summing_up_inside_first() -> None:
+    inside, between = Wire(1e9, 1e-5), Wire(1e8, 1e-3)
+    seconds = hierarchical_s(4, 8, 1e8, inside, between)
+    assert seconds == pytest.approx(1.75 * 0.1 + 14e-5 + 1.5 + 6e-3)
+    network = NodesNetwork(8, RingNetwork(1e9, 1e-5), RingNetwork(1e8, 1e-3), hierarchical=True)
+    assert network.all_reduce(32, 1e8, 4).seconds == pytest.approx(seconds)
+
+
+def test_a_flat_ring_waits_for_every_rank() -> None:
+    flat = NodesNetwork(8, RingNetwork(1e9, 1e-5), RingNetwork(1e8, 1e-3))
+    assert flat.all_reduce(32, 1e8, 4).seconds == pytest.approx(2 * 31 / 32 + 62e-3)
+    assert flat.all_reduce(8, 1e8, 4).seconds == pytest.approx(0.175 + 14e-5), "one node has no outside"
+
+
+def test_everybody_shares_the_air() -> None:
+    """Two stations and an access point: each byte is on the air twice, in both directions at once."""
+    cable, air = RingNetwork(1e8, 0.0), RingNetwork(1e8, 0.0, air=True)
+    assert air.all_reduce(2, 1e8, 4).seconds == pytest.approx(4 * cable.all_reduce(2, 1e8, 4).seconds)
+    assert air.all_reduce(3, 1e8, 4).seconds == pytest.approx(6 * cable.all_reduce(3, 1e8, 4).seconds)
+
+
+# The slowest of many
+
+
+@pytest.mark.parametrize(("count", "value"), [(1, 0.0), (2, 0.5642), (3, 0.8463), (10, 1.5388), (1000, 3.2414)])
+def test_the_expected_maximum_of_normals(count: int, value: float) -> None:
+    assert expected_max(count) == pytest.approx(value, abs=1e-4)
+
+
+def test_unequal_ones_against_drawing_them() -> None:
+    means, deviations = [1.0, 1.2, 0.9, 1.2], [0.1, 0.2, 0.5, 0.0]
+    random = Random(1)
+    drawn = [max(map(random.gauss, means, deviations)) for _ in range(40_000)]
+    assert expected_slowest(means, deviations) == pytest.approx(statistics.fmean(drawn), rel=0.005)
+
+
+def test_the_slowest_of_one_or_of_punctual_ones_is_known() -> None:
+    assert expected_slowest([2.0], [0.3]) == pytest.approx(2.0)
+    assert expected_slowest([2.0, 3.0], [0.0, 0.0]) == 3.0
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=20), st.integers(1, 50))
+def test_of_samples_it_lies_between_mean_and_maximum(samples: list[float], count: int) -> None:
+    found = expected_max_of(samples, count)
+    assert statistics.fmean(samples) <= found + 1e-9
+    assert found <= max(samples) + 1e-9
+
+
+def test_of_samples_one_draw_is_the_mean_and_many_are_the_maximum() -> None:
+    assert expected_max_of([1.0, 2.0, 6.0], 1) == pytest.approx(3.0)
+    assert expected_max_of([1.0, 2.0, 6.0], 1000) == pytest.approx(6.0)
+
+
+# Levers
+
+
+def step_s(lever: Lever, nodes: int = 4, where: Setting | None = None) -> float:
+    return predict(GPT2, lever, where or setting(), nodes).step.step_s
+
+
+def test_fewer_bytes_are_faster_on_a_slow_link_and_cost_on_a_fast_one() -> None:
+    assert step_s(Lever(wire="fp16")) < step_s(Lever())
+    fast = setting("400gbe", "laptop", efficiency=1.0)
+    assert step_s(Lever(wire="int8"), where=fast) > step_s(Lever(), where=fast)
+
+
+def test_overlap_hides() -> None:
+    assert step_s(Lever()) < step_s(Lever(overlap=False))
+    barrier = predict(GPT2, Lever(overlap=False), setting(), 4).step
+    assert barrier.exposed_s == pytest.approx(barrier.comm_s)
+
+
+def test_accumulation_pays_one_exchange_for_more_tokens() -> None:
+    once, four = (predict(GPT2, Lever(accumulation=count), setting(), 4) for count in (1, 4))
+    assert four.tokens == 4 * once.tokens
+    assert four.step.comm_s == once.step.comm_s
+    assert four.tokens_per_s > 1.4 * once.tokens_per_s
+
+
+def test_outer_steps_divide_the_exchange_and_streaming_hides_it() -> None:
+    ddp, local = predict(GPT2, Lever(), setting(), 4), predict(GPT2, Lever(sync="local", every=8), setting(), 4)
+    streaming = predict(GPT2, Lever(sync="streaming", every=8), setting(), 4)
+    assert local.step.comm_s == pytest.approx(ddp.step.comm_s / 8)
+    assert local.step.exposed_s == pytest.approx(local.step.comm_s)
+    assert local.wire_bytes == pytest.approx(ddp.wire_bytes / 8)
+    assert streaming.step.exposed_s < 0.1 * local.step.exposed_s
+
+
+def test_streaming_cannot_hide_what_takes_longer_than_computing() -> None:
+    slow = predict(GPT2, Lever(sync="streaming", every=2), setting("1mbit"), 2).step
+    busy_s = slow.compute_s + slow.optimizer_s
+    assert slow.exposed_s == pytest.approx(slow.comm_s - busy_s, rel=0.01)
+
+
+def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
+    ddp, sharded = (predict(GPT2, Lever(sync=sync), setting(), 2) for sync in ("ddp", "sharded"))
+    assert sharded.deal.micro_batches == (2, 2)
+    assert sharded.step.comm_s == pytest.approx(2 * 1.5 * ddp.step.comm_s)
+    assert sharded.wire_bytes == pytest.approx(3 * ddp.wire_bytes)
+
+
+def test_powersgd_sends_two_messages_for_each_bucket() -> None:
+    silent = Setting(setting().speed, RingNetwork(1e30, 1e-3))
+    plain, low_rank = (predict(GPT2, Lever().with_(wire=wire), silent, 2).step for wire in ("fp32", "powersgd"))
+    assert low_rank.comm_s == pytest.approx(2 * plain.comm_s)
+
+
+@pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "sharded"])
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8", "powersgd"])
+def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
+    found = predict(GPT2, Lever().with_(sync=sync, wire=wire), setting(), 1)
+    assert (found.step.comm_s, found.step.exposed_s, found.step.wait_s, found.wire_bytes) == (0, 0, 0, 0)
+
+
+@given(
+    st.integers(1, 64),
+    st.sampled_from(["ddp", "local", "diloco", "streaming", "sharded"]),
+    st.sampled_from(sorted(LINKS)),
+    st.sampled_from(sorted(MACHINES)),
+)
+def test_parts_are_never_negative_and_add_up(nodes: int, sync: str, link: str, machine: str) -> None:
+    workload = GPT2.with_batch(64)
+    step = predict(workload, Lever().with_(sync=sync), setting(link, machine), nodes).step
+    parts = (step.compute_s, step.exposed_s, step.wait_s, step.optimizer_s, step.other_s)
+    assert min(parts) >= -1e-9
+    assert sum(parts) == pytest.approx(step.step_s)
+
+
+def test_every_part_of_a_lever_is_in_the_table() -> None:
+    lever = Lever("sharded", "int8", 2, hierarchical=True, balanced=True)
+    assert set(lever.parts) <= AVAILABLE.keys()
+    assert Lever(wire="fp16", accumulation=4, balanced=True).is_available
+    assert not lever.is_available
+    assert str(lever) == "sharded, int8, batch ×2, balanced, hierarchical"
+
+
+# Machines
+
+
+def test_a_busier_machine_gets_less_where_shares_follow_speed() -> None:
+    unequal, workload = setting(machine="desktop,laptop"), GPT2.with_batch(16)
+    assert speeds(workload, unequal.speed, 2) == (1.0, 0.37)
+    equal, balanced = (make_row(workload, Lever(balanced=choice), unequal, 2) for choice in (False, True))
+    assert balanced.prediction.deal.micro_batches == (12, 4)
+    assert balanced.prediction.tokens_per_s > 1.5 * equal.prediction.tokens_per_s
+    assert balanced.speedup < 1.37 < equal.speedup / equal.efficiency + 1e-9
+
+
+def test_speed_up_is_against_the_fastest_alone() -> None:
+    slow_first = make_row(GPT2, Lever(), setting(machine="laptop,desktop"), 2)
+    fast_first = make_row(GPT2, Lever(), setting(machine="desktop,laptop"), 2)
+    assert slow_first.speedup == pytest.approx(fast_first.speedup)
+    assert slow_first.efficiency == pytest.approx(fast_first.efficiency)
+
+
+def test_the_ranks_of_a_node_share_its_cpu_but_not_its_gpus() -> None:
+    def alone(machine: str, ranks: int) -> float:
+        speed = SheetSpeed((MACHINES[machine],), ranks)
+        return speed.work(GPT2, 0, 16, 1).compute_s
+
+    assert alone("laptop", 4) == pytest.approx(4 * alone("laptop", 1))
+    assert alone("h100", 4) == alone("h100", 1)
+
+
+def test_a_small_model_on_a_gpu_waits_for_operations_to_start() -> None:
+    speed = SheetSpeed((MACHINES["h200"],))
+    grammar = workload_of(build_config("grammar"))
+    assert speed.work(grammar, 0, 1, 1).compute_s == pytest.approx(speed.work(grammar, 0, 16, 1).compute_s)
+    assert speed.work(grammar, 0, 16, 1).compute_s == pytest.approx(4.2e-3)
+
+
+def test_gloo_has_a_limit_of_its_own_unless_an_efficiency_is_stated() -> None:
+    def rate(link: str, machine: str, efficiency: float | None = None) -> float:
+        network = setting(link, machine, efficiency=efficiency).network
+        assert isinstance(network, RingNetwork)
+        return 8 * network.bytes_per_s
+
+    assert rate("100gbe", "laptop") == pytest.approx(7e9)
+    assert rate("100gbe", "h100") == pytest.approx(94e9)
+    assert rate("100gbe", "laptop", 0.5) == pytest.approx(50e9)
+    assert rate("100gbe", "laptop,h100") == pytest.approx(7e9), "one without a GPU is enough"
+
+
+def test_a_bare_model_gets_a_micro_batch_that_fits() -> None:
+    bare = bare_workload(760_000_000, 1024, TrainConfig(global_batch=512), "bf16")
+    found = predict(bare, Lever(), setting("400gbe", "h100"), 2)
+    assert found.fits
+    assert found.deal.micro_batch < 64
+    ours = workload_of(build_config("gpt2-124m", sets=["train.global_batch=64", "train.micro_batch=64"]))
+    assert not predict(ours, Lever(), setting("400gbe", "rtx4070"), 1).fits, "a stated one stays"
+
+
+def test_rows_of_a_plan() -> None:
+    plan = make_plan(GPT2.with_batch(8), Lever(), setting(), [1, 2, 4, 8])
+    assert [row.nodes for row in plan.rows] == [1, 2, 4, 8]
+    assert plan.rows[0].speedup == pytest.approx(1.0)
+    assert [row.efficiency for row in plan.rows] == sorted((row.efficiency for row in plan.rows), reverse=True)
+    assert plan.best is plan.rows[-1]
+
+
+def test_sixteen_thousand_ranks() -> None:
+    bare = bare_workload(10**9, 1024, TrainConfig(global_batch=2**15), "bf16")
+    row = make_row(bare, Lever(), setting("400gbe", "h100"), 16_384)
+    assert row.prediction.deal.global_batch == 2**15
+    assert 0.2 < row.efficiency < 1

@@ -1,0 +1,185 @@
+"""What a plan reckons with, held against the real model: parameters, arithmetic, what is kept for backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.config.load import build_config
+from shoal.config.schema import DataConfig, ModelConfig, TrainConfig
+from shoal.cost.lever import Lever
+from shoal.cost.memory import fits, largest_micro_batch, needed
+from shoal.cost.sizes import activation_bytes, parameter_count, saved_elements
+from shoal.cost.wire import bytes_per_parameter, is_encoded
+from shoal.cost.work import flops_per_token
+from shoal.cost.workload import Workload, assumed_shape, assumed_vocabulary, bare_workload, workload_of
+from shoal.data.prepare import prepare
+from shoal.model.gpt import GPT
+
+SHAPES = [
+    ModelConfig(layers=2, heads=4, width=64, seq_len=32, vocab_size=300),
+    ModelConfig(layers=3, heads=2, width=128, seq_len=64, vocab_size=100),
+]
+GPT2 = workload_of(build_config("gpt2-124m"))
+
+
+def loss_of(model: GPT, sequences: int) -> Tensor:
+    config = model.config
+    tokens = torch.randint(config.vocab_size, (sequences, config.seq_len))
+    loss: Tensor = model(tokens, tokens)
+    return loss
+
+
+def kept_bytes(shape: ModelConfig, sequences: int) -> int:
+    """Of what forward keeps for backward: each storage once, and the weights not at all."""
+    model = GPT(shape)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and tensor.dim() and storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # or another tensor would get its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, sequences)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_kept_for_backward_is_what_the_model_keeps(shape: ModelConfig) -> None:
+    assert kept_bytes(shape, 3) == 4 * 3 * shape.seq_len * saved_elements(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_arithmetic_is_what_torch_counts(shape: ModelConfig) -> None:
+    """With attention by plain products: torch does not count inside the fused one on a CPU."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss_of(GPT(shape), 3).backward()
+    assert counter.get_total_flops() == pytest.approx(3 * shape.seq_len * flops_per_token(shape))
+
+
+def test_the_peak_holds_the_predictions_three_times() -> None:
+    """As an H200 showed: 21.2 GB for 124M parameters and 16 sequences, without the gradients; 36.4 for 850M and 8."""
+    small = activation_bytes(GPT2.shape, 16) + 12 * GPT2.parameters
+    shape = ModelConfig(layers=25, heads=25, width=1600, seq_len=1024, vocab_size=50_257)
+    large = activation_bytes(shape, 8) + 12 * parameter_count(shape)
+    assert small == pytest.approx(21.2e9, rel=0.03)
+    assert large == pytest.approx(36.4e9, rel=0.03)
+
+
+# Workloads
+
+
+def test_a_preset_whose_vocabulary_is_known() -> None:
+    assert (GPT2.parameters, GPT2.seq_len, GPT2.gradient_bytes) == (124_439_808, 1024, 4)
+    assert GPT2.tokens(2) == 4096
+
+
+def test_the_vocabulary_of_the_built_in_text_is_what_its_tokenizer_finds(tmp_path: Path) -> None:
+    data = DataConfig(cache_dir=tmp_path)
+    assert assumed_vocabulary(data) == prepare(data).vocab_size
+    assert assumed_vocabulary(DataConfig(bpe_vocab=500)) == 500
+    assert assumed_vocabulary(DataConfig(path=Path("some.txt"))) == 2048
+    assert assumed_vocabulary(DataConfig(tokenizer="byte")) == 256
+
+
+def test_weak_scaling_and_accumulation_make_the_batch_larger() -> None:
+    weak = workload_of(build_config("gpt2-124m", sets=["train.scaling=weak"]))
+    assert weak.tokens(3) == 3 * 4096
+    assert GPT2.accumulated(4).tokens(3) == 4 * 4096
+    assert GPT2.accumulated(1) is GPT2
+
+
+@pytest.mark.parametrize("parameters", [10_000_000, 124_439_808, 760_000_000, 7_000_000_000])
+def test_an_assumed_shape_is_of_about_that_size(parameters: int) -> None:
+    assert parameter_count(assumed_shape(parameters, 1024)) == pytest.approx(parameters, rel=0.15)
+
+
+def test_the_assumed_shape_of_gpt2s_size_is_gpt2s() -> None:
+    shape = assumed_shape(GPT2.parameters, 1024)
+    assert (shape.layers, shape.width) == (12, 768)
+
+
+@given(st.integers(1, 10**14))
+def test_every_number_of_parameters_has_a_shape(parameters: int) -> None:
+    assert assumed_shape(parameters, 1024).vocab_size <= max(1, parameters)
+
+
+def test_bare_gradients_can_be_halves() -> None:
+    bare = bare_workload(760_000_000, 1024, TrainConfig(), "bf16")
+    assert (bare.gradient_bytes, bare.flops_per_token, bare.model) == (2, 6 * 760e6, None)
+
+
+# Wire formats
+
+
+@pytest.mark.parametrize(("wire", "size"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1.015625)])
+def test_bytes_on_the_wire(wire: str, size: float) -> None:
+    assert bytes_per_parameter(Lever().with_(wire=wire), GPT2) == size
+
+
+def test_halves_are_not_halved_again() -> None:
+    bare = bare_workload(10**9, 1024, TrainConfig(), "bf16")
+    assert bytes_per_parameter(Lever(wire="fp16"), bare) == 2
+    assert not is_encoded(Lever(wire="fp16"), bare)
+    assert is_encoded(Lever(wire="int8"), bare)
+
+
+def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
+    """By the real model's matrices; vectors travel whole."""
+    shape = SHAPES[0]
+    sizes = [tuple(parameter.shape) for parameter in GPT(shape).parameters()]
+    sent = sum(min(size[0] * size[1], 2 * sum(size)) if len(size) == 2 else size[0] for size in sizes)
+    workload = Workload("small", parameter_count(shape), flops_per_token(shape), shape.seq_len, TrainConfig(), shape)
+    lever = Lever(wire="powersgd", rank=2)
+    assert bytes_per_parameter(lever, workload) * workload.parameters == pytest.approx(4 * sent)
+
+
+# Memory
+
+
+def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
+    alone, eight = (needed(GPT2, Lever(), 1, world) for world in (1, 8))
+    sharded = needed(GPT2, Lever(sync="sharded"), 1, 8)
+    assert alone == eight
+    assert alone.weights + alone.gradients + alone.moments == 16 * GPT2.parameters
+    assert sharded.moments == alone.moments / 8
+    assert sharded.activations == alone.activations
+
+
+@pytest.mark.parametrize(
+    ("lever", "more"),
+    [
+        (Lever(wire="fp16"), 0),
+        (Lever(wire="int8"), 4),
+        (Lever(wire="powersgd"), 4),
+        (Lever(sync="local", every=8), 4),
+        (Lever(sync="diloco", every=100), 12),
+    ],
+)
+def test_what_a_lever_keeps_beside(lever: Lever, more: int) -> None:
+    plain, other = needed(GPT2, Lever(), 1, 2), needed(GPT2, lever, 1, 2)
+    assert other.total - plain.total == more * GPT2.parameters
+
+
+def test_halves_are_trained_with_sixteen_bytes_a_parameter() -> None:
+    memory = needed(bare_workload(10**9, 1024, TrainConfig(), "bf16"), Lever(), 0, 1)
+    assert memory.weights + memory.gradients + memory.moments + memory.copies == 16e9
+
+
+@pytest.mark.parametrize("available", [1e9, 4e9, 16e9, 80e9])
+def test_the_largest_micro_batch_fits_and_one_more_does_not(available: float) -> None:
+    most = largest_micro_batch(GPT2, Lever(), 2, available)
+    assert fits(needed(GPT2, Lever(), most, 2), available) == (available > 3e9)
+    assert not fits(needed(GPT2, Lever(), most + 1, 2), available)
