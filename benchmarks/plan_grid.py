@@ -67,11 +67,15 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--budget", type=int, default=60, help="seconds of each probe")
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--keep", type=Path, help="a folder for profiles and runs, to look at or learn from")
     parser.add_argument("--picture", type=Path)
     chosen = parser.parse_args()
     cases: list[Case] = []
     for nodes, link in product(map(int, chosen.nodes.split(",")), chosen.links.split(",")):
-        cases += on_lab(nodes, link, chosen.models.split(","), chosen.budget)
+        with tempfile.TemporaryDirectory() as folder:
+            kept = chosen.keep / f"{nodes}-{link}" if chosen.keep else Path(folder)
+            kept.mkdir(parents=True, exist_ok=True)
+            cases += on_lab(nodes, link, chosen.models.split(","), chosen.budget, kept)
     document = {"cases": [asdict(case) for case in cases], **verdict(cases)}
     if chosen.output:
         chosen.output.write_text(json.dumps(document, indent=1) + "\n")
@@ -80,20 +84,19 @@ def main() -> None:
     print(json.dumps(verdict(cases), indent=2))
 
 
-def on_lab(nodes: int, link: str, models: list[str], budget_s: int) -> list[Case]:
+def on_lab(nodes: int, link: str, models: list[str], budget_s: int, folder: Path) -> list[Case]:
     # Three nodes on two cores: each gets its part of them, so that every step has the same.
     cores = os.cpu_count() or 1
     cpu = None if nodes <= cores else f"{cores / nodes:.2f}"
     lab = up(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            profile = Path(folder) / "profile.toml"
-            names = [word for name in models for word in ("--model", name)]
-            _shoal("probe", "--on", f"lab:{lab.name}", "--budget", str(budget_s), *names, "-o", str(profile))
-            return [
-                one_case(lab, nodes, link, model, accumulation, wire, profile)
-                for model, accumulation, wire in product(models, ACCUMULATION, WIRES)
-            ]
+        profile = folder / "profile.toml"
+        names = [word for name in models for word in ("--model", name)]
+        _shoal("probe", "--on", f"lab:{lab.name}", "--budget", str(budget_s), *names, "-o", str(profile))
+        return [
+            one_case(lab, nodes, link, model, accumulation, wire, profile)
+            for model, accumulation, wire in product(models, ACCUMULATION, WIRES)
+        ]
     finally:
         lab.close()
 

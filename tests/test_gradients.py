@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.cost.buckets import fill_buckets
+from shoal.cost.buckets import gradients as cost_gradients
 from shoal.model.gpt import GPT
 from shoal.sync.exchange import StepExchange, sum_over_world
-from shoal.sync.gradients import CommTimes, make_gradient_sync
+from shoal.sync.gradients import CommTimes, HookedDDP, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from, tell_all
 from shoal.sync.world import World, barrier
 from shoal.train.state import digest, weights
@@ -94,6 +96,34 @@ def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:
         assert gradient.tobytes() == second[name].tobytes()
         np.testing.assert_allclose(gradient, reference[name], rtol=2e-3, atol=5e-5)
     assert any((first[name] != exact).any() for name, exact in reference.items())
+
+
+def sent(world: World, settings: dict[str, Any]) -> list[int]:
+    """Parameters of every message of a second backward, when DDP has seen in which order gradients come."""
+    messages: list[int] = []
+
+    def counted(_: World, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        messages.append(bucket.numel())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket)
+        return done
+
+    torch.manual_seed(1)
+    sync = HookedDDP(GPT(ModelConfig(**settings["model"])), world, counted, settings["bucket_mb"])
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    for _ in range(2):
+        messages.clear()
+        with sync.micro_batch(last=True):
+            sync.module(tokens, tokens).backward()
+    return messages
+
+
+@pytest.mark.parametrize("bucket_mb", [0.05, 0.2, 25.0])
+def test_buckets_are_those_that_plans_reckon_with(bucket_mb: float, tmp_path: Path) -> None:
+    model = {"layers": 3, "heads": 2, "width": 64, "seq_len": 8, "vocab_size": 300}
+    [messages] = run_ranks(sent, 1, tmp_path, {"model": model, "bucket_mb": bucket_mb})
+    planned = fill_buckets(cost_gradients(ModelConfig(**model)), bucket_mb)
+    assert messages == [bucket.parameters for bucket in planned]
 
 
 def slow_rank(world: World, where: str) -> tuple[float, float, bool]:

@@ -19,14 +19,14 @@ SMALL = ModelConfig(vocab_size=2048)
 
 @pytest.mark.parametrize("model", [GPT2, SMALL])
 def test_buckets_hold_every_parameter_and_are_ready_in_order(model: ModelConfig) -> None:
-    buckets = fill_buckets(gradients(model))
+    buckets = fill_buckets(gradients(model), 25.0, 1.0)
     assert sum(bucket.parameters for bucket in buckets) == parameter_count(model)
     assert [bucket.ready for bucket in buckets] == sorted(bucket.ready for bucket in buckets)
     assert buckets[-1].ready == 1.0
 
 
 def test_the_tied_embedding_travels_last_and_alone_hides_nothing() -> None:
-    last = fill_buckets(gradients(GPT2))[-1]
+    last = fill_buckets(gradients(GPT2), 25.0)[-1]
     assert last.parameters >= GPT2.vocab_size * GPT2.width
     assert last.ready == 1.0
 

@@ -36,7 +36,7 @@ class Levers(Record):
     """The choices that trade communication against work. `accumulation` is micro-batches a rank does per exchange."""
 
     accumulation: int | None
-    bucket_mb: float
+    bucket_mb: float | None
     overlap: bool
     wire: str
 

@@ -109,13 +109,14 @@ class SyncConfig(Section):
     of a gradient exchange at the price of its precision. `measure`: `hook` times every all-reduce where it happens,
     inside DDP's overlap; `barrier` switches the overlap off and puts barriers around backward and all-reduce, which
     gives clean figures and a slower step; `off` times only the step as a whole. Raise `timeout_s` when a healthy but
-    slow peer is taken for dead.
+    slow peer is taken for dead. `bucket_mb` is how much of the gradients travels together: less hides more of it behind
+    backward, and costs a message each; unset it follows the model's size.
     """
 
     mode: Literal["ddp", "stock"] = "ddp"
     wire: Literal["fp32", "fp16"] = "fp32"
     measure: Literal["hook", "barrier", "off"] = "hook"
-    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    bucket_mb: Annotated[float, Field(gt=0)] | None = None
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.config.schema import ModelConfig
-from shoal.cost.lever import BUCKET_MB
 
-# DDP's own (`dist._DEFAULT_FIRST_BUCKET_BYTES`): something to send is there early.
-FIRST_BUCKET_BYTES = 1 << 20
+# DDP's own defaults: the first bucket is small, so that something to send is there early.
+STOCK_FIRST_MB, STOCK_MB = 1.0, 25.0
 _GRADIENT_BYTES = 4
+# DDP's 25 MB are one bucket for a small model, and nothing of it is hidden. Measured on two nodes with 6.7 MB of
+# gradients: buckets of 1 MB make a step 8% shorter at 1 Gbit and 13% at 100 Mbit; smaller ones pay more for messages
+# than they hide.
+_PARTS = 8
+_LEAST_MB, _MOST_MB = 1.0, 25.0
 # Tensors for which nobody knows the shape, only how many parameters there are in all.
 _UNKNOWN_TENSORS = 100
 
@@ -53,15 +57,22 @@ def even_gradients(parameters: int) -> list[Gradient]:
     return [Gradient(size, (index + 1) / count) for index, size in enumerate(sizes)]
 
 
+def bucket_mb_for(gradient_bytes: float) -> float:
+    """An eighth of the gradients, but neither crumbs nor everything at once."""
+    return min(_MOST_MB, max(_LEAST_MB, gradient_bytes / _PARTS / 2**20))
+
+
 def fill_buckets(
-    found: Sequence[Gradient], bucket_mb: float = BUCKET_MB, gradient_bytes: int = _GRADIENT_BYTES
+    found: Sequence[Gradient], bucket_mb: float, first_mb: float | None = None, gradient_bytes: int = _GRADIENT_BYTES
 ) -> list[Bucket]:
-    """As DDP does once it has seen a backward: in order of readiness, each closed by the tensor that fills it."""
-    return list(_filled(found, int(bucket_mb * 2**20), gradient_bytes))
+    """As DDP does once it has seen a backward: in order of readiness, each closed by the tensor that fills it. The
+    first has a size of its own where nobody set the others'."""
+    cap_bytes = int(bucket_mb * 2**20)
+    return list(_filled(found, cap_bytes, int((first_mb or bucket_mb) * 2**20), gradient_bytes))
 
 
-def _filled(found: Sequence[Gradient], cap_bytes: int, gradient_bytes: int) -> Iterator[Bucket]:
-    limit, held = min(FIRST_BUCKET_BYTES, cap_bytes), 0
+def _filled(found: Sequence[Gradient], cap_bytes: int, first_bytes: int, gradient_bytes: int) -> Iterator[Bucket]:
+    limit, held = min(first_bytes, cap_bytes), 0
     for gradient in found:
         held += gradient.parameters
         if gradient_bytes * held >= limit:

@@ -8,8 +8,6 @@ from typing import Literal
 WireName = Literal["fp32", "fp16", "bf16", "int8", "powersgd"]
 Sync = Literal["ddp", "local", "diloco", "streaming", "sharded"]
 
-BUCKET_MB = 25.0
-
 # What a training can be told to do today. Whoever builds one of the others changes its line here, and plans offer it.
 AVAILABLE = {
     "ddp": True,
@@ -33,8 +31,9 @@ class Lever:
     """One way to synchronise. `accumulation` multiplies the work between two exchanges, and with it the global batch.
 
     `every` is the number of steps from one outer exchange to the next (LocalSGD and DiLoCo; 1 for the others),
-    `rank` is PowerSGD's. `overlap` off is what `sync.measure=barrier` does. `hierarchical` sums up inside each node
-    before it goes between them. `balanced` deals a batch by speed instead of evenly.
+    `rank` is PowerSGD's. `bucket_mb` unset follows the model's size; plain DDP has a smaller first one. `overlap` off
+    is what `sync.measure=barrier` does. `hierarchical` sums up inside each node before it goes between them. `balanced`
+    deals a batch by speed instead of evenly.
     """
 
     sync: Sync = "ddp"
@@ -42,7 +41,8 @@ class Lever:
     accumulation: int = 1
     every: int = 1
     rank: int = 4
-    bucket_mb: float = BUCKET_MB
+    bucket_mb: float | None = None
+    first_bucket_mb: float | None = None
     overlap: bool = True
     hierarchical: bool = False
     balanced: bool = False

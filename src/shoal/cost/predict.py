@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.cost.batch import MICRO_BATCH_CAP, Deal
-from shoal.cost.buckets import Bucket, fill_buckets
+from shoal.cost.buckets import Bucket, bucket_mb_for, fill_buckets
 from shoal.cost.collectives import payload_factor
 from shoal.cost.lever import Lever
 from shoal.cost.memory import Memory, fits, largest_micro_batch, needed
@@ -141,7 +141,8 @@ def _exchanges(
     if world_size == 1:
         return _Exchanges(0.0, 0.0)
     exchange = _exchange(workload, lever, setting, world_size)
-    buckets = fill_buckets(workload.gradients(), lever.bucket_mb, workload.gradient_bytes)
+    each_mb = lever.bucket_mb or bucket_mb_for(workload.gradient_bytes * workload.parameters)
+    buckets = fill_buckets(workload.gradients(), each_mb, lever.first_bucket_mb, workload.gradient_bytes)
     encode_s = setting.speed.encode_s(lever, rank, workload.parameters) if is_encoded(lever, workload) else 0.0
     shown = {"ddp": _every_step, "sharded": _sharded, "streaming": _streaming}.get(lever.sync, _blocking)
     found = shown(lever, work, buckets, exchange)

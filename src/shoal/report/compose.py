@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.config.manifest import Levers, Manifest, NodeRecord, PredictionRecord
 from shoal.config.schema import Config
+from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.run_setup import DataFacts
 from shoal.report.explain_prediction import explain_prediction
 from shoal.report.explain_run import explain_single
@@ -122,10 +123,17 @@ def _nodes(summary: Summary) -> list[NodeRecord]:
 def _levers(config: Config, start: dict[str, Any]) -> Levers:
     return Levers(
         accumulation=_whole(start, "share"),
-        bucket_mb=config.sync.bucket_mb,
+        bucket_mb=_bucket_mb(config, start),
         overlap=config.sync.measure != "barrier",
         wire=config.sync.wire,
     )
+
+
+def _bucket_mb(config: Config, start: dict[str, Any]) -> float | None:
+    if config.sync.mode == "stock":
+        return STOCK_MB
+    parameters = _whole(start, "params")
+    return config.sync.bucket_mb or (bucket_mb_for(4 * parameters) if parameters else None)
 
 
 def _versions(start: dict[str, Any]) -> dict[str, str]:

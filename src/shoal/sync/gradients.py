@@ -22,6 +22,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
+from shoal.cost.buckets import bucket_mb_for
 from shoal.sync.wire import WIRES, Wire
 from shoal.sync.world import World, barrier
 
@@ -167,9 +168,10 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> Gr
     if config.mode == "stock":
         return StockDDP(model, world)
     wire = WIRES[config.wire]
+    bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
     if config.measure == "barrier":
-        return BarrierSync(model, world, wire, config.bucket_mb)
-    return HookedDDP(model, world, wire, config.bucket_mb, timed=config.measure == "hook")
+        return BarrierSync(model, world, wire, bucket_mb)
+    return HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook")
 
 
 def _covered(spans: list[list[float]]) -> float:

@@ -16,8 +16,9 @@ from shoal.config.profile import Profile
 from shoal.config.profile_file import read_profile
 from shoal.config.schema import Config, SyncConfig
 from shoal.cost.batch import rank_weights
+from shoal.cost.buckets import STOCK_FIRST_MB, STOCK_MB
 from shoal.cost.calibrate import Outcome, calibrate
-from shoal.cost.lever import BUCKET_MB, Lever
+from shoal.cost.lever import Lever
 from shoal.cost.measured import MeasuredSpeed, setting_of
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.workload import workload_of
@@ -29,8 +30,9 @@ from shoal.runfolder import RunFolder, write_atomically
 
 def lever_of(sync: SyncConfig) -> Lever:
     """What the configuration asks for. Accumulation is not among it: that is in the batch."""
-    bucket_mb = BUCKET_MB if sync.mode == "stock" else sync.bucket_mb
-    return Lever(wire=sync.wire, bucket_mb=bucket_mb, overlap=sync.measure != "barrier")
+    if sync.mode == "stock":
+        return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB)
+    return Lever(wire=sync.wire, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier")
 
 
 def predict_run(config: Config, path: Path) -> PredictionRecord:
