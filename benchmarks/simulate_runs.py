@@ -1,0 +1,68 @@
+"""The simulator against real runs: speed of each run of a kept grid, simulated from its prediction and its stragglers.
+
+    .venv/bin/python benchmarks/plan_grid.py --keep grid -o grid.json
+    .venv/bin/python benchmarks/simulate_runs.py grid
+
+Simulated: the step as predicted from the profile, without its own guess at waiting, and the slowest of N ranks drawn
+from the spread of the run's own steps. Measured: tokens by the mean step of the run's second half.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from shoal.cost.simulate.forecast import simulate
+from shoal.cost.simulate.scenario import Checkpoints, Cluster, Failures, Recovery, Scenario
+from shoal.cost.simulate.straggling import fit
+from shoal.errors import ConfigError
+from shoal.report.finish import read_prediction
+from shoal.report.straggling import own_factors
+from shoal.report.summary import summarize
+from shoal.runfolder import RunFolder
+
+
+def main(folder: Path) -> None:
+    found = [error(RunFolder(path.parent)) for path in sorted(folder.glob("*/*/prediction.json"))]
+    errors = [each for each in found if each is not None]
+    sizes = [abs(each) for each in errors]
+    print(
+        json.dumps(
+            {
+                "runs": len(errors),
+                "with too few steps": len(found) - len(errors),
+                "median error %": round(100 * statistics.median(sizes), 1),
+                "worst error %": round(100 * max(sizes), 1),
+                "mean error %": round(100 * statistics.mean(errors), 1),
+            }
+        )
+    )
+
+
+def error(run: RunFolder) -> float | None:
+    """None for a run with too few steps to know its spread."""
+    summary, prediction = summarize(run.read_all_events()), read_prediction(run)
+    assert prediction is not None
+    assert summary.step_s is not None
+    try:
+        straggling = fit(own_factors(run.read_all_events()))
+    except ConfigError:
+        return None
+    steady_s, tokens = prediction.step_s - prediction.wait_s, prediction.tokens_per_s * prediction.step_s
+    cluster = Cluster(nodes=summary.world_size, step_s=lambda _: steady_s, tokens_per_step=tokens)
+    scenario = Scenario(
+        cluster,
+        Failures(float("inf")),
+        Recovery("live", 1.0, 1.0, 1.0, 1.0, 60.0),
+        Checkpoints(None, 1.0),
+        2000 * steady_s,
+        straggling,
+    )
+    simulated = simulate(scenario, seeds=20).tokens.median / scenario.horizon_s
+    return simulated * summary.step_s.mean / tokens - 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
