@@ -51,10 +51,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Exchanges:
-    """What a lever adds to a step of the slowest rank."""
+    """What a lever adds to a step of the slowest rank; `encode_s` is making its wire format, which backward does."""
 
     comm_s: float
     exposed_s: float
+    encode_s: float = 0.0
 
 
 def predict(
@@ -122,7 +123,7 @@ def _step(works: Sequence[RankWork], last: RankWork, exchanges: _Exchanges, leve
     deviations = [work.spread * work.compute_s / calm for work in works]
     wait_s = expected_slowest([_busy_s(work) for work in works], deviations) - _busy_s(last)
     return StepTime(
-        compute_s=last.compute_s,
+        compute_s=last.compute_s + exchanges.encode_s,
         comm_s=exchanges.comm_s,
         exposed_s=exchanges.exposed_s,
         wait_s=wait_s if len(works) > 1 else 0.0,
@@ -146,7 +147,7 @@ def _exchanges(
     encode_s = setting.speed.encode_s(lever, rank, workload.parameters) if is_encoded(lever, workload) else 0.0
     shown = {"ddp": _every_step, "sharded": _sharded, "streaming": _streaming}.get(lever.sync, _blocking)
     found = shown(lever, work, buckets, exchange)
-    return _Exchanges(found.comm_s, found.exposed_s + encode_s / lever.every)
+    return replace(found, encode_s=encode_s / lever.every)
 
 
 def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: int) -> Callable[[Bucket], Exchange]:
