@@ -45,6 +45,7 @@ from tests.needs import need_tool
 from tests.programs import shoal, shoal_command
 
 GIGABIT = Line(1e-3, 8 / 0.96e9)
+OTHERS = ("reduce-scatter", "all-gather", "broadcast")
 
 
 # The fit
@@ -293,7 +294,10 @@ def test_two_ranks_on_this_machine_are_probed(tmp_path: Path) -> None:
     [loopback] = found.links
     assert (loopback.tool, loopback.source, loopback.target) == ("shoal", "local", "local")
     assert "iperf3 is not installed on local" in found.notes[0]
-    assert [entry.op for entry in found.collectives] == ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
+    measured = [(entry.op, entry.element_bytes) for entry in found.collectives]
+    assert measured == [("all-reduce", 4), ("all-reduce", 2), *((op, 4) for op in OTHERS)]
+    assert {pace.name for pace in found.nodes[0].paces} == {"small", "wide"}
+    assert found.nodes[0].fp16_s_per_parameter is not None
     assert [trial.connections for trial in found.connections] == [1, 2, 4]
     assert found.nodes[0].compute.training[0].threads == 1
     assert found.summary.stack_efficiency is not None
