@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.net.finding import Severity
+from shoal.cli.doctor import place_of
+from shoal.net.finding import Finding, Severity
 from shoal.net.scene import Facts, Scene
 from tests.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
 from tests.needs import need_tool
@@ -355,3 +356,19 @@ def test_what_a_run_will_use() -> None:
     few_fast = {"threads": 4, "physical": 4, "quota": None, "fast": 2, "slow": 2}
     slow, *_ = remarks(scene({"machine": machine(cores=few_fast)}), "speed.cores")
     assert "on slow cores" in slow.meaning
+
+
+# Where a command is typed
+
+
+@pytest.mark.parametrize(
+    ("id_", "fix", "place"),
+    [
+        ("names.loopback", "sudo sh -c '…'", "on node2"),
+        ("leftover.worker", "shoal stop runs/old", "on node2"),
+        ("sameness.torch", "shoal setup hosts.toml", "on this machine"),
+        ("reach.host", "ssh-copy-id node2", "on this machine"),
+    ],
+)
+def test_a_command_says_where_it_is_typed(id_: str, fix: str, place: str) -> None:
+    assert place_of(Finding(id_, Severity.ERROR, "node2", "seen", "meaning", fix)) == place

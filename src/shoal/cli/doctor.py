@@ -36,10 +36,17 @@ def doctor(
     if json:
         print_json(as_json(found))
     elif fix_commands:
-        sys.stdout.write("".join(f"# on {finding.node}\n{finding.fix}\n" for finding in found.findings if finding.fix))
+        fixes = dict.fromkeys((place_of(finding), finding.fix) for finding in found.findings if finding.fix)
+        sys.stdout.write("".join(f"# {place}\n{fix}\n" for place, fix in fixes))
     else:
         print_findings(found)
     raise typer.Exit(0 if found.healthy else 1)
+
+
+def place_of(finding: Finding) -> str:
+    """Where the command is typed. A machine that cannot be reached, or has no shoal, is helped from here."""
+    from_here = finding.id == "reach.host" or finding.fix.startswith("shoal setup ")
+    return "on this machine" if from_here else f"on {finding.node}"
 
 
 def as_json(found: Diagnosis) -> dict[str, object]:
