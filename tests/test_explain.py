@@ -200,6 +200,7 @@ def test_gloo_swaps_the_bytes_of_its_ports() -> None:
     assert with_true_ports(ours) == ours
 
 
+@pytest.mark.long
 def test_the_port_that_a_rank_names_is_one_its_peer_really_had(tmp_path: Path) -> None:
     """A real kill: the survivor's message, with the port put right, leads to the killed process's own socket."""
     bench = Bench(tmp_path)
@@ -220,6 +221,7 @@ def test_the_port_that_a_rank_names_is_one_its_peer_really_had(tmp_path: Path) -
     assert printed not in had
 
 
+@pytest.mark.long
 def test_failures_made_here_and_now(tmp_path: Path) -> None:
     """As torch prints them today: one program alone, a port that is taken, and two ranks that disagree."""
     (tmp_path / "alone").mkdir()

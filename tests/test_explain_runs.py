@@ -74,6 +74,7 @@ def explained(run: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_explained_at_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = shoal("run", "--out", run, WRONG, "unused_parameters")

@@ -280,6 +280,7 @@ def test_thread_counts_double_up_to_all_cores() -> None:
 # Real clusters
 
 
+@pytest.mark.long
 def test_two_ranks_on_this_machine_are_probed(tmp_path: Path) -> None:
     """With the PATH of a machine that has no iperf3: our own probe measures, and that is said."""
     tools, folder = tmp_path / "tools", tmp_path / "here"

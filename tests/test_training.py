@@ -122,6 +122,7 @@ def test_a_changed_bit_is_named(runs: Runs, tmp_path: Path) -> None:
     assert "rank 2 differs from rank 0, first in optimizer.exp_avg_sq." in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
 def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--launcher", launcher, sets=FIFTY)
