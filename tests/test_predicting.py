@@ -148,12 +148,16 @@ STEP = StepTime(compute_s=0.2, comm_s=0.1, exposed_s=0.08, wait_s=0.0, optimizer
 
 def outcome(compute: float, comm: float | None) -> Outcome:
     comm_s = None if comm is None else comm * STEP.comm_s
-    return Outcome(STEP, compute * STEP.compute_s, 0.02, comm_s, 0.004, step_s=0.3)
+    return Outcome(STEP, compute * STEP.compute_s, 0.02, comm_s or 0.0, comm_s, 0.004, step_s=0.3)
 
 
 def test_constants_are_medians_over_runs() -> None:
     found = calibrate([outcome(1.1, 1.3), outcome(1.2, None), outcome(3.0, 1.3)])
     assert (found.runs, found.compute, found.comm, found.other_s) == (3, 1.2, 1.3, 0.004)
+
+
+def test_a_hidden_exchange_says_nothing_of_the_wire() -> None:
+    assert calibrate([replace(outcome(1.0, 1.6), exposed_s=0.01)]).comm == 1.0
 
 
 def test_a_phase_too_short_to_tell_changes_nothing() -> None:
@@ -266,3 +270,22 @@ def test_a_run_that_cannot_be_predicted_is_not_started(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "there is no profile" in done.stderr
     assert not out.exists()
+
+
+def test_a_plan_from_a_profile(profile: Profile, tmp_path: Path) -> None:
+    """Nodes that differ by noise are not balanced, and what lies beyond the measured ones is said."""
+    file = tmp_path / "profile.toml"
+    write_profile(profile, file)
+    done = shoal("plan", "--profile", file, "--nodes", "1,2,4")
+    assert done.returncode == 0, done.stderr
+    assert "nodes beyond the 2 measured ones are taken to be like the last of them" in done.stdout
+    assert "balanced" not in done.stdout
+    assert "--on lab:2" in done.stdout
+    assert "hosts.toml" not in done.stdout
+    faster = json.loads(shoal("plan", "--profile", file, "--link", "10gbe", "--json").stdout)
+    slower = json.loads(shoal("plan", "--profile", file, "--link", "100mbit", "--json").stdout)
+    assert [row["nodes"] for row in faster["rows"]] == [1, 2]
+    assert faster["rows"][1]["step_s"] < slower["rows"][1]["step_s"]
+    refused = shoal("plan", "--profile", file, "--machine", "laptop")
+    assert refused.returncode == 2
+    assert "--machine does not go with --profile" in refused.stderr

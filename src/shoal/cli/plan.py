@@ -117,6 +117,8 @@ def plan(
         run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
         return
     made = make_plan(workload, lever, made_from.setting, counts)
+    if made_from.measured and max(counts) > made_from.measured:
+        notes.append(f"nodes beyond the {made_from.measured} measured ones are taken to be like the last of them")
     show(made, [made_from.note, *notes], given)
 
 

@@ -21,12 +21,14 @@ HOSTS = "hosts.toml"
 
 @dataclass(frozen=True)
 class Basis:
-    """`nodes` are those of interest unless somebody names others, `on` is where the command to paste would run."""
+    """`nodes` are those of interest unless somebody names others, `on` is where the command to paste would run,
+    `measured` how many nodes a profile knows."""
 
     setting: Setting
     note: str
     nodes: str
     on: str
+    measured: int = 0
 
 
 def basis(given: dict[str, Any]) -> Basis:
@@ -57,7 +59,7 @@ def _measured(path: Path, link: str | None, on: str | None, overrides: Overrides
     if profile.calibration is not None:
         note += f"; learned from {profile.calibration.runs} runs"
     last = len(profile.nodes)
-    return Basis(setting, note, "1" if last == 1 else f"1..{last}", on or profile.on)
+    return Basis(setting, note, "1" if last == 1 else f"1..{last}", on or profile.on, last)
 
 
 def _ranks_per_node(profile: Profile) -> int:

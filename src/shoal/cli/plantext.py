@@ -134,7 +134,7 @@ def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
     if any(not option.lever.is_available for option in advice.options):
         say("* not in shoal yet", style="dim")
     if advice.best is not None and (line := commands.get(advice.best.lever)):
-        say("\nto do that (hosts.toml lists your machines):", style="dim")
+        say(f"\nto do that{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")
         say(f"  {escape(line)}", soft_wrap=True)
 
 

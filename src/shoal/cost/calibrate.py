@@ -13,6 +13,7 @@ from shoal.cost.step import StepTime
 _WORTH_IT = 0.02
 # Further away than this a run was something else than what was predicted.
 _MOST = 4.0
+_VISIBLE = 0.5
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Outcome:
     predicted: StepTime
     compute_s: float
     optimizer_s: float
+    exposed_s: float
     comm_s: float | None
     other_s: float
     step_s: float
@@ -34,9 +36,16 @@ def calibrate(outcomes: Sequence[Outcome]) -> Calibration:
         runs=len(outcomes),
         compute=_factor([(each.compute_s, each.predicted.compute_s, each.step_s) for each in outcomes]),
         optimizer=_factor([(each.optimizer_s, each.predicted.optimizer_s, each.step_s) for each in outcomes]),
-        comm=_factor([(each.comm_s, each.predicted.comm_s, each.step_s) for each in outcomes if each.comm_s]),
+        comm=_factor([pair for each in outcomes for pair in _exchanges(each)]),
         other_s=max(0.0, statistics.median(each.other_s for each in outcomes)),
     )
+
+
+def _exchanges(each: Outcome) -> list[tuple[float, float, float]]:
+    """Nothing where most of it was hidden: behind backward it takes as long as the cores let it, whatever the wire."""
+    if each.comm_s is None or each.exposed_s < _VISIBLE * each.comm_s:
+        return []
+    return [(each.comm_s, each.predicted.comm_s, each.step_s)]
 
 
 def _factor(pairs: Sequence[tuple[float, float, float]]) -> float:

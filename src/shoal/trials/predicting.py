@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.spec import parse_on
+from shoal.cluster.spec import StandingLab, parse_on
 from shoal.config.load import load_config
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Profile
@@ -76,6 +76,9 @@ def _predicted(config: Config, profile: Profile) -> Prediction:
 
 def refuse_another_cluster(profile: Profile, path: Path, on: str) -> None:
     """By the machines' addresses and ranks, and for a lab by its links and limits, of which its nodes tell nothing."""
+    if on == profile.on and isinstance(parse_on(on), StandingLab):
+        # It may be down by now, and its name is all there is to compare.
+        return
     measured, wanted = _described(profile), _planned(on)
     if measured == wanted and not _other_lab(profile.on, on):
         return
@@ -147,6 +150,7 @@ def _observed(predicted: Prediction, summary: Summary, step_s: float) -> Outcome
         predicted=predicted.step,
         compute_s=phases.get("forward", 0.0) + phases.get("backward", 0.0),
         optimizer_s=phases.get("optimizer", 0.0),
+        exposed_s=phases.get("exposed", 0.0),
         comm_s=summary.allreduce_s.median if summary.allreduce_s else None,
         other_s=phases.get("data", 0.0) + phases.get("other", 0.0),
         step_s=step_s,
