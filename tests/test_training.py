@@ -144,6 +144,7 @@ def test_accumulation_trains_the_same(runs: Runs, tmp_path: Path) -> None:
     assert manifest["final_loss"] == pytest.approx(runs[2][1]["final_loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_weak_scaling_and_modulo_shards_and_dropout(tmp_path: Path) -> None:
     settings = ("train.steps=4", "train.global_batch=6", "data.sharding=modulo", "model.dropout=0.1")
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--scaling", "weak", "--wire", "fp16", sets=settings)
@@ -151,6 +152,7 @@ def test_weak_scaling_and_modulo_shards_and_dropout(tmp_path: Path) -> None:
     assert manifest["byte_equivalent"] is True
 
 
+@pytest.mark.long
 def test_plain_torchrun_runs_the_worker(runs: Runs, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     argv += ["-m", "shoal.train.worker", "grammar", "--out", str(tmp_path / "run"), *set_flags(*TINY, *FIFTY)]
