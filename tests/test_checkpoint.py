@@ -13,7 +13,8 @@ from torch.optim import AdamW
 from shoal.config.schema import ModelConfig
 from shoal.errors import CheckpointError
 from shoal.model.gpt import GPT
-from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress, read_checkpoint
+from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress, read_checkpoint
+from shoal.train.part import read_part, write_part
 from shoal.train.state import load_moments, load_weights, moments, weights
 
 SHAPE = ModelConfig(layers=1, heads=1, width=8, seq_len=4, vocab_size=11)
@@ -152,3 +153,60 @@ def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     assert folder.load_latest(set_aside=True).progress.step == 1
     assert newest.exists()
+
+
+# Parts of ranks
+
+PARTS = Parts(ranks=2, mark=7, step=4, cursor=40, flying=1)
+
+
+def save_with_parts(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:
+    folder.begin(step)
+    for rank in range(2):
+        write_part(folder.unfinished(step), rank, {"model.w": torch.full((3,), float(rank))}, mark)
+    tensors = {"model.w": torch.ones(3)}
+    return folder.complete(Checkpoint(Progress(step, 10 * step), tensors, {}, PARTS))
+
+
+def test_parts_come_back(folder: CheckpointFolder) -> None:
+    where = save_with_parts(folder, 5)
+    assert folder.load_latest().parts == PARTS
+    assert [read_part(where, rank, 7)["model.w"].tolist() for rank in range(2)] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_any_flipped_bit_of_a_part_is_found(folder: CheckpointFolder) -> None:
+    where = save_with_parts(folder, 5)
+    victim = where / "rank-1.safetensors"
+    good = victim.read_bytes()
+    for position in range(len(good)):
+        victim.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_part(where, 1, 7)
+    assert read_checkpoint(where).progress.step == 5, "what is common is whole"
+
+
+def test_a_part_of_another_save_or_none_is_refused(folder: CheckpointFolder) -> None:
+    where = save_with_parts(folder, 5, mark=8)
+    with pytest.raises(CheckpointError, match="another life"):
+        read_part(where, 0, 7)
+    with pytest.raises(CheckpointError, match=r"rank-2\.safetensors is missing"):
+        read_part(where, 2, 7)
+    (where / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        read_part(where, 0, 8)
+
+
+def test_a_part_that_cannot_be_written_is_an_error(folder: CheckpointFolder, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="part of rank 3"):
+        write_part(tmp_path / "nowhere", 3, {}, 7)
+
+
+def test_what_a_run_left_behind_is_set_aside(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (3, 5, 7):
+        save(folder, step)
+    folder.set_aside_newer(3)
+    assert folder.load_latest().progress.step == 3
+    assert {path.name for path in tmp_path.iterdir() if path.name.endswith("superseded")} == {
+        "step-00000005.superseded",
+        "step-00000007.superseded",
+    }

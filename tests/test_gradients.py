@@ -16,8 +16,9 @@ from shoal.cost.buckets import fill_buckets
 from shoal.cost.buckets import gradients as cost_gradients
 from shoal.model.gpt import GPT
 from shoal.sync.exchange import StepExchange, sum_over_world
-from shoal.sync.gradients import CommTimes, HookedDDP, make_gradient_sync
+from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from, tell_all
+from shoal.sync.times import CommTimes
 from shoal.sync.world import World, barrier
 from shoal.train.state import digest, weights
 from tests.harness import run_ranks
@@ -137,7 +138,7 @@ def slow_rank(world: World, where: str) -> tuple[float, float, bool]:
         comm = CommTimes(ready_at, time.perf_counter() - ready_at, 0.0)
         exchange.begin(float(world.rank + 1), comm, stop=world.rank == 0 and step == 2)
         time.sleep(late_s if where == "optimizer" else 0.0)
-        shared = exchange.finish()
+        [shared] = exchange.finish()
     return shared.loss_sum, shared.wait_s, shared.stop
 
 

@@ -64,6 +64,37 @@ def test_wire_bytes_of_ranks_on_nodes_of_their_own() -> None:
     assert summarize(events).wire_bytes_per_step == 200
 
 
+def test_where_replicas_part_figures_are_of_whole_rounds() -> None:
+    """Every fourth step has an exchange: a median of steps would never see it."""
+    steps = [
+        step(n, step_s=0.9, exposed_s=0.8, wire_bytes=4000, allreduce_s=0.7)
+        if n % 4 == 0
+        else {**step(n, step_s=0.1, exposed_s=0.0, wire_bytes=0), "allreduce_s": None}
+        for n in range(1, 25)
+    ]
+    summary = summarize([start(world_size=2, round_steps=4), *steps])
+    assert summary.step_s is not None
+    assert summary.step_s.median == pytest.approx((3 * 0.1 + 0.9) / 4)
+    assert summary.tokens_per_s == pytest.approx(TOKENS / 0.3)
+    assert summary.phases["exposed"] == pytest.approx(0.2)
+    assert summary.allreduce_s is not None
+    assert summary.allreduce_s.median == 0.7
+    assert summary.wire_bytes_per_step == 1000
+    assert summary.theoretical_bytes_per_step == GRAD_BYTES / 4
+
+
+def test_a_round_longer_than_what_was_measured_is_its_mean() -> None:
+    summary = summarize([start(world_size=1, round_steps=100), *(step(n, step_s=float(n)) for n in range(1, 11))])
+    assert summary.step_s is not None
+    assert summary.step_s.median == 8.0
+
+
+def test_the_worlds_loss_replaces_a_ranks_own() -> None:
+    later = [{"event": "loss", "rank": 0, "step": number, "loss": 2.0} for number in (1, 7)]
+    summary = summarize([start(world_size=1), step(1, loss=1.0), step(2, loss=1.5), *later])
+    assert summary.loss.tolist() == [2.0, 1.5]
+
+
 @given(st.integers(1, 500), st.integers(0, 10**12))
 def test_ring_bytes_are_below_two_gradients(world_size: int, grad_bytes: int) -> None:
     assert 0 <= ring_bytes(world_size, grad_bytes) <= 2 * grad_bytes

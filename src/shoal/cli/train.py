@@ -42,6 +42,8 @@ FLAGS = {
     "device": "train.device",
     "seq_len": "model.seq_len",
     "sync": "sync.mode",
+    "every": "sync.every",
+    "accumulate": "sync.accumulate",
     "wire": "sync.wire",
     "measure": "sync.measure",
 }
@@ -70,7 +72,14 @@ def train(
     global_batch: Annotated[int | None, typer.Option(help="Sequences in a step of the whole world.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank computes at once.")] = None,
     scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
-    sync: Annotated[str | None, typer.Option(help="ddp, or stock for plain DDP with its defaults.")] = None,
+    sync: Annotated[
+        str | None,
+        typer.Option(help="ddp, accumulate, local, diloco, streaming; stock is plain DDP.", show_default="ddp"),
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Steps between exchanges of local, diloco, streaming.", show_default="8 or 50")
+    ] = None,
+    accumulate: Annotated[int | None, typer.Option(help="So many times the batch between two exchanges.")] = None,
     wire: Annotated[str | None, typer.Option(help="Gradients travel as fp32 or fp16.")] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
@@ -87,7 +96,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
-    """Train a model data-parallel; the gradients are exchanged in every step.
+    """Train a model data-parallel; gradients are exchanged in every step, or with --sync parameters now and then.
 
     Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run.
     """

@@ -33,12 +33,14 @@ class NodeRecord(Record):
 
 
 class Levers(Record):
-    """The choices that trade communication against work. `accumulation` is micro-batches a rank does per exchange."""
+    """The choices that trade communication against work. `accumulation` is micro-batches a rank does per
+    step, `every` the steps from one exchange to the next."""
 
     accumulation: int | None
     bucket_mb: float | None
     overlap: bool
     wire: str
+    every: int = 1
 
 
 class PredictionRecord(Record):

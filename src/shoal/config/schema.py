@@ -7,7 +7,7 @@ starts and saves it as `config.toml` in the run folder, where the workers read i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -18,6 +18,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 DEFAULT_SEED = 35_000
+
+# Steps of a round by mode; the modes that have no line exchange gradients in every step.
+_EVERY = {"local": 8, "diloco": 50, "streaming": 50}
+# Streaming loses little by fragments that come up to five steps late, and more beyond.
+_OVERLAP = 5
+_ACCUMULATE = 4
 
 
 class Section(BaseModel):
@@ -103,29 +109,75 @@ class TrainConfig(Section):
 
 
 class SyncConfig(Section):
-    """How replicas agree.
+    """How replicas agree; see docs/sync.md.
 
-    `mode="stock"` is plain `DistributedDataParallel` with its defaults, to compare with. `wire="fp16"` halves the bytes
-    of a gradient exchange at the price of its precision. `measure`: `hook` times every all-reduce where it happens,
-    inside DDP's overlap; `barrier` switches the overlap off and puts barriers around backward and all-reduce, which
-    gives clean figures and a slower step; `off` times only the step as a whole. Raise `timeout_s` when a healthy but
-    slow peer is taken for dead. `bucket_mb` is how much of the gradients travels together: less hides more of it behind
-    backward, and costs a message each; unset it follows the model's size.
+    `mode`: `ddp` exchanges gradients in every step. In three others each rank takes steps of its own, and parameters
+    are exchanged once in `every` steps (unset 8 for `local`, 50 for the others): raise it when the network is what a
+    run waits for. `local` (LocalSGD) takes the average; `diloco` lets an outer optimizer with `outer_lr` and
+    `outer_momentum` move along it; `streaming` does the same in so many `fragments`, each on its way for `overlap`
+    steps while training goes on (unset five, or a fragment's turn where that is shorter): raise it when ranks still
+    wait. `stock` is plain `DistributedDataParallel` with its defaults, to compare with. `accumulate` multiplies the
+    batch, and with it the work between two exchanges of gradients; `mode="accumulate"` is `ddp` with four times the
+    batch.
+
+    `wire="fp16"` halves the bytes of an exchange at the price of its precision. `measure`: `hook` times every
+    all-reduce where it happens, inside DDP's overlap; `barrier` switches the overlap off and puts barriers around
+    backward and all-reduce, which gives clean figures and a slower step; `off` times only the step as a whole. Raise
+    `timeout_s` when a healthy but slow peer is taken for dead. `bucket_mb` is how much travels together: less hides
+    more of it behind backward, and costs a message each; unset it follows the model's size.
     """
 
-    mode: Literal["ddp", "stock"] = "ddp"
+    mode: Literal["ddp", "stock", "local", "diloco", "streaming"] = "ddp"
     wire: Literal["fp32", "fp16"] = "fp32"
+    accumulate: Positive = 1
+    every: Positive | None = None
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    outer_momentum: Fraction = 0.9
+    fragments: Annotated[int, Field(ge=1, le=32)] = 4
+    overlap: Positive | None = None
     measure: Literal["hook", "barrier", "off"] = "hook"
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
+    @property
+    def is_outer(self) -> bool:
+        """Whether replicas part between exchanges."""
+        return self.mode in _EVERY
+
+    @property
+    def round_steps(self) -> int:
+        """Steps from one exchange of everything to the next."""
+        return (self.every or _EVERY[self.mode]) if self.is_outer else 1
+
+    @property
+    def overlap_steps(self) -> int:
+        """For how many steps a fragment may be on its way."""
+        return self.overlap or max(1, min(_OVERLAP, self.round_steps // self.fragments))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accumulate_is_ddp(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("mode") == "accumulate":
+            return {"accumulate": _ACCUMULATE, **values, "mode": "ddp"}
+        return values
+
     @model_validator(mode="after")
     def _stock_is_stock(self) -> SyncConfig:
         if self.mode == "stock" and self.wire != "fp32":
             raise ValueError(f"sync.wire={self.wire} needs sync.mode=ddp: stock DDP sends fp32")
-        if self.mode == "stock" and self.measure == "barrier":
+        if self.is_outer and self.wire.startswith("powersgd"):
+            raise ValueError(f"sync.wire={self.wire} is made for gradients: it needs sync.mode=ddp")
+        if self.mode != "ddp" and self.measure == "barrier":
             raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_have_room(self) -> SyncConfig:
+        if self.mode == "streaming" and self.fragments > self.round_steps:
+            raise ValueError(f"sync.fragments={self.fragments} must not be more than sync.every={self.round_steps}")
+        if self.mode == "streaming" and self.overlap_steps > self.round_steps:
+            raise ValueError(f"sync.overlap={self.overlap} must not be more than sync.every={self.round_steps}")
         return self
 
 

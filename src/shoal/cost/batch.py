@@ -19,9 +19,9 @@ def world_batch(train: TrainConfig, world_size: int) -> int:
     return train.global_batch * (world_size if train.scaling == "weak" else 1)
 
 
-def scaled_lr(train: TrainConfig, world_size: int) -> float:
-    """Linear scaling from the batch the rate was tuned for."""
-    return train.lr * world_batch(train, world_size) / train.base_batch
+def scaled_lr(train: TrainConfig, world_size: int, accumulate: int = 1) -> float:
+    """Linear scaling from the batch the rate was tuned for; accumulated batches are one."""
+    return train.lr * accumulate * world_batch(train, world_size) / train.base_batch
 
 
 def rank_weights(run: RunConfig, world_size: int) -> tuple[float, ...]:

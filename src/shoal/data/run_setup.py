@@ -35,7 +35,8 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     config = _with_absolute_path(config)
     prepared = _prepare(config)
     resolved = _with_vocabulary(config, prepared.vocab_size)
-    check_enough(prepared, resolved.model.seq_len, world_batch(resolved.train, world_size))
+    batch = resolved.sync.accumulate * world_batch(resolved.train, world_size)
+    check_enough(prepared, resolved.model.seq_len, batch)
     run = RunFolder.create(out)
     try:
         write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))

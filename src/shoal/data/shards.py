@@ -48,8 +48,10 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def deal_for(config: Config, world_size: int) -> Deal:
+    """Accumulated batches are dealt as one, in micro-batches of the size that a single one would have."""
     weights = rank_weights(config.run, world_size)
-    return deal(world_batch(config.train, world_size), micro_batch(config.train, weights), weights)
+    batch = config.sync.accumulate * world_batch(config.train, world_size)
+    return deal(batch, micro_batch(config.train, weights), weights)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ def _levers(config: Config, start: dict[str, Any]) -> Levers:
         bucket_mb=_bucket_mb(config, start),
         overlap=config.sync.measure != "barrier",
         wire=config.sync.wire,
+        every=config.sync.round_steps,
     )
 
 

@@ -57,6 +57,8 @@ class RankLog:
                 self.shard = event
             case "step":
                 self._add_step(event)
+            case "loss":
+                self._add_loss(event)
             case "eval":
                 self._add_eval(event)
             case "fault":
@@ -101,6 +103,12 @@ class RankLog:
                 values[row] = value
             else:
                 values.append(value)
+
+    def _add_loss(self, event: Event) -> None:
+        """The world's loss of a step that had only its rank's own when it was recorded."""
+        step = event.get("step")
+        if is_step(step) and step in self._row and is_number(event.get("loss")):
+            self._values["loss"][self._row[step]] = float(event["loss"])
 
     def _add_eval(self, event: Event) -> None:
         if is_step(event.get("step")) and is_number(event.get("val_loss")):

@@ -150,9 +150,8 @@ def _world_size(logs: dict[int, RankLog]) -> int:
 
 
 def _summarize_rank(log: RankLog) -> RankSummary:
-    measured = log.measured()
     series = {name: log.column(name) for name in TIMES}
-    spreads = {name: spread(values[measured]) for name, values in series.items()}
+    spreads = {name: spread(_measured(log, name)) for name in TIMES}
     return RankSummary(
         rank=log.rank,
         start=log.start,
@@ -167,7 +166,29 @@ def _summarize_rank(log: RankLog) -> RankSummary:
 
 def _pooled(logs: dict[int, RankLog], name: str) -> Floats:
     """The measured steps of all ranks together."""
-    return np.concatenate([np.empty(0), *(log.column(name)[log.measured()] for log in logs.values())])
+    return np.concatenate([np.empty(0), *(_measured(log, name) for log in logs.values())])
+
+
+def _measured(log: RankLog, name: str) -> Floats:
+    """One value a step or, where replicas meet only now and then, a round: a step with an exchange and one without are
+    no two samples of the same thing, and a median of steps would never see the exchange."""
+    values = log.column(name)[log.measured()]
+    return values if name == "allreduce_s" else _by_rounds(values, _round_steps(log.start))
+
+
+def _by_rounds(values: Floats, round_steps: int) -> Floats:
+    """Means over rounds, counted from the end; of less than one, the mean of what there is."""
+    size = min(round_steps, len(values))
+    if size < 2:
+        return values
+    whole = len(values) // size * size
+    means: Floats = values[len(values) - whole :].reshape(-1, size).mean(axis=1)
+    return means
+
+
+def _round_steps(start: Event) -> int:
+    found = start.get("round_steps")
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 1
 
 
 def _measured_range(log: RankLog) -> tuple[int, int] | None:
@@ -183,15 +204,15 @@ def _typical_phases(logs: Collection[RankLog]) -> dict[str, float]:
     """
     found: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for log in logs:
-        typical = _middle_half(log.column("step_s"), log.measured())
+        typical = _middle_half(_measured(log, "step_s"))
         for phase, means in found.items():
-            if (values := spread(log.column(f"{phase}_s")[typical])) is not None:
+            if (values := spread(_measured(log, f"{phase}_s")[typical])) is not None:
                 means.append(values.mean)
     return {phase: sum(means) / len(means) for phase, means in found.items() if means}
 
 
-def _middle_half(step_s: Floats, positions: Steps) -> Steps:
-    timed: Steps = positions[np.isfinite(step_s[positions])]
+def _middle_half(step_s: Floats) -> Steps:
+    timed: Steps = np.flatnonzero(np.isfinite(step_s))
     if not len(timed):
         return timed
     low, high = np.percentile(step_s[timed], (25, 75), method="nearest")
@@ -204,7 +225,7 @@ def _wire_bytes(logs: dict[int, RankLog]) -> float | None:
     ranks_on = Counter(str(log.start.get("node")) for log in logs.values())
     found = []
     for log in logs.values():
-        counted = spread(log.column("wire_bytes")[log.measured()])
+        counted = spread(_measured(log, "wire_bytes"))
         if counted is not None:
             found.append(counted.median / ranks_on[str(log.start.get("node"))])
     return sum(found) / len(found) if found else None
@@ -228,8 +249,11 @@ def _machine(log: RankLog) -> str:
 
 
 def _theory(start: Event, world_size: int) -> float | None:
+    """Of a step: what is exchanged once in a round counts for all steps of it."""
     grad_bytes = start.get("grad_bytes")
-    return ring_bytes(world_size, grad_bytes) if isinstance(grad_bytes, int) and world_size else None
+    if not isinstance(grad_bytes, int) or not world_size:
+        return None
+    return ring_bytes(world_size, grad_bytes) / _round_steps(start)
 
 
 def _causes_first(faults: list[Event]) -> list[Event]:

@@ -1,20 +1,21 @@
 """The few numbers that ranks tell each other in every step: loss, who was ready when, who wants to stop.
 
 Gathered while the optimizer works, so nobody waits for it: right after an all-reduce all ranks are together anyway.
+Where there is none in a step, ranks may drift apart: what they told each other is then waited for some steps later.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shoal.sync.gradients import CommTimes
+from shoal.sync.times import CommTimes
 from shoal.sync.world import World
-
-_FIELDS = 3
 
 
 @dataclass(frozen=True)
@@ -26,34 +27,64 @@ class Shared:
     wait_s: float
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """One step's numbers on their way."""
+
+    mine: Tensor
+    rows: list[Tensor]
+    work: dist.Work
+    ready_s: float
+
+    def read(self) -> Shared:
+        self.work.wait()
+        loss_sum, ready_s, stop = torch.stack(self.rows).cpu().unbind(dim=1)
+        return Shared(loss_sum=float(loss_sum.sum()), stop=bool(stop.any()), wait_s=float(ready_s.max()) - self.ready_s)
+
+
 class StepExchange:
     """`begin` when backward has ended, `finish` when the optimizer has.
 
     How long this rank waited for the slowest follows from everybody's time since the end of the last all-reduce, when
     all were together: durations only, since clocks of two machines are never compared.
+
+    With a `lag` of L, `finish` of step s gives what became known: step s - L, and only when everybody has begun the
+    step after that one, so that all have had it. All ranks learn the same at the same step. `late_s` is how long the
+    last `finish` waited for ranks that are behind.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, lag: int = 0) -> None:
         self._world = world
-        self._mine = torch.zeros(_FIELDS, dtype=torch.float64, device=world.device)
-        self._rows = [torch.zeros_like(self._mine) for _ in range(world.size)]
-        self._work: dist.Work | None = None
+        self._lag = lag
+        self._asked: deque[_Asked] = deque()
         self._together_at = time.perf_counter()
-        self._ready_s = 0.0
+        self.late_s = 0.0
 
     def begin(self, loss_sum: float, comm: CommTimes, stop: bool) -> None:
-        self._ready_s = comm.ready_at - self._together_at
+        ready_s = comm.ready_at - self._together_at
         self._together_at = comm.ready_at + comm.tail_s
-        self._mine.copy_(torch.tensor([loss_sum, self._ready_s, float(stop)], dtype=torch.float64))
-        self._work = dist.all_gather(self._rows, self._mine, group=self._world.group, async_op=True)
+        mine = torch.tensor([loss_sum, ready_s, float(stop)], dtype=torch.float64, device=self._world.device)
+        rows = [torch.zeros_like(mine) for _ in range(self._world.size)]
+        work = dist.all_gather(rows, mine, group=self._world.group, async_op=True)
+        assert work is not None  # noqa: S101 - only a rank outside the group gets None
+        self._asked.append(_Asked(mine, rows, work, ready_s))
 
-    def finish(self) -> Shared:
-        assert self._work is not None  # noqa: S101 - begin has been called
-        self._work.wait()
-        loss_sum, ready_s, stop = torch.stack(self._rows).cpu().unbind(dim=1)
-        return Shared(
-            loss_sum=float(loss_sum.sum()), stop=bool(stop.any()), wait_s=float(ready_s.max()) - self._ready_s
-        )
+    def finish(self) -> list[Shared]:
+        """One step's, in order; none in the first steps of a lagging exchange."""
+        self.late_s = 0.0
+        if not self._lag:
+            return self.drain()
+        if len(self._asked) <= self._lag:
+            return []
+        began = time.perf_counter()
+        self._asked[1].work.wait()
+        self.late_s = time.perf_counter() - began
+        return [self._asked.popleft().read()]
+
+    def drain(self) -> list[Shared]:
+        """Everything that was asked so far; waits for everybody."""
+        asked, self._asked = self._asked, deque()
+        return [step.read() for step in asked]
 
 
 def sum_over_world(world: World, values: list[float]) -> list[float]:

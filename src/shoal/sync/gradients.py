@@ -1,8 +1,9 @@
-"""Gradient exchange: three ways to make every replica's gradient the sum over the world.
+"""Gradient exchange: three ways to make every replica's gradient the sum over the world, and one to do without.
 
     HookedDDP     DDP's overlap with our hook, which sums in the chosen wire format and times every bucket (variant B)
     StockDDP      DistributedDataParallel with its defaults, to compare with
     BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (variant A)
+    Alone         no exchange: replicas take steps of their own and meet in outer steps (`sync/outer.py`)
 
 The step sees one interface: call `module`, enter `micro_batch(last)` around each forward and backward, multiply the
 summed loss by `loss_scale`, and ask `finish` where the communication time went.
@@ -11,8 +12,8 @@ summed loss by `loss_scale`, and ask `finish` where the communication time went.
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations and refuses strings.
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,35 +24,48 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
+from shoal.sync.times import CommTimes, covered
 from shoal.sync.wire import WIRES, Wire
 from shoal.sync.world import World, barrier
 
 
-@dataclass(frozen=True)
-class CommTimes:
-    """One step's gradient exchange as this rank saw it.
-
-    `ready_at`: when the last gradient was computed and only communication was left (perf_counter).
-    `tail_s`: how long backward went on after that. `wait_s`: the part known to be waiting for a peer, where the variant
-    can tell by itself. `allreduce_s`: time with at least one all-reduce under way, hidden behind backward or not; None
-    where nobody looked.
-    """
-
-    ready_at: float
-    tail_s: float
-    allreduce_s: float | None
-    wait_s: float | None = None
-
-
 class GradientSync(Protocol):
+    """`state` is what this rank alone has and a checkpoint must keep, such as what a wire format could not say yet."""
+
     @property
     def module(self) -> nn.Module: ...
     def loss_scale(self, global_tokens: int) -> float: ...
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]: ...
     def finish(self) -> CommTimes: ...
+    def state(self) -> dict[str, Tensor]: ...
+    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
 
 
-class _WithDDP:
+class _Stateless:
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+
+class Alone(_Stateless):
+    def __init__(self, model: nn.Module, own_tokens: int) -> None:
+        self.module = model
+        self._own_tokens = own_tokens
+
+    def loss_scale(self, global_tokens: int) -> float:
+        """This step is on our tokens alone, however many the others have."""
+        return 1.0 / self._own_tokens
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish(self) -> CommTimes:
+        return CommTimes(time.perf_counter(), tail_s=0.0, allreduce_s=None, wait_s=0.0)
+
+
+class _WithDDP(_Stateless):
     """What both DDP variants share: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
@@ -82,7 +96,7 @@ class HookedDDP(_WithDDP):
         now = time.perf_counter()
         spans, self._spans = self._spans, []
         ready_at = spans[-1][0] if spans else now
-        return CommTimes(ready_at, now - ready_at, _covered(spans) if spans else None)
+        return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
 
     def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         return self._wire(self._world, bucket.buffer())
@@ -120,7 +134,7 @@ class StockDDP(_WithDDP):
         self._ready_at = time.perf_counter()
 
 
-class BarrierSync:
+class BarrierSync(_Stateless):
     def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float) -> None:
         self.module = model
         self._world = world
@@ -172,12 +186,3 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> Gr
     if config.measure == "barrier":
         return BarrierSync(model, world, wire, bucket_mb)
     return HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook")
-
-
-def _covered(spans: list[list[float]]) -> float:
-    """Seconds during which at least one bucket was under way."""
-    total, reached = 0.0, 0.0
-    for begin, end in spans:
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total

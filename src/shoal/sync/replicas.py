@@ -31,3 +31,11 @@ def tell_all(world: World, source: int, numbers: list[int]) -> list[int]:
     tensor = torch.tensor(numbers, dtype=torch.int64, device=world.device)
     dist.broadcast(tensor, src=source, group=world.group)
     return [int(number) for number in tensor.cpu()]
+
+
+def gather(world: World, numbers: list[int]) -> list[list[int]]:
+    """A few integers of every rank, for all."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+    everyone = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(everyone, mine, group=world.group)
+    return [[int(number) for number in theirs.cpu()] for theirs in everyone]

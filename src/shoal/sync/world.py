@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -128,6 +128,19 @@ def _form_group(
     if gloo:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group
+
+
+def beside(world: World, timeout_s: float) -> World:
+    """The same ranks in a group of their own, for exchanges that go on while the steps have theirs: gloo pairs what two
+    ranks send by the order in which they began it, which is fixed only inside a group."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=world.backend)
+    return replace(world, group=group)
+
+
+def bear_with(world: World, timeout_s: float) -> None:
+    """Lets a collective take longer: a rank that is ahead waits for peers that rightly come later."""
+    if world.backend == "gloo":
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), world.group)
 
 
 def leave(world: World) -> None:

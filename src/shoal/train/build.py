@@ -19,14 +19,16 @@ from shoal.data.tokenfile import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.model.gpt import GPT
 from shoal.runfolder import RunFolder
+from shoal.sync.agreement import make_outer
 from shoal.sync.exchange import StepExchange
-from shoal.sync.gradients import make_gradient_sync
-from shoal.sync.replicas import all_agree, copy_from, tell_all
+from shoal.sync.gradients import Alone, GradientSync, make_gradient_sync
+from shoal.sync.replicas import all_agree, copy_from
 from shoal.sync.timer import StepTimer, WholeStepTimer
-from shoal.sync.world import World
-from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress
+from shoal.sync.world import World, bear_with
+from shoal.train.checkpoint import CheckpointFolder, Progress
 from shoal.train.recorder import Recorder
-from shoal.train.state import digest, empty_moments, load_moments, load_weights, moments, weights
+from shoal.train.resume import resume as go_on
+from shoal.train.state import digest, weights
 from shoal.train.trainer import StopWish, Trainer
 
 
@@ -34,24 +36,29 @@ def build_trainer(
     config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopWish, resume: bool
 ) -> Trainer:
     model = _make_model(config, world)
-    optimizer = _make_optimizer(model, config.train)
-    progress = Progress(step=0, cursor=0)
-    if resume:
-        progress = _resume(model, optimizer, CheckpointFolder(run.checkpoints, config.train.keep_checkpoints), world)
-    return Trainer(
+    batches = make_batches(config, run, world)
+    share = batches.shard.deal.share(world.rank)
+    outer = make_outer(config.sync, model, world, weight=share / batches.shard.deal.global_batch)
+    trainer = Trainer(
         config=config,
         world=world,
         model=model,
-        optimizer=optimizer,
-        sync=make_gradient_sync(config.sync, model, world),
-        exchange=StepExchange(world),
-        batches=make_batches(config, run, world),
+        optimizer=_make_optimizer(model, config.train),
+        sync=_make_sync(config, model, world, own_tokens=share * config.model.seq_len),
+        outer=outer,
+        exchange=StepExchange(world, outer.lag_steps),
+        batches=batches,
         timer=_make_timer(config, world),
         recorder=recorder,
         stop=stop,
-        peak_lr=scaled_lr(config.train, world.size),
-        progress=progress,
+        peak_lr=scaled_lr(config.train, world.size, config.sync.accumulate),
+        progress=Progress(step=0, cursor=0),
     )
+    if resume:
+        trainer.progress = go_on(trainer, CheckpointFolder(run.checkpoints, config.train.keep_checkpoints))
+    # A rank that may be so many steps ahead waits for as many steps of the slowest before anybody is dead.
+    bear_with(world, config.sync.timeout_s * (1 + outer.lag_steps))
+    return trainer
 
 
 def make_batches(config: Config, run: RunFolder, world: World) -> Batches:
@@ -70,6 +77,7 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "params": parameters,
         "params_expected": parameter_count(trainer.config.model),
         "grad_bytes": grad_bytes(parameters, trainer.config.sync.wire),
+        "round_steps": trainer.outer.round_steps,
         "global_batch": dealt.global_batch,
         "micro_batch": dealt.micro_batch,
         "share": dealt.micro_batches[trainer.world.rank],
@@ -111,22 +119,10 @@ def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
     return AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
 
 
-def _resume(model: GPT, optimizer: AdamW, folder: CheckpointFolder, world: World) -> Progress:
-    """Rank 0 picks the newest whole checkpoint and everybody copies it, whatever lies on other disks."""
-    checkpoint = folder.load_latest(set_aside=True) if world.is_main else None
-    step, cursor = tell_all(world, 0, [checkpoint.progress.step, checkpoint.progress.cursor] if checkpoint else [0, 0])
-    if checkpoint is not None:
-        load_weights(model, checkpoint.model)
-    tensors = checkpoint.optimizer if checkpoint is not None else empty_moments(model)
-    load_moments(model, optimizer, tensors, step)
-    copy_from(world, 0, [*weights(model).values(), *moments(model, optimizer).values()])
-    return Progress(step, cursor, world.generation)
+def _make_sync(config: Config, model: GPT, world: World, own_tokens: int) -> GradientSync:
+    return Alone(model, own_tokens) if config.sync.is_outer else make_gradient_sync(config.sync, model, world)
 
 
 def _make_timer(config: Config, world: World) -> StepTimer:
     synchronize: Callable[[], None] | None = torch.cuda.synchronize if world.device.type == "cuda" else None
     return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(synchronize)
-
-
-def snapshot(trainer: Trainer) -> Checkpoint:
-    return Checkpoint(trainer.progress, weights(trainer.model), moments(trainer.model, trainer.optimizer))

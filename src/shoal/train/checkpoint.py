@@ -1,10 +1,11 @@
 """Checkpoints: safetensors and JSON, a manifest of SHA-256 sums written last, put in place by one rename.
 
     checkpoints/step-00000050/
-        model.safetensors  optimizer.safetensors  state.json  manifest.json
+        model.safetensors  optimizer.safetensors  state.json  manifest.json  [rank-0.safetensors …]
 
 Neither `torch.load` nor safetensors notices a flipped bit (measured: 0 of 40 each), so sums are checked before a byte
-is used. A folder that fails is set aside as `….corrupt` and the one before it is tried.
+is used. A folder that fails is set aside as `….corrupt` and the one before it is tried. Where replicas differ, every
+rank puts its own part beside what is common, in the folder of its own machine; see `train/part.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8})")
-_MODEL, _OPTIMIZER, _STATE, _MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_MODEL, _OPTIMIZER, _STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _FORMAT = 1
 
 
@@ -41,10 +42,26 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What was saved beside the common state: a part of each of so many ranks.
+
+    `mark` is the same in all parts of one save and in no other. `step` and `cursor` are where a run goes on that has
+    nothing but the common state; `flying` is what was on its way between replicas.
+    """
+
+    ranks: int
+    mark: int
+    step: int
+    cursor: int
+    flying: int = 0
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     progress: Progress
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    parts: Parts | None = None
 
 
 class CheckpointFolder:
@@ -53,22 +70,29 @@ class CheckpointFolder:
         self._keep = keep
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Whole or not at all: a kill at any point leaves the older checkpoints and at most a hidden leftover."""
-        name = f"step-{checkpoint.progress.step:08d}"
-        temporary, final = self._path / f".{name}.tmp", self._path / name
+        self.begin(checkpoint.progress.step)
+        return self.complete(checkpoint)
+
+    def begin(self, step: int) -> None:
+        """Makes the hidden folder in which ranks put their parts, if they have any, before it is completed."""
         self._sweep()
-        try:
-            _write(temporary, checkpoint)
-            _put_in_place(temporary, final)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write the checkpoint {final}: {error}",
-                why="older checkpoints are untouched, but there is no newer one to return to",
-                fix=f"free space or fix the folder: df -h {self._path}",
-            ) from error
+        with self._as_unwritten(step):
+            self.unfinished(step).mkdir(parents=True)
+
+    def complete(self, checkpoint: Checkpoint) -> Path:
+        """Whole or not at all: a kill at any point leaves the older checkpoints and at most a hidden leftover."""
+        step = checkpoint.progress.step
+        with self._as_unwritten(step):
+            _write(self.unfinished(step), checkpoint)
+            _put_in_place(self.unfinished(step), self.folder(step))
         self._drop_old()
-        return final
+        return self.folder(step)
+
+    def folder(self, step: int) -> Path:
+        return self._path / f"step-{step:08d}"
+
+    def unfinished(self, step: int) -> Path:
+        return self._path / f".step-{step:08d}.tmp"
 
     def load_latest(self, set_aside: bool = False) -> Checkpoint:
         """The newest one that is whole. `set_aside` renames damaged ones on the way, for those who will write here."""
@@ -79,12 +103,30 @@ class CheckpointFolder:
             except CheckpointError as error:
                 refused.append(error.seen)
                 if set_aside and isinstance(error, DamagedCheckpoint):
-                    _set_aside(folder)
+                    _set_aside(folder, "corrupt")
         raise CheckpointError(
             f"no checkpoint to resume from in {self._path}",
             why="; ".join(refused) or "the run ended before its first checkpoint",
             fix="start anew: shoal train … --out NEW_FOLDER",
         )
+
+    def set_aside_newer(self, step: int) -> None:
+        """For a run that went back to `step`: it would otherwise be resumed from what it has left behind."""
+        for folder in self._newest_first():
+            if folder.name > self.folder(step).name:
+                _set_aside(folder, "superseded")
+
+    @contextlib.contextmanager
+    def _as_unwritten(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.unfinished(step), ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint {self.folder(step)}: {error}",
+                why="older checkpoints are untouched, but there is no newer one to return to",
+                fix=f"free space or fix the folder: df -h {self._path}",
+            ) from error
 
     def _newest_first(self) -> list[Path]:
         if not self._path.is_dir():
@@ -103,14 +145,15 @@ class CheckpointFolder:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Checks every sum, then reads. Any damage is one `DamagedCheckpoint` that names the file."""
     with _as_checkpoint_error(folder):
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {_FORMAT}")
         for name in (_MODEL, _OPTIMIZER, _STATE):
-            if _sha256(folder / name) != manifest["sha256"][name]:
+            if sha256_of(folder / name) != manifest["sha256"][name]:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
-        progress = Progress(**json.loads((folder / _STATE).read_text()))
-        return Checkpoint(progress, load_file(folder / _MODEL), load_file(folder / _OPTIMIZER))
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        parts = Parts(**state.pop("parts")) if "parts" in state else None
+        return Checkpoint(Progress(**state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -131,12 +174,12 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    folder.mkdir(parents=True)
     save_file(checkpoint.model, folder / _MODEL)
     save_file(checkpoint.optimizer, folder / _OPTIMIZER)
-    (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress)))
-    sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
+    parts = {"parts": asdict(checkpoint.parts)} if checkpoint.parts else {}
+    (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress) | parts))
+    sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
     for file in folder.iterdir():
         _sync(file)
 
@@ -148,14 +191,14 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     _sync(final.parent)
 
 
-def _set_aside(folder: Path) -> None:
-    names = (f"{folder.name}.corrupt{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+def _set_aside(folder: Path, why: str) -> None:
+    names = (f"{folder.name}.{why}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     free = next(path for name in names if not (path := folder.with_name(name)).exists())
     with contextlib.suppress(OSError):
         folder.rename(free)
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

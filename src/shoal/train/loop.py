@@ -11,18 +11,16 @@ from safetensors.torch import save_file
 
 from shoal.data.run_setup import read_facts
 from shoal.data.tokenfile import open_tokens
-from shoal.errors import CheckpointError, RunFailed
+from shoal.errors import RunFailed
 from shoal.runfolder import RunFolder
 from shoal.sync.world import barrier
-from shoal.train.build import snapshot
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.evaluate import evaluate
 from shoal.train.load import LoadMeter
-from shoal.train.state import digest, moments, weights
+from shoal.train.saving import WRITE_TIMEOUT_S, Saver
+from shoal.train.snapshot import replica_state
+from shoal.train.state import digest
 from shoal.train.trainer import Trainer
-
-# Raise this when a checkpoint takes more than ten minutes to write.
-WRITE_TIMEOUT_S = 600.0
 
 
 class Loop:
@@ -32,8 +30,8 @@ class Loop:
         self._trainer = trainer
         self._run = run
         self._validation = open_tokens(Path(read_facts(run).val)).tokens
-        self._checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
-        self._saved_step = trainer.progress.step
+        checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
+        self._saver = Saver(trainer, checkpoints, saved_step=trainer.progress.step)
         self._evaluated_step = -1
 
     def run(self) -> bool:
@@ -47,55 +45,49 @@ class Loop:
         stopped = False
         while self._trainer.progress.step < train.steps and not stopped:
             stopped = self._trainer.step()
-            self._between_steps(self._trainer.progress.step)
+            stopped |= self._between_steps(self._trainer.progress.step)
+        self._trainer.settle()
         barrier(self._trainer.world)
         self._trainer.recorder.commit()
         self._end(finished := self._trainer.progress.step >= train.steps, load)
         return finished
 
-    def _between_steps(self, step: int) -> None:
+    def _between_steps(self, step: int) -> bool:
+        """Whether it turned out that somebody wants to stop."""
         train = self._trainer.config.train
+        stopped = False
         if step % train.eval_every == 0:
             self._evaluate(step)
         if step % train.checkpoint_every == 0:
-            self._checkpoint(step)
+            stopped = self._checkpoint()
         if step % train.gc_every == 0:
             gc.collect()
+        return stopped
 
     def _evaluate(self, step: int) -> None:
         trainer = self._trainer
         began = time.perf_counter()
         micro_batch = trainer.batches.shard.deal.micro_batch
-        loss = evaluate(trainer.model, self._validation, trainer.config, micro_batch, trainer.world)
+        with trainer.outer.common():
+            loss = evaluate(trainer.model, self._validation, trainer.config, micro_batch, trainer.world)
         self._evaluated_step = step
-        trainer.recorder.event("eval", step=step, val_loss=loss, eval_s=round(time.perf_counter() - began, 6))
+        common_step = trainer.outer.common_step(step)
+        older = {} if common_step == step else {"common_step": common_step}
+        eval_s = round(time.perf_counter() - began, 6)
+        trainer.recorder.event("eval", step=step, val_loss=loss, eval_s=eval_s, **older)
 
-    def _checkpoint(self, step: int, must: bool = False) -> None:
-        """A full disk does not end a training that may still be saved later; at the very end it does."""
-        # Whoever resumes from here skips this step, so the ledger must have it first.
+    def _checkpoint(self, must: bool = False) -> bool:
+        # Whoever resumes from here skips these steps, so the ledger must have them first.
+        stopped = self._trainer.settle()
         self._trainer.recorder.commit()
-        if self._trainer.world.keeps_files and step != self._saved_step:
-            self._write_checkpoint(step, must)
-        # A slow disk is no dead peer: the others wait here, with a deadline of its own, and not in the next exchange.
-        barrier(self._trainer.world, timeout_s=WRITE_TIMEOUT_S)
-
-    def _write_checkpoint(self, step: int, must: bool) -> None:
-        began = time.perf_counter()
-        try:
-            self._checkpoints.save(snapshot(self._trainer))
-        except CheckpointError as error:
-            if must:
-                raise
-            self._trainer.recorder.warn(error)
-            return
-        self._saved_step = step
-        self._trainer.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
+        self._saver.save(must)
+        return stopped
 
     def _end(self, finished: bool, load: LoadMeter) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
         if finished and self._evaluated_step != step:
             self._evaluate(step)
-        self._checkpoint(step, must=True)
+        self._checkpoint(must=True)
         if finished:
             self._save_state(step)
         barrier(trainer.world, timeout_s=WRITE_TIMEOUT_S)
@@ -105,7 +97,7 @@ class Loop:
     def _save_state(self, step: int) -> None:
         """Every rank's own state, for `shoal verify` to compare."""
         trainer = self._trainer
-        state = {**weights(trainer.model), **moments(trainer.model, trainer.optimizer)}
+        state = replica_state(trainer)
         path = self._run.state(trainer.world.rank)
         try:
             save_file(state, path)

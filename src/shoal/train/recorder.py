@@ -19,21 +19,25 @@ class Recorder:
         self._events = EventLog(run.events(world.rank), world.rank)
         self._ledger = EventLog(run.commits, world.rank) if world.keeps_files else None
         self._world = world
-        self._pending: dict[str, Any] | None = None
+        self._pending: list[dict[str, Any]] = []
+        self._told_step = 0
         self._wire = WireCounter(world.interface) if world.is_node_main else None
 
     def event(self, name: str, **fields: Any) -> None:
         self._events.write(name, **fields)
 
-    def step(self, step: int, phases: dict[str, float], **fields: Any) -> None:
+    def step(self, step: int, phases: dict[str, float], own_loss: float, **fields: Any) -> None:
+        """The loss is that of the whole world where it is known already, and this rank's own until it is."""
         seconds = {f"{name}_s": round(value, 7) for name, value in phases.items()}
         if self._wire is not None and (crossed := self._wire.since_last()) is not None:
             fields["wire_bytes"] = crossed
-        self._events.write("step", step=step, **fields, **seconds)
+        known = next((pending["loss"] for pending in self._pending if pending["step"] == step), None)
+        self._events.write("step", step=step, loss=own_loss if known is None else known, **fields, **seconds)
+        self._told_step = step
 
     def propose(self, step: int, first: int, end: int, loss: float) -> None:
         """This step is done here; whether everybody had it is known when the next exchange succeeds."""
-        self._pending = {
+        pending = {
             "step": step,
             "samples": [first, end],
             "members": self._world.members,
@@ -41,11 +45,15 @@ class Recorder:
             "loss": loss,
             "time": round(time.time(), 6),
         }
+        self._pending.append(pending)
+        if step <= self._told_step:
+            self._events.write("loss", step=step, loss=loss)
 
     def commit(self) -> None:
-        if self._ledger is not None and self._pending is not None:
-            self._ledger.append(self._pending)
-        self._pending = None
+        if self._ledger is not None:
+            for pending in self._pending:
+                self._ledger.append(pending)
+        self._pending = []
 
     def warn(self, error: ShoalError) -> None:
         self._events.write("warning", **error.as_dict())

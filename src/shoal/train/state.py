@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,12 @@ def empty_moments(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
+def fill(room: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in room.items():
+        tensor.copy_(_take(tensors, name, tensor))
+
+
+@torch.no_grad()
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         parameter.copy_(_take(tensors, f"model.{name}", parameter))
@@ -72,7 +79,7 @@ def _bytes(tensor: Tensor) -> Buffer:
     return flat
 
 
-def _take(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+def _take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
         found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"

@@ -1,13 +1,15 @@
 """One replica and its step: fetch, forward, backward, clip, update, record.
 
-Timing, wire format and shares arrive as objects: the step has no feature branches, and a world of one is no exception.
+Timing, wire format, shares and outer steps arrive as objects: the step has no feature branches, and a world of one is
+no exception.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ from shoal.data.batches import Batches, Rows
 from shoal.errors import RunFailed
 from shoal.model.gpt import GPT
 from shoal.sync.exchange import Shared, StepExchange
-from shoal.sync.gradients import CommTimes, GradientSync
+from shoal.sync.gradients import GradientSync
+from shoal.sync.outer import Outer
 from shoal.sync.timer import StepTimer
+from shoal.sync.times import CommTimes
 from shoal.sync.world import World
 from shoal.train.checkpoint import Progress
 from shoal.train.recorder import Recorder
@@ -39,6 +43,7 @@ class Trainer:
     model: GPT
     optimizer: AdamW
     sync: GradientSync
+    outer: Outer
     exchange: StepExchange
     batches: Batches
     timer: StepTimer
@@ -46,9 +51,10 @@ class Trainer:
     stop: StopWish
     peak_lr: float
     progress: Progress
+    _begun: deque[Progress] = field(default_factory=deque)
 
     def step(self) -> bool:
-        """Trains one global batch; whether anybody in the world wants to stop after it."""
+        """Trains one global batch; whether anybody in the world is known to want to stop."""
         self.timer.start()
         step = self.progress.step + 1
         lr = learning_rate(step, self.peak_lr, self.config.train)
@@ -57,13 +63,31 @@ class Trainer:
         self.recorder.commit()
         self.exchange.begin(loss_sum, comm, self.stop.wanted)
         grad_norm = self._update(lr)
-        shared = self.exchange.finish()
-        self._advance(step, lr, grad_norm, comm, shared)
-        return shared.stop
+        outer = self._outer_step(step)
+        known = self.exchange.finish()
+        self._book("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
+        self._book("optimizer", outer, outer.wait_s or 0.0)
+        self.timer.add("wait", self.exchange.late_s)
+        self._advance(step)
+        wants_stop = self._settle(known)
+        self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=grad_norm)
+        return wants_stop
+
+    def settle(self) -> bool:
+        """Waits for what ranks have told each other of all steps so far; whether anybody wants to stop."""
+        return self._settle(self.exchange.drain())
+
+    @property
+    def global_batch(self) -> int:
+        return self.batches.shard.deal.global_batch
 
     @property
     def global_tokens(self) -> int:
-        return self.batches.shard.deal.global_batch * self.config.model.seq_len
+        return self.global_batch * self.config.model.seq_len
+
+    @property
+    def own_tokens(self) -> int:
+        return self.batches.shard.deal.share(self.world.rank) * self.config.model.seq_len
 
     def _forward_backward(self) -> tuple[float, CommTimes]:
         scale = self.sync.loss_scale(self.global_tokens)
@@ -94,37 +118,47 @@ class Trainer:
     def _update(self, lr: float) -> float:
         with self.timer.phase("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-            self._refuse_nonfinite("gradient norm", norm.item())
+            self._refuse_nonfinite("gradient norm", norm.item(), self.progress.step + 1)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             return norm.item()
 
-    def _advance(self, step: int, lr: float, grad_norm: float, comm: CommTimes, shared: Shared) -> None:
-        loss = shared.loss_sum / self.global_tokens
-        self._refuse_nonfinite("loss", loss)
-        wait_s = min(max(shared.wait_s if comm.wait_s is None else comm.wait_s, 0.0), comm.tail_s)
-        self.timer.move("backward", "wait", wait_s)
-        self.timer.move("backward", "exposed", comm.tail_s - wait_s)
-        first = self.progress.cursor
-        end = first + self.batches.shard.deal.global_batch
-        self.progress = Progress(step, end, self.world.generation)
-        self.recorder.step(
-            step,
-            self.timer.finish() | ({} if comm.allreduce_s is None else {"allreduce": comm.allreduce_s}),
-            loss=loss,
-            tokens=self.global_tokens,
-            lr=lr,
-            grad_norm=grad_norm,
-        )
-        self.recorder.propose(step, first, end, loss)
+    def _outer_step(self, step: int) -> CommTimes:
+        with self.timer.phase("optimizer"):
+            return self.outer.after(step, last=step == self.config.train.steps)
 
-    def _refuse_nonfinite(self, what: str, value: float) -> None:
-        """Summed over the world, so every rank sees it in the same step; no such step reaches a checkpoint."""
+    def _book(self, phase: str, comm: CommTimes, wait_s: float) -> None:
+        """The end of a phase was communication: a part of it waiting for a peer, the rest the network's."""
+        wait_s = min(max(wait_s, 0.0), comm.tail_s)
+        self.timer.move(phase, "wait", wait_s)
+        self.timer.move(phase, "exposed", comm.tail_s - wait_s)
+
+    def _advance(self, step: int) -> None:
+        self._begun.append(self.progress)
+        self.progress = Progress(step, self.progress.cursor + self.global_batch, self.world.generation)
+
+    def _settle(self, known: list[Shared]) -> bool:
+        """Steps of which everybody's figures are in can be committed."""
+        for shared in known:
+            before = self._begun.popleft()
+            loss = shared.loss_sum / self.global_tokens
+            self._refuse_nonfinite("loss", loss, before.step + 1)
+            self.recorder.propose(before.step + 1, before.cursor, before.cursor + self.global_batch, loss)
+        return any(shared.stop for shared in known)
+
+    def _record(self, step: int, exchanges: tuple[CommTimes, ...], **figures: float) -> None:
+        under_way = [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]
+        times = self.timer.finish() | ({"allreduce": sum(under_way)} if under_way else {})
+        self.recorder.step(step, times, tokens=self.global_tokens, **figures)
+
+    def _refuse_nonfinite(self, what: str, value: float, step: int) -> None:
+        """Where gradients are summed over the world every rank sees it in the same step; no such step reaches a
+        checkpoint."""
         if not math.isfinite(value):
             raise RunFailed(
-                f"the {what} became {value} in step {self.progress.step + 1}",
+                f"the {what} became {value} in step {step}",
                 why="the training diverged, most often because the learning rate is too high",
                 fix=f"start a new run with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
             )

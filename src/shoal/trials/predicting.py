@@ -29,10 +29,17 @@ from shoal.runfolder import RunFolder, write_atomically
 
 
 def lever_of(sync: SyncConfig) -> Lever:
-    """What the configuration asks for. Accumulation is not among it: that is in the batch."""
+    """What the configuration asks for."""
     if sync.mode == "stock":
-        return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB)
-    return Lever(wire=sync.wire, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier")
+        return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
+    return Lever(
+        sync=sync.mode,
+        wire=sync.wire,
+        accumulation=sync.accumulate,
+        every=sync.round_steps,
+        bucket_mb=sync.bucket_mb,
+        overlap=sync.measure != "barrier",
+    )
 
 
 def predict_run(config: Config, path: Path) -> PredictionRecord:

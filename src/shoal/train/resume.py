@@ -1,0 +1,119 @@
+"""How a run goes on: from the newest whole checkpoint, exactly where every rank finds its own part of it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.errors import CheckpointError
+from shoal.sync.replicas import copy_from, gather, tell_all
+from shoal.sync.world import World
+from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress
+from shoal.train.part import read_part
+from shoal.train.saving import Saver
+from shoal.train.snapshot import load_own_state
+from shoal.train.state import empty_moments, fill, load_moments, load_weights, moments, weights
+from shoal.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What rank 0 found, as everybody knows it. `has_moments`: the inner optimizer's are common to all ranks."""
+
+    progress: Progress
+    has_moments: bool
+    parts: Parts | None
+
+
+def resume(trainer: Trainer, folder: CheckpointFolder) -> Progress:
+    """Rank 0 picks the checkpoint and everybody copies what is common, whatever lies on other disks."""
+    checkpoint = folder.load_latest(set_aside=True) if trainer.world.is_main else None
+    found = _tell(trainer.world, checkpoint)
+    _load_common(trainer, checkpoint, found)
+    if found.parts is None:
+        return found.progress
+    own, problem = _own_part(folder, found.progress.step, trainer.world.rank, found.parts)
+    having = [rank for rank, [has_part] in enumerate(gather(trainer.world, [own is not None])) if has_part]
+    if own is not None and found.parts.ranks == trainer.world.size == len(having):
+        load_own_state(trainer, own, found.progress.step)
+        return found.progress
+    trainer.progress = _fall_back(trainer, found, own or {}, having, problem)
+    Saver(trainer, folder, saved_step=-1).save(must=True)
+    if trainer.world.keeps_files:
+        folder.set_aside_newer(trainer.progress.step)
+    return trainer.progress
+
+
+def _tell(world: World, checkpoint: Checkpoint | None) -> _Found:
+    numbers = [0] * 9
+    if checkpoint is not None:
+        progress, parts = checkpoint.progress, checkpoint.parts or Parts(0, 0, 0, 0)
+        numbers = [progress.step, progress.cursor, any(name.startswith("optimizer.") for name in checkpoint.optimizer)]
+        numbers += [checkpoint.parts is not None, parts.ranks, parts.mark, parts.step, parts.cursor, parts.flying]
+    step, cursor, has_moments, has_parts, *of_parts = tell_all(world, 0, numbers)
+    return _Found(Progress(step, cursor, world.generation), bool(has_moments), Parts(*of_parts) if has_parts else None)
+
+
+def _load_common(trainer: Trainer, checkpoint: Checkpoint | None, found: _Found) -> None:
+    model, outer = trainer.model, trainer.outer
+    if checkpoint is not None:
+        load_weights(model, checkpoint.model)
+    copy_from(trainer.world, 0, weights(model).values())
+    common_step, flying = (found.parts.step, found.parts.flying) if found.parts else (found.progress.step, 0)
+    outer.rewind(common_step, flying)
+    room = outer.state()
+    if checkpoint is not None:
+        fill(room, checkpoint.optimizer)
+    copy_from(trainer.world, 0, room.values())
+    if found.has_moments:
+        tensors = checkpoint.optimizer if checkpoint is not None else empty_moments(model)
+        _share_moments(trainer, 0, tensors, found.progress.step)
+
+
+def _own_part(
+    folder: CheckpointFolder, step: int, rank: int, parts: Parts
+) -> tuple[dict[str, Tensor] | None, CheckpointError | None]:
+    try:
+        return read_part(folder.folder(step), rank, parts.mark), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _fall_back(
+    trainer: Trainer, found: _Found, own: dict[str, Tensor], having: list[int], problem: CheckpointError | None
+) -> Progress:
+    """Everybody goes on from what is common, with the moments of one rank: half a round would be half a training."""
+    assert found.parts is not None  # noqa: S101 - whoever falls back has looked for a part
+    goes_on = Progress(found.parts.step, found.parts.cursor, found.progress.generation)
+    if not found.has_moments:
+        donor = having[0] if having else 0
+        tensors = own if trainer.world.rank in having else empty_moments(trainer.model)
+        if not having:
+            tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        _share_moments(trainer, donor, tensors, goes_on.step)
+    if problem is not None or trainer.world.is_main:
+        trainer.recorder.warn(_explain(found, goes_on, trainer.world, having, problem))
+    return goes_on
+
+
+def _share_moments(trainer: Trainer, source: int, tensors: dict[str, Tensor], step: int) -> None:
+    load_moments(trainer.model, trainer.optimizer, tensors, step)
+    copy_from(trainer.world, source, moments(trainer.model, trainer.optimizer).values())
+
+
+def _explain(
+    found: _Found, goes_on: Progress, world: World, having: list[int], problem: CheckpointError | None
+) -> CheckpointError:
+    parts = found.parts.ranks if found.parts else 0
+    missing = [str(rank) for rank in range(min(parts, world.size)) if rank not in having]
+    reasons = [f"it was saved by {parts} ranks, now there are {world.size}"] if parts != world.size else []
+    reasons += [f"rank {', '.join(missing)} has no part of it"] if missing else []
+    reasons += [problem.seen] if problem is not None else []
+    return CheckpointError(
+        f"the checkpoint of step {found.progress.step} cannot be resumed exactly: all ranks go on from what they had "
+        f"in common at step {goes_on.step}",
+        why="; ".join(reasons),
+        fix="what was done since is done again; to go on exactly, resume with the same ranks on the same machines",
+    )
