@@ -71,7 +71,9 @@ def train(
     micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank computes at once.")] = None,
     scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
     sync: Annotated[str | None, typer.Option(help="ddp, or stock for plain DDP with its defaults.")] = None,
-    wire: Annotated[str | None, typer.Option(help="Gradients travel as fp32 or fp16.")] = None,
+    wire: Annotated[
+        str | None, typer.Option(help="How gradients travel: fp32, fp16, bf16, int8, powersgd:RANK.")
+    ] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,

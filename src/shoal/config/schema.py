@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.config.wire import parse_wire
+
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -105,8 +107,9 @@ class TrainConfig(Section):
 class SyncConfig(Section):
     """How replicas agree.
 
-    `mode="stock"` is plain `DistributedDataParallel` with its defaults, to compare with. `wire="fp16"` halves the bytes
-    of a gradient exchange at the price of its precision. `measure`: `hook` times every all-reduce where it happens,
+    `mode="stock"` is plain `DistributedDataParallel` with its defaults, to compare with. `wire` is the form in
+    which gradients travel: `fp16` and `bf16` are half the bytes, `int8` a quarter, `powersgd:R` far less still, each at
+    the price of precision (docs/wires.md). `measure`: `hook` times every all-reduce where it happens,
     inside DDP's overlap; `barrier` switches the overlap off and puts barriers around backward and all-reduce, which
     gives clean figures and a slower step; `off` times only the step as a whole. Raise `timeout_s` when a healthy but
     slow peer is taken for dead. `bucket_mb` is how much of the gradients travels together: less hides more of it behind
@@ -114,11 +117,17 @@ class SyncConfig(Section):
     """
 
     mode: Literal["ddp", "stock"] = "ddp"
-    wire: Literal["fp32", "fp16"] = "fp32"
+    wire: str = "fp32"
     measure: Literal["hook", "barrier", "off"] = "hook"
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+    @field_validator("wire")
+    @classmethod
+    def _wire_is_known(cls, value: str) -> str:
+        parse_wire(value)
+        return value
 
     @model_validator(mode="after")
     def _stock_is_stock(self) -> SyncConfig:

@@ -15,6 +15,7 @@ from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Profile
 from shoal.config.profile_file import read_profile
 from shoal.config.schema import Config, SyncConfig
+from shoal.config.wire import parse_wire
 from shoal.cost.batch import rank_weights
 from shoal.cost.buckets import STOCK_FIRST_MB, STOCK_MB
 from shoal.cost.calibrate import Outcome, calibrate
@@ -32,7 +33,8 @@ def lever_of(sync: SyncConfig) -> Lever:
     """What the configuration asks for. Accumulation is not among it: that is in the batch."""
     if sync.mode == "stock":
         return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB)
-    return Lever(wire=sync.wire, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier")
+    choice = parse_wire(sync.wire)
+    return Lever(wire=choice.name, rank=choice.rank, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier")
 
 
 def predict_run(config: Config, path: Path) -> PredictionRecord:
