@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.config.wire import WireChoice, parse_wire
 from shoal.cost.collectives import ring_bytes
 from shoal.cost.sizes import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
-from shoal.sync.wires import Bucket, kernels, make_wire
+from shoal.sync.wires import Bucket, kernels, make_wire, whole
 from shoal.sync.wires.codecs import Bf16, Int8, NativeInt8, int8_codec
 from shoal.sync.wires.kernels import load_kernels
 from shoal.sync.wires.lane import Lane, Rounds
@@ -170,8 +170,16 @@ def test_bf16_keeps_eight_bits() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(floats, min_size=1, max_size=40))
-def test_halves_are_torchs(numbers: list[float]) -> None:
+@given(st.lists(floats, min_size=1, max_size=40), st.sampled_from(["torch", "numpy", "kernel"]))
+def test_halves_are_torchs(numbers: list[float], by: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "TORCH_GOES_ONE_BY_ONE", by != "torch")
+        if by == "numpy":
+            patch.setattr(whole, "load_kernels", lambda: None)
+        check_halves(numbers)
+
+
+def check_halves(numbers: list[float]) -> None:
     full = torch.tensor(numbers, dtype=torch.float32)
     half = to_half(full, torch.empty(len(full), dtype=torch.float16))
     wanted = full.mul(256.0).to(torch.float16)
@@ -247,10 +255,12 @@ def test_the_steady_sum_is_the_sum(rows: int) -> None:
 
 
 def test_the_product_is_the_product() -> None:
-    p, q = torch.randn(300, 3), torch.randn(1000, 3)
-    found = torch.empty(300, 1000)
-    multiply(p, q, found)
-    torch.testing.assert_close(found, p @ q.T)
+    p, lines = torch.randn(300, 3), torch.randn(3, 1000)
+    plain, native = torch.empty(2, 300, 1000)
+    multiply(p, lines, plain, None)
+    multiply(p, lines, native, load_kernels())
+    torch.testing.assert_close(plain, p @ lines)
+    assert torch.equal(plain, native)
 
 
 def test_small_matrices_are_not_worth_it() -> None:

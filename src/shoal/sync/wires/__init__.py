@@ -13,7 +13,7 @@ from shoal.sync.wires.codecs import Bf16, int8_codec
 from shoal.sync.wires.kernels import load_kernels
 from shoal.sync.wires.lowrank import PowerSGD
 from shoal.sync.wires.scattered import Scattered
-from shoal.sync.wires.whole import Fp16, Fp32
+from shoal.sync.wires.whole import TORCH_GOES_ONE_BY_ONE, Fp16, Fp32
 from shoal.sync.world import World
 
 __all__ = ["Bucket", "Wire", "made_by", "make_wire"]
@@ -42,7 +42,7 @@ def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Wire
 
 
 def made_by(text: str) -> str:
-    """`kernel` where this machine's compiler made one for the format, `torch` for all others."""
-    kernels = load_kernels() if parse_wire(text).name in ("fp16", "int8") else None
-    is_used = kernels is not None and (kernels.has_halves or parse_wire(text).name == "int8")
-    return "kernel" if is_used else "torch"
+    """`kernel` where this machine's compiler made one for the format, `plain` for all others."""
+    name = parse_wire(text).name
+    wanted = name in ("int8", "powersgd") or (name == "fp16" and TORCH_GOES_ONE_BY_ONE)
+    return "kernel" if wanted and load_kernels() is not None else "plain"

@@ -61,7 +61,7 @@ def check_names(own: Mapping[str, Tensor], state: State) -> None:
     odd = sorted(state.keys() ^ own.keys()) or [name for name in own if own[name].shape != state[name].shape]
     raise CheckpointError(
         f"the checkpoint keeps another state of the wire than this run: {odd[0]}",
-        why="it was written with another model or with another sync.wire",
+        why="it was written with another model or another sync.wire",
         fix="resume with the settings it was written with, or start a new run",
     )
 

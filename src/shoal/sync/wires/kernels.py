@@ -20,7 +20,16 @@ from pathlib import Path
 from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-funroll-loops",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+)
 _COMPILERS = ("g++", "c++", "clang++")
 _COMPILE_TIMEOUT_S = 20.0
 _CPU_KEYS = ("flags", "Features", "CPU part", "model name")
@@ -31,16 +40,16 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        self._send = _declared(library, "int8_send", pointer, pointer, pointer, whole)
         self._settle = _declared(library, "int8_settle", pointer, pointer, pointer, whole, pointer, whole)
         self._spread = _declared(library, "int8_spread", pointer, pointer, whole)
+        self._product = _declared(library, "thin_product", pointer, pointer, pointer, whole, whole, whole)
         self.has_halves = hasattr(library, "half_pack")
         if self.has_halves:
             self._pack = _declared(library, "half_pack", pointer, pointer, real, whole)
             self._unpack = _declared(library, "half_unpack", pointer, pointer, real, whole)
 
     def int8_send(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
-        self._send(gradient.data_ptr(), residual.data_ptr(), records.data_ptr(), gradient.numel())
+        self.int8_settle(gradient, residual, (), records)
 
     def int8_settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
         theirs = (ctypes.c_void_p * len(others))(*(other.data_ptr() for other in others))
@@ -49,6 +58,10 @@ class Kernels:
 
     def int8_spread(self, records: Tensor, gradient: Tensor) -> None:
         self._spread(records.data_ptr(), gradient.data_ptr(), gradient.numel())
+
+    def thin_product(self, p: Tensor, lines: Tensor, product: Tensor) -> None:
+        sizes = (*product.shape, len(lines))
+        self._product(p.data_ptr(), lines.data_ptr(), product.data_ptr(), *sizes)
 
     def to_half(self, full: Tensor, half: Tensor, scale: float) -> None:
         self._pack(full.data_ptr(), half.data_ptr(), scale, full.numel())

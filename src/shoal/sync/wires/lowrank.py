@@ -25,6 +25,7 @@ from torch.futures import Future
 from shoal.cost.sizes import is_low_rank
 from shoal.sync.wires.bucket import Bucket, State, begun, load_tensors
 from shoal.sync.wires.desks import Desks
+from shoal.sync.wires.kernels import Kernels, load_kernels
 from shoal.sync.wires.lane import Lane, Rounds
 from shoal.sync.world import World
 
@@ -72,6 +73,7 @@ class PowerSGD:
         low = {name: each for name, each in parameters.items() if is_low_rank(tuple(each.shape), rank)}
         self._matrices = {name: _begin(each, rank, seed) for seed, (name, each) in enumerate(low.items())}
         self._desks = Desks(self._make_desk)
+        load_kernels()
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
         return self._lane.take(self._rounds(bucket, self._desks.of(bucket)), bucket)
@@ -147,7 +149,8 @@ def _turn_over(low: _Low) -> None:
         low.mine.fill_(float("nan"))
         return
     low.p.copy_(orthogonal(low.p))
-    torch.mm(low.matrix.residual.T, low.p, out=low.mine)
+    # Twice as fast as the other way round.
+    low.mine.copy_(torch.mm(low.p.T, low.matrix.residual).T)
 
 
 def _settle(low: _Low, gradient: Tensor) -> None:
@@ -155,7 +158,7 @@ def _settle(low: _Low, gradient: Tensor) -> None:
         gradient.fill_(float("nan"))
         return
     low.matrix.residual.addmm_(low.p, low.mine.T, alpha=-1)
-    multiply(low.p, low.q, gradient)
+    multiply(low.p, low.q.T.contiguous(), gradient, load_kernels())
     # A column of zeros would stay one for ever: nothing is found in a direction in which nobody looks.
     low.matrix.q.copy_(torch.where(low.q.any(dim=0), low.q, low.matrix.fresh))
 
@@ -180,13 +183,15 @@ def steady_sum(rows: Tensor) -> Tensor:
     return rows[0]
 
 
-def multiply(p: Tensor, q: Tensor, product: Tensor) -> None:
-    """`p` times `q` transposed, a column after another."""
-    rows = max(1, _AT_ONCE // len(q))
-    lines = q.T.contiguous()
-    room = torch.empty(min(rows, len(p)), len(q))
+def multiply(p: Tensor, lines: Tensor, product: Tensor, kernels: Kernels | None) -> None:
+    """`p` times `lines`, column by line; with a kernel or without, to the same bits."""
+    if kernels is not None:
+        kernels.thin_product(p, lines, product)
+        return
+    rows = max(1, _AT_ONCE // lines.shape[1])
+    room = torch.empty(min(rows, len(p)), lines.shape[1])
     for first in range(0, len(p), rows):
         part, into = p[first : first + rows], product[first : first + rows]
         torch.mul(part[:, :1], lines[0], out=into)
-        for column in range(1, p.shape[1]):
+        for column in range(1, len(lines)):
             into.add_(torch.mul(part[:, column : column + 1], lines[column], out=room[: len(part)]))

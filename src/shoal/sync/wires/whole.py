@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +16,9 @@ from shoal.sync.wires.kernels import load_kernels
 from shoal.sync.world import World
 
 _FP16_SCALE = 256.0
+# Measured on an ARM core, nanoseconds a number to fp16 and back: torch 18 and 5.8, numpy 2.7 and 1.8, our kernel 0.26
+# and 0.27, which is what a copy takes.
+TORCH_GOES_ONE_BY_ONE = platform.machine() == "aarch64"
 
 
 class Fp32(Stateless):
@@ -30,7 +36,8 @@ class Fp16(Stateless):
     def __init__(self, world: World) -> None:
         self._world = world
         self._halves = Desks(lambda bucket: torch.empty_like(bucket.flat, dtype=torch.float16))
-        load_kernels()
+        if TORCH_GOES_ONE_BY_ONE:
+            load_kernels()
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
         half = self._halves.of(bucket)
@@ -42,16 +49,26 @@ class Fp16(Stateless):
 def to_half(full: Tensor, half: Tensor) -> Tensor:
     """Mean gradients are small: unscaled, most lie below 6e-5, where fp16 loses bit after bit. A power of two moves
     them up without rounding; a sum over 255 overflows, and the step is refused for its infinite norm."""
-    kernels = load_kernels()
-    if kernels is not None and kernels.has_halves and full.device.type == "cpu":
+    if full.device.type != "cpu" or not TORCH_GOES_ONE_BY_ONE:
+        return half.copy_(full.mul(_FP16_SCALE))
+    if (kernels := load_kernels()) is not None and kernels.has_halves:
         kernels.to_half(full, half, _FP16_SCALE)
-        return half
-    return half.copy_(full.mul(_FP16_SCALE))
+    else:
+        _multiply(full, _FP16_SCALE, half)
+    return half
 
 
 def from_half(half: Tensor, full: Tensor) -> Tensor:
-    kernels = load_kernels()
-    if kernels is not None and kernels.has_halves and full.device.type == "cpu":
+    if full.device.type != "cpu" or not TORCH_GOES_ONE_BY_ONE:
+        return full.copy_(half).mul_(1 / _FP16_SCALE)
+    if (kernels := load_kernels()) is not None and kernels.has_halves:
         kernels.from_half(half, full, 1 / _FP16_SCALE)
-        return full
-    return full.copy_(half).mul_(1 / _FP16_SCALE)
+    else:
+        _multiply(half, 1 / _FP16_SCALE, full)
+    return full
+
+
+def _multiply(numbers: Tensor, factor: float, into: Tensor) -> None:
+    """In fp32, whatever comes in and goes out."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(numbers.numpy(), np.float32(factor), out=into.numpy(), dtype=np.float32, casting="same_kind")
