@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.config.load import build_config
 from shoal.config.wire import WireChoice, parse_wire
 from shoal.cost.collectives import ring_bytes
 from shoal.cost.sizes import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
+from shoal.errors import ConfigError
 from shoal.sync.wires import Bucket, kernels, make_wire, whole
-from shoal.sync.wires.codecs import Bf16, Int8, NativeInt8, int8_codec
+from shoal.sync.wires.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
 from shoal.sync.wires.kernels import load_kernels
 from shoal.sync.wires.lane import Lane, Rounds
 from shoal.sync.wires.layout import Layout, lay_out
@@ -27,6 +29,7 @@ from shoal.sync.wires.lowrank import multiply, orthogonal, steady_sum
 from shoal.sync.wires.scattered import Codec
 from shoal.sync.wires.whole import from_half, to_half
 from shoal.sync.world import World
+from shoal.trials.predicting import lever_of
 from tests.harness import run_ranks
 
 FORMATS = ["fp32", "fp16", "bf16", "int8", "powersgd:64"]
@@ -57,6 +60,18 @@ def test_a_name_with_a_rank() -> None:
 def test_what_is_no_name(text: str) -> None:
     with pytest.raises(ValueError, match="powersgd:RANK"):
         parse_wire(text)
+
+
+def test_a_setting_with_a_wrong_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="powersgd:RANK"):
+        build_config(sets=["sync.wire=int7"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "wire"), [("int8", "int8"), ("powersgd", "powersgd:4"), ("powersgd:8", "powersgd:8")]
+)
+def test_a_setting_becomes_a_lever_and_back(setting: str, wire: str) -> None:
+    assert lever_of(build_config(sets=[f"sync.wire={setting}"]).sync).wire_setting == wire
 
 
 # Layout
@@ -107,6 +122,11 @@ def codecs() -> list[Codec]:
     return [Int8(), *([NativeInt8(native)] if native is not None else [])]
 
 
+def bf16_codecs() -> list[Codec]:
+    native = load_kernels()
+    return [Bf16(), *([NativeBf16(native)] if native is not None else [])]
+
+
 def passed_through(codec: Codec, values: Tensor, residual: Tensor) -> list[list[int]]:
     """Sent by one, added up by another with the same gradient, and unpacked; as bits, with one kind of NaN."""
     records, settled = torch.zeros(2, blocks_of(values.numel()), codec.record_bytes, dtype=torch.int8)
@@ -118,12 +138,15 @@ def passed_through(codec: Codec, values: Tensor, residual: Tensor) -> list[list[
     return [tensor.view(torch.int8).flatten().tolist() for tensor in (records, settled, rest, gradient)]
 
 
+@pytest.mark.parametrize("made", [codecs, bf16_codecs])
 @settings(deadline=None)
-@given(st.lists(floats, min_size=1, max_size=600), st.integers(0, 10))
-def test_the_kernel_gives_the_bits_of_plain_torch(numbers: list[float], shift: int) -> None:
+@given(numbers=st.lists(floats, min_size=1, max_size=600), shift=st.integers(0, 10))
+def test_the_kernel_gives_the_bits_of_plain_torch(
+    made: Callable[[], list[Codec]], numbers: list[float], shift: int
+) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     residual = values.roll(shift).nan_to_num(0.5, 0.25, -0.25) / 100
-    plain, *native = (passed_through(codec, values, residual) for codec in codecs())
+    plain, *native = (passed_through(codec, values, residual) for codec in made())
     assert all(found == plain for found in native)
 
 

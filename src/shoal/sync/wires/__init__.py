@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.config.wire import parse_wire
 from shoal.errors import UsageError
 from shoal.sync.wires.bucket import Bucket, Wire
-from shoal.sync.wires.codecs import Bf16, int8_codec
+from shoal.sync.wires.codecs import bf16_codec, int8_codec
 from shoal.sync.wires.kernels import load_kernels
 from shoal.sync.wires.lowrank import PowerSGD
 from shoal.sync.wires.scattered import Scattered
@@ -34,7 +34,7 @@ def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Wire
         case "fp16":
             return Fp16(world)
         case "bf16":
-            return Scattered(world, parameters, Bf16())
+            return Scattered(world, parameters, bf16_codec(load_kernels()))
         case "int8":
             return Scattered(world, parameters, int8_codec(load_kernels()))
         case "powersgd":
@@ -44,5 +44,5 @@ def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Wire
 def made_by(text: str) -> str:
     """`kernel` where this machine's compiler made one for the format, `plain` for all others."""
     name = parse_wire(text).name
-    wanted = name in ("int8", "powersgd") or (name == "fp16" and TORCH_GOES_ONE_BY_ONE)
+    wanted = name in ("bf16", "int8", "powersgd") or (name == "fp16" and TORCH_GOES_ONE_BY_ONE)
     return "kernel" if wanted and load_kernels() is not None else "plain"

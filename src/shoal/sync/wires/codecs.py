@@ -40,6 +40,23 @@ def _as_bf16(records: Tensor, count: int) -> Tensor:
     return records.view(-1).view(torch.bfloat16)[:count]
 
 
+class NativeBf16:
+    """The same, in one pass over memory."""
+
+    record_bytes = RECORD_BYTES["bf16"]
+    keeps_residual = False
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.spread = kernels.bf16_spread
+
+    def send(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
+        self._kernels.bf16_settle(gradient, (), records)
+
+    def settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+        self._kernels.bf16_settle(gradient, others, records)
+
+
 class Int8:
     """A block is its largest number ÷ 127 as a float, and how many of these each of its numbers is, as a byte.
 
@@ -117,6 +134,10 @@ class NativeInt8:
         self.send = kernels.int8_send
         self.settle = kernels.int8_settle
         self.spread = kernels.int8_spread
+
+
+def bf16_codec(kernels: Kernels | None) -> Codec:
+    return Bf16() if kernels is None or not _agree(NativeBf16(kernels), Bf16()) else NativeBf16(kernels)
 
 
 def int8_codec(kernels: Kernels | None) -> Codec:

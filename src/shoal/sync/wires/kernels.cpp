@@ -70,6 +70,21 @@ inline void settle(const float* __restrict gradient, float* __restrict residual,
   pack(values, residual, record);
 }
 
+// To the nearest, ties to even; NaN stays NaN.
+inline uint16_t upper_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+inline float as_float(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 }  // namespace
 
 extern "C" {
@@ -96,6 +111,25 @@ void int8_spread(const int8_t* __restrict records, float* __restrict gradient, i
     const float scale = scale_of(records);
     for (int64_t i = 0; i < here; ++i) gradient[at + i] = static_cast<float>(records[i]) * scale;
   }
+}
+
+// Without others it is what a sender does.
+void bf16_settle(const float* __restrict gradient, const uint16_t* const* others, int64_t many,
+                 uint16_t* __restrict records, int64_t count) {
+  float values[kBlock];
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t here = count - at < kBlock ? count - at : kBlock;
+    std::memcpy(values, gradient + at, sizeof(float) * here);
+    for (int64_t other = 0; other < many; ++other) {
+      const uint16_t* __restrict theirs = others[other] + at;
+      for (int64_t i = 0; i < here; ++i) values[i] += as_float(theirs[i]);
+    }
+    for (int64_t i = 0; i < here; ++i) records[at + i] = upper_half(values[i]);
+  }
+}
+
+void bf16_spread(const uint16_t* __restrict records, float* __restrict gradient, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) gradient[i] = as_float(records[i]);
 }
 
 // rows by columns: the sum over `rank` of p[row][k] * lines[k][column], k by k.

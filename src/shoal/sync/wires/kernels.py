@@ -42,6 +42,8 @@ class Kernels:
         pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         self._settle = _declared(library, "int8_settle", pointer, pointer, pointer, whole, pointer, whole)
         self._spread = _declared(library, "int8_spread", pointer, pointer, whole)
+        self._bf16_settle = _declared(library, "bf16_settle", pointer, pointer, whole, pointer, whole)
+        self._bf16_spread = _declared(library, "bf16_spread", pointer, pointer, whole)
         self._product = _declared(library, "thin_product", pointer, pointer, pointer, whole, whole, whole)
         self.has_halves = hasattr(library, "half_pack")
         if self.has_halves:
@@ -52,12 +54,18 @@ class Kernels:
         self.int8_settle(gradient, residual, (), records)
 
     def int8_settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
-        theirs = (ctypes.c_void_p * len(others))(*(other.data_ptr() for other in others))
         mine = (gradient.data_ptr(), residual.data_ptr())
-        self._settle(*mine, theirs, len(others), records.data_ptr(), gradient.numel())
+        self._settle(*mine, _pointers(others), len(others), records.data_ptr(), gradient.numel())
 
     def int8_spread(self, records: Tensor, gradient: Tensor) -> None:
         self._spread(records.data_ptr(), gradient.data_ptr(), gradient.numel())
+
+    def bf16_settle(self, gradient: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+        theirs = (_pointers(others), len(others))
+        self._bf16_settle(gradient.data_ptr(), *theirs, records.data_ptr(), gradient.numel())
+
+    def bf16_spread(self, records: Tensor, gradient: Tensor) -> None:
+        self._bf16_spread(records.data_ptr(), gradient.data_ptr(), gradient.numel())
 
     def thin_product(self, p: Tensor, lines: Tensor, product: Tensor) -> None:
         sizes = (*product.shape, len(lines))
@@ -77,6 +85,10 @@ def load_kernels() -> Kernels | None:
         return Kernels(ctypes.CDLL(str(_obtain(_cache_folder()))))
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _declared(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
