@@ -19,6 +19,7 @@ from shoal.sync.exchange import StepExchange, sum_over_world
 from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from, tell_all
 from shoal.sync.times import CommTimes
+from shoal.sync.wires.bucket import Bucket, Stateless
 from shoal.sync.world import World, barrier
 from shoal.train.state import digest, weights
 from tests.harness import run_ranks
@@ -103,14 +104,15 @@ def sent(world: World, settings: dict[str, Any]) -> list[int]:
     """Parameters of every message of a second backward, when DDP has seen in which order gradients come."""
     messages: list[int] = []
 
-    def counted(_: World, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        messages.append(bucket.numel())
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket)
-        return done
+    class Counted(Stateless):
+        def __call__(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+            messages.append(bucket.flat.numel())
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.flat)
+            return done
 
     torch.manual_seed(1)
-    sync = HookedDDP(GPT(ModelConfig(**settings["model"])), world, counted, settings["bucket_mb"])
+    sync = HookedDDP(GPT(ModelConfig(**settings["model"])), world, Counted(), settings["bucket_mb"])
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for _ in range(2):
         messages.clear()

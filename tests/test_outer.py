@@ -27,9 +27,9 @@ from shoal.sync.flight import Exchange
 from shoal.sync.fragments import cut_blocks, cut_pieces, is_sent_at
 from shoal.sync.outer import Outer, Rounds
 from shoal.sync.piece import AVERAGE, Descent, Piece
-from shoal.sync.sender import Sender
 from shoal.sync.streaming import Streaming
 from shoal.sync.times import CommTimes
+from shoal.sync.wires.bucket import Bucket, Stateless
 from shoal.sync.world import World
 from tests.harness import run_ranks
 
@@ -250,15 +250,15 @@ def test_a_saved_state_goes_on_in_the_middle_of_a_round(mode: str, at: int, tmp_
 # The wire
 
 
-class HeldWire:
+class HeldWire(Stateless):
     """Sums nothing, and answers when it is told to."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Future[Tensor], Tensor]] = []
 
-    def __call__(self, _: World, gap: Tensor) -> Future[Tensor]:
+    def __call__(self, bucket: Bucket) -> Future[Tensor]:
         future: Future[Tensor] = Future()
-        self.held.append((future, gap))
+        self.held.append((future, bucket.flat))
         return future
 
     def answer(self) -> None:
@@ -270,7 +270,7 @@ class HeldWire:
 def streams_on(world: World) -> list[float]:
     model, optimizer = fresh()
     wire = HeldWire()
-    exchange = Exchange(world, Sender(world, wire), 1.0)
+    exchange = Exchange(world, wire, 1.0)
     pieces = [Piece(0, dict(model.named_parameters()), Descent(0.7, 0.9))]
     outer = Streaming([pieces], exchange, every=6, overlap=4, descent=Descent(0.7, 0.9))
     before = arrays(model)
@@ -301,13 +301,14 @@ def most_gaps_at_once(world: World) -> int:
     model, _ = fresh()
     alive, most = 0, 0
 
-    def answered(_: World, gap: Tensor) -> Future[Tensor]:
-        nonlocal alive, most
-        alive += 1
-        most = max(most, alive)
-        done: Future[Tensor] = Future()
-        done.set_result(gap)
-        return done
+    class Answering(Stateless):
+        def __call__(self, bucket: Bucket) -> Future[Tensor]:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            done: Future[Tensor] = Future()
+            done.set_result(bucket.flat)
+            return done
 
     class Counted(Piece):
         def descend(self, gap: Tensor, descent: Descent) -> None:
@@ -317,7 +318,7 @@ def most_gaps_at_once(world: World) -> int:
 
     parameters = model.named_parameters()
     pieces = [Counted(index, {name: parameter}, AVERAGE) for index, (name, parameter) in enumerate(parameters)]
-    Rounds(pieces, Exchange(world, Sender(world, answered), 1.0), every=1, descent=AVERAGE).after(1, last=False)
+    Rounds(pieces, Exchange(world, Answering(), 1.0), every=1, descent=AVERAGE).after(1, last=False)
     assert alive == 0
     return most
 

@@ -9,8 +9,9 @@ from typing import Any, get_args
 from shoal.config.load import build_config
 from shoal.config.presets import PRESETS, depth_overrides, did_you_mean
 from shoal.config.schema import Config, TrainConfig
+from shoal.config.wire import WireName, parse_wire
 from shoal.cost.advice import Option
-from shoal.cost.lever import Lever, Sync, WireName
+from shoal.cost.lever import Lever, Sync
 from shoal.cost.plan import Plan
 from shoal.cost.predict import speeds
 from shoal.cost.sheet import positive
@@ -154,7 +155,8 @@ def parse_lever(config: Config | None, wire: str | None, sync: str | None, accum
     lever = Lever(accumulation=round(positive("--accumulate", accumulate, 1e6)))
     if config is not None:
         overlap = config.sync.measure != "barrier"
-        lever = lever.with_(wire=config.sync.wire, bucket_mb=config.sync.bucket_mb, overlap=overlap)
+        choice = parse_wire(config.sync.wire)
+        lever = lever.with_(wire=choice.name, rank=choice.rank, bucket_mb=config.sync.bucket_mb, overlap=overlap)
     if wire is not None:
         name, number = _named("--wire", wire, get_args(WireName))
         lever = lever.with_(wire=name, **({"rank": number} if number else {}))
@@ -192,7 +194,7 @@ def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
     batch = plan.workload.accumulated(lever.accumulation).train.global_batch
     words += ["--global-batch", str(batch)] if batch != _preset_batch(given) else []
     kept = [setting for setting in given["set_"] or [] if setting.partition("=")[0].strip() not in _OURS]
-    settings = kept + ([f"sync.wire={lever.wire}"] if lever.wire != "fp32" else [])
+    settings = kept + ([f"sync.wire={lever.wire_setting}"] if lever.wire != "fp32" else [])
     if lever.balanced:
         weights = speeds(plan.workload, plan.setting.speed, option.row.prediction.world_size)
         settings.append("run.weights=" + "/".join(f"{weight:g}" for weight in weights))

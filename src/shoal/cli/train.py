@@ -80,7 +80,9 @@ def train(
         int | None, typer.Option(help="Steps between exchanges of local, diloco, streaming.", show_default="8 or 50")
     ] = None,
     accumulate: Annotated[int | None, typer.Option(help="So many times the batch between two exchanges.")] = None,
-    wire: Annotated[str | None, typer.Option(help="Gradients travel as fp32 or fp16.")] = None,
+    wire: Annotated[
+        str | None, typer.Option(help="How gradients travel: fp32, fp16, bf16, int8, powersgd:RANK.")
+    ] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.config.wire import parse_wire
+
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -120,7 +122,8 @@ class SyncConfig(Section):
     batch, and with it the work between two exchanges of gradients; `mode="accumulate"` is `ddp` with four times the
     batch.
 
-    `wire="fp16"` halves the bytes of an exchange at the price of its precision. `measure`: `hook` times every
+    `wire` is the form in which an exchange travels: `fp16` and `bf16` are half the bytes, `int8` a quarter,
+    `powersgd:R` far less still, each at the price of precision (docs/wires.md). `measure`: `hook` times every
     all-reduce where it happens, inside DDP's overlap; `barrier` switches the overlap off and puts barriers around
     backward and all-reduce, which gives clean figures and a slower step; `off` times only the step as a whole. Raise
     `timeout_s` when a healthy but slow peer is taken for dead. `bucket_mb` is how much travels together: less hides
@@ -128,7 +131,7 @@ class SyncConfig(Section):
     """
 
     mode: Literal["ddp", "stock", "local", "diloco", "streaming"] = "ddp"
-    wire: Literal["fp32", "fp16"] = "fp32"
+    wire: str = "fp32"
     accumulate: Positive = 1
     every: Positive | None = None
     outer_lr: Annotated[float, Field(gt=0)] = 0.7
@@ -139,6 +142,12 @@ class SyncConfig(Section):
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+    @field_validator("wire")
+    @classmethod
+    def _wire_is_known(cls, value: str) -> str:
+        parse_wire(value)
+        return value
 
     @property
     def is_outer(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-WireName = Literal["fp32", "fp16", "bf16", "int8", "powersgd"]
+from shoal.config.wire import DEFAULT_RANK, WireName
+
 Sync = Literal["ddp", "local", "diloco", "streaming", "sharded"]
 
 # What a training can be told to do today. Whoever builds one of the others changes its line here, and plans offer it.
@@ -40,7 +41,7 @@ class Lever:
     wire: WireName = "fp32"
     accumulation: int = 1
     every: int = 1
-    rank: int = 4
+    rank: int = DEFAULT_RANK
     bucket_mb: float | None = None
     first_bucket_mb: float | None = None
     overlap: bool = True
@@ -59,6 +60,11 @@ class Lever:
             "hierarchical": self.hierarchical,
         }
         return (self.sync, self.wire, *(name for name, is_on in chosen.items() if is_on))
+
+    @property
+    def wire_setting(self) -> str:
+        """As `sync.wire` has it."""
+        return self.wire if self.wire != "powersgd" else f"powersgd:{self.rank}"
 
     @property
     def is_available(self) -> bool:

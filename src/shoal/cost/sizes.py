@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from shoal.config.schema import ModelConfig
+import math
+from collections.abc import Iterable, Sequence
 
-WIRE_BYTES = {"fp32": 4, "fp16": 2}
+from shoal.config.schema import ModelConfig
+from shoal.config.wire import WireChoice, parse_wire
+
+# bf16 and int8 travel in blocks of so many numbers, each a record of its own; one of int8 has its scale with it.
+BLOCK = 256
+RECORD_BYTES = {"bf16": 2 * BLOCK, "int8": BLOCK + 4}
+_NUMBER_BYTES = {"fp32": 4, "fp16": 2}
 
 # Of width elements that one block's forward keeps for backward: input and output of two norms 4, queries, keys and
 # values 3, what attention mixed 1, the feedforward's hidden layer before and after its curve 8.
@@ -20,9 +27,32 @@ def parameter_count(model: ModelConfig) -> int:
     return embeddings + model.layers * (12 * width**2 + 13 * width) + 2 * width
 
 
-def grad_bytes(parameters: int, wire: str) -> int:
-    """What one rank contributes to one gradient exchange."""
-    return parameters * WIRE_BYTES[wire]
+def grad_bytes(shapes: Iterable[Sequence[int]], wire: str) -> int:
+    """What one rank contributes to one gradient exchange, of which it sends 2(N-1)/N, in whichever format."""
+    choice = parse_wire(wire)
+    return sum(_tensor_bytes(tuple(shape), choice) for shape in shapes)
+
+
+def blocks_of(numbers: int) -> int:
+    return -(-numbers // BLOCK)
+
+
+def is_low_rank(shape: Sequence[int], rank: int) -> bool:
+    """Whether two thin matrices are less than the matrix; what has more dimensions counts as its rows by the rest."""
+    return len(shape) > 1 and _thin(shape, rank) < math.prod(shape)
+
+
+def _thin(shape: Sequence[int], rank: int) -> int:
+    return rank * (shape[0] + math.prod(shape[1:]))
+
+
+def _tensor_bytes(shape: tuple[int, ...], choice: WireChoice) -> int:
+    numbers = math.prod(shape)
+    if choice.name == "powersgd":
+        return 4 * (_thin(shape, choice.rank) if is_low_rank(shape, choice.rank) else numbers)
+    if choice.name in RECORD_BYTES:
+        return RECORD_BYTES[choice.name] * blocks_of(numbers)
+    return _NUMBER_BYTES[choice.name] * numbers
 
 
 def saved_elements(model: ModelConfig) -> float:

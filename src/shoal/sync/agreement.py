@@ -13,9 +13,8 @@ from shoal.sync.flight import Exchange
 from shoal.sync.fragments import cut_blocks, cut_pieces
 from shoal.sync.outer import LAG_STEPS, EveryStep, Outer, Rounds
 from shoal.sync.piece import AVERAGE, Descent, Piece
-from shoal.sync.sender import Sender
 from shoal.sync.streaming import Streaming
-from shoal.sync.wire import WIRES
+from shoal.sync.wires import make_wire
 from shoal.sync.world import World, beside
 
 
@@ -28,14 +27,15 @@ def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float
     if config.mode == "streaming":
         cut = cut_blocks([(name, parameter.numel()) for name, parameter in parameters.items()], config.fragments)
         fragments = _pieces(config, parameters, cut, descent)
-        exchange = _exchange(config, beside(world, config.timeout_s * (1 + LAG_STEPS)), weight)
+        world = beside(world, config.timeout_s * (1 + LAG_STEPS))
+        exchange = _exchange(config, world, weight, parameters)
         return Streaming(fragments, exchange, config.round_steps, config.overlap_steps, descent)
     [pieces] = _pieces(config, parameters, [list(parameters)], descent)
-    return Rounds(pieces, _exchange(config, world, weight), config.round_steps, descent)
+    return Rounds(pieces, _exchange(config, world, weight, parameters), config.round_steps, descent)
 
 
-def _exchange(config: SyncConfig, world: World, weight: float) -> Exchange:
-    return Exchange(world, Sender(world, WIRES[config.wire]), weight, timed=config.measure != "off")
+def _exchange(config: SyncConfig, world: World, weight: float, parameters: dict[str, nn.Parameter]) -> Exchange:
+    return Exchange(world, make_wire(config.wire, world, parameters), weight, timed=config.measure != "off")
 
 
 def _pieces(

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from shoal.sync.piece import Descent, Piece
-from shoal.sync.sender import Sender
 from shoal.sync.times import CommTimes, covered
+from shoal.sync.wires import Bucket, Wire
 from shoal.sync.world import World, barrier
 
-# Pieces of one exchange under way at once: the wire is busy while the one before is worked in.
+# Pieces of one exchange under way at once: the wire is busy while the one before is worked in. A format of two rounds
+# ends a piece when two more were handed over (`wires/lane.py`), so it may not be less.
 _WINDOW = 2
 
 
@@ -44,8 +45,8 @@ class Flight:
 class Exchange:
     """Sends pieces and books the time: how long this rank was blocked, and how much of that because a peer was late."""
 
-    def __init__(self, world: World, sender: Sender, weight: float, timed: bool = True) -> None:
-        self.sender = sender
+    def __init__(self, world: World, wire: Wire, weight: float, timed: bool = True) -> None:
+        self.wire = wire
         self._world = world
         self._weight = weight
         self._timed = timed
@@ -56,7 +57,8 @@ class Exchange:
     def begin(self, pieces: Sequence[Piece]) -> Iterator[Flight]:
         """One by one, as they are asked for: the gap of a piece is made when it is sent."""
         for piece in pieces:
-            yield Flight(piece, self.sender(piece, piece.gap(self._weight), last=piece is pieces[-1]))
+            bucket = Bucket(piece.index, piece.gap(self._weight), piece.parameters, is_last=piece is pieces[-1])
+            yield Flight(piece, self.wire(bucket))
 
     def land(self, flight: Flight) -> Tensor:
         began = time.perf_counter()

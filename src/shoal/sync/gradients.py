@@ -12,7 +12,6 @@ summed loss by `loss_scale`, and ask `finish` where the communication time went.
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations and refuses strings.
 
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -25,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
 from shoal.sync.times import CommTimes, covered
-from shoal.sync.wire import WIRES, Wire
+from shoal.sync.wires import Bucket, Wire, make_wire
+from shoal.sync.wires.bucket import State, Stateless
 from shoal.sync.world import World, barrier
 
 
@@ -38,18 +38,10 @@ class GradientSync(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]: ...
     def finish(self) -> CommTimes: ...
     def state(self) -> dict[str, Tensor]: ...
-    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
+    def load_state(self, state: State) -> None: ...
 
 
-class _Stateless:
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
-
-class Alone(_Stateless):
+class Alone(Stateless):
     def __init__(self, model: nn.Module, own_tokens: int) -> None:
         self.module = model
         self._own_tokens = own_tokens
@@ -65,7 +57,7 @@ class Alone(_Stateless):
         return CommTimes(time.perf_counter(), tail_s=0.0, allreduce_s=None, wait_s=0.0)
 
 
-class _WithDDP(_Stateless):
+class _WithDDP:
     """What both DDP variants share: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
@@ -74,7 +66,19 @@ class _WithDDP(_Stateless):
         return nullcontext() if last else self.module.no_sync()
 
 
-class HookedDDP(_WithDDP):
+class _WithWire:
+    """What a rank has to remember is in its wire format."""
+
+    _wire: Wire
+
+    def state(self) -> dict[str, Tensor]:
+        return self._wire.state()
+
+    def load_state(self, state: State) -> None:
+        self._wire.load_state(state)
+
+
+class HookedDDP(_WithDDP, _WithWire):
     def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float, timed: bool = True) -> None:
         # Replicas were compared before: DDP's own broadcast of every parameter (4 s for 124M at 1 Gbit) is not needed.
         self.module = DistributedDataParallel(
@@ -84,7 +88,6 @@ class HookedDDP(_WithDDP):
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        self._world = world
         self._wire = wire
         self._spans: list[list[float]] = []
         self.module.register_comm_hook(None, self._timed_reduce if timed else self._reduce)
@@ -99,7 +102,7 @@ class HookedDDP(_WithDDP):
         return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
 
     def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
-        return self._wire(self._world, bucket.buffer())
+        return self._wire(Bucket(bucket.index(), bucket.buffer(), bucket.parameters(), bucket.is_last()))
 
     def _timed_reduce(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         span = [time.perf_counter(), 0.0]
@@ -112,7 +115,7 @@ class HookedDDP(_WithDDP):
         return self._reduce(state, bucket).then(note_end)
 
 
-class StockDDP(_WithDDP):
+class StockDDP(_WithDDP, Stateless):
     """Plain DDP gives no look inside: the all-reduce time is the part that backward visibly waited for."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -134,7 +137,7 @@ class StockDDP(_WithDDP):
         self._ready_at = time.perf_counter()
 
 
-class BarrierSync(_Stateless):
+class BarrierSync(_WithWire):
     def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float) -> None:
         self.module = model
         self._world = world
@@ -151,8 +154,8 @@ class BarrierSync(_Stateless):
         ready_at = time.perf_counter()
         barrier(self._world)
         together_at = time.perf_counter()
-        for gradients in self._buckets():
-            self._sum(gradients)
+        for index, parameters in enumerate(self._buckets()):
+            self._sum(index, parameters)
         now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
 
@@ -161,19 +164,19 @@ class BarrierSync(_Stateless):
         buckets: list[list[Tensor]] = [[]]
         filled = 0
         for parameter in reversed(list(self.module.parameters())):
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            if filled + gradient.nbytes > self._bucket_bytes and buckets[-1]:
+            if filled + parameter.nbytes > self._bucket_bytes and buckets[-1]:
                 buckets.append([])
                 filled = 0
-            buckets[-1].append(gradient)
-            filled += gradient.nbytes
+            buckets[-1].append(parameter)
+            filled += parameter.nbytes
         return buckets
 
-    def _sum(self, gradients: list[Tensor]) -> None:
+    def _sum(self, index: int, parameters: list[Tensor]) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        summed = self._wire(self._world, flat).wait()
+        summed = self._wire(Bucket(index, flat, parameters)).wait()
         for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
@@ -181,7 +184,7 @@ class BarrierSync(_Stateless):
 def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> GradientSync:
     if config.mode == "stock":
         return StockDDP(model, world)
-    wire = WIRES[config.wire]
+    wire = make_wire(config.wire, world, dict(model.named_parameters()))
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
     if config.measure == "barrier":
         return BarrierSync(model, world, wire, bucket_mb)

@@ -119,10 +119,10 @@ class Parted:
         return {name: tensor for piece in self._pieces for name, tensor in piece.state().items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        return self._exchange.sender.state()
+        return self._exchange.wire.state()
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self._exchange.sender.load_state(state)
+        self._exchange.wire.load_state(state)
 
 
 class Rounds(Parted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from shoal.sync.exchange import StepExchange
 from shoal.sync.gradients import Alone, GradientSync, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from
 from shoal.sync.timer import StepTimer, WholeStepTimer
+from shoal.sync.wires import made_by
 from shoal.sync.world import World, bear_with
 from shoal.train.checkpoint import CheckpointFolder, Progress
 from shoal.train.recorder import Recorder
@@ -71,13 +73,15 @@ def make_batches(config: Config, run: RunFolder, world: World) -> Batches:
 
 def describe_start(trainer: Trainer) -> dict[str, object]:
     """What the `start` event says of the training itself."""
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    shapes = [tuple(parameter.shape) for parameter in trainer.model.parameters()]
+    parameters = sum(map(math.prod, shapes))
     dealt = trainer.batches.shard.deal
     return {
         "params": parameters,
         "params_expected": parameter_count(trainer.config.model),
-        "grad_bytes": grad_bytes(parameters, trainer.config.sync.wire),
+        "grad_bytes": grad_bytes(shapes, trainer.config.sync.wire),
         "round_steps": trainer.outer.round_steps,
+        "wire_made_by": made_by(trainer.config.sync.wire),
         "global_batch": dealt.global_batch,
         "micro_batch": dealt.micro_batch,
         "share": dealt.micro_batches[trainer.world.rank],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.config.schema import ModelConfig
 from shoal.model.gpt import GPT
-from shoal.sync.wire import from_half, to_half
+from shoal.sync.wires.whole import from_half, to_half
 
 _PHASES = ("forward", "backward", "optimizer")
 _LEAST_RUNS = 3
@@ -67,11 +67,12 @@ def halving_s(budget_s: float) -> float:
     Of numbers like gradients: where this is done one by one, equal ones go through in half the time.
     """
     bucket = 1e-3 * torch.randn(_BUCKET)
+    half = torch.empty_like(bucket, dtype=torch.float16)
     times: list[float] = []
     until = time.perf_counter() + budget_s
     while len(times) < _LEAST_RUNS or time.perf_counter() < until:
         began = time.perf_counter()
-        from_half(bucket, to_half(bucket))
+        from_half(to_half(bucket, half), bucket)
         times.append(time.perf_counter() - began)
     return statistics.median(times) / _BUCKET
 

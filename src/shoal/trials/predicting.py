@@ -15,6 +15,7 @@ from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Profile
 from shoal.config.profile_file import read_profile
 from shoal.config.schema import Config, SyncConfig
+from shoal.config.wire import parse_wire
 from shoal.cost.batch import rank_weights
 from shoal.cost.buckets import STOCK_FIRST_MB, STOCK_MB
 from shoal.cost.calibrate import Outcome, calibrate
@@ -32,9 +33,11 @@ def lever_of(sync: SyncConfig) -> Lever:
     """What the configuration asks for."""
     if sync.mode == "stock":
         return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
+    choice = parse_wire(sync.wire)
     return Lever(
         sync=sync.mode,
-        wire=sync.wire,
+        wire=choice.name,
+        rank=choice.rank,
         accumulation=sync.accumulate,
         every=sync.round_steps,
         bucket_mb=sync.bucket_mb,
