@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.config.schema import ModelConfig
 from shoal.model.gpt import GPT
 from shoal.sync.wire import from_half, to_half
+from shoal.train.clip import clip
 
 _PHASES = ("forward", "backward", "optimizer")
 _LEAST_RUNS = 3
@@ -41,7 +42,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+        clip(self.parameters, _CLIP)
         torch._fused_adamw_(
             self.parameters,
             [each.grad for each in self.parameters if each.grad is not None],
