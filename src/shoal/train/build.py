@@ -9,7 +9,7 @@ import torch
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import scaled_lr
+from shoal.cost.batch import Deal, scaled_lr
 from shoal.cost.sizes import grad_bytes, parameter_count
 from shoal.data.batches import Batches
 from shoal.data.order import window_count
@@ -28,6 +28,8 @@ from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from shoal.train.recorder import Recorder
 from shoal.train.state import digest, empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.trainer import StopWish, Trainer
+from shoal.train.trial import apply, choose
+from shoal.train.tuning import Choice, work_left
 
 
 def build_trainer(
@@ -38,6 +40,8 @@ def build_trainer(
     progress = Progress(step=0, cursor=0)
     if resume:
         progress = _resume(model, optimizer, CheckpointFolder(run.checkpoints, config.train.keep_checkpoints), world)
+    batches = make_batches(config, run, world)
+    compute = _tune(model, config, batches.shard.deal, progress.step, world)
     return Trainer(
         config=config,
         world=world,
@@ -45,12 +49,13 @@ def build_trainer(
         optimizer=optimizer,
         sync=make_gradient_sync(config.sync, model, world),
         exchange=StepExchange(world),
-        batches=make_batches(config, run, world),
+        batches=batches,
         timer=_make_timer(config, world),
         recorder=recorder,
         stop=stop,
         peak_lr=scaled_lr(config.train, world.size),
         progress=progress,
+        compute=compute,
     )
 
 
@@ -77,6 +82,9 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "lr": trainer.peak_lr,
         "seed": trainer.config.train.seed,
         "resumed_from": trainer.progress.step,
+        "compiled": trainer.compute.compiled,
+        "precision": trainer.compute.precision,
+        "compute_why": trainer.compute.why,
     }
 
 
@@ -103,6 +111,15 @@ def _make_model(config: Config, world: World) -> GPT:
         copy_from(world, 0, weights(model).values())
     torch.manual_seed(config.train.seed + world.rank)
     return model
+
+
+def _tune(model: GPT, config: Config, deal: Deal, done: int, world: World) -> Choice:
+    """After the state is loaded, before DDP wraps the model: whatever a trial does, the training does not see it."""
+    steps = max(0, config.train.steps - done)
+    work = work_left(config.model, deal.micro_batch, max(deal.micro_batches), steps)
+    choice = choose(model, config, deal.micro_batch, work, world)
+    apply(choice, model)
+    return choice
 
 
 def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:

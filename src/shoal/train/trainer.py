@@ -22,8 +22,10 @@ from shoal.sync.gradients import CommTimes, GradientSync
 from shoal.sync.timer import StepTimer
 from shoal.sync.world import World
 from shoal.train.checkpoint import Progress
+from shoal.train.clip import clip
 from shoal.train.recorder import Recorder
 from shoal.train.schedule import learning_rate
+from shoal.train.tuning import Choice
 
 
 class StopWish:
@@ -46,6 +48,7 @@ class Trainer:
     stop: StopWish
     peak_lr: float
     progress: Progress
+    compute: Choice
 
     def step(self) -> bool:
         """Trains one global batch; whether anybody in the world wants to stop after it."""
@@ -93,13 +96,13 @@ class Trainer:
 
     def _update(self, lr: float) -> float:
         with self.timer.phase("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-            self._refuse_nonfinite("gradient norm", norm.item())
+            norm = clip(self.model.parameters(), self.config.train.clip)
+            self._refuse_nonfinite("gradient norm", norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            return norm.item()
+            return norm
 
     def _advance(self, step: int, lr: float, grad_norm: float, comm: CommTimes, shared: Shared) -> None:
         loss = shared.loss_sum / self.global_tokens
