@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,18 +24,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from _common import median_ratio, options, rounds, seconds_per_call
+from _common import median_ratio, options, rounds
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.placement import Placement
 from shoal.cost.work import flops_per_token
 from shoal.data.batches import Batches
 from shoal.data.run_setup import create_run
+from shoal.launch.plan import KEEP_MEMORY
 from shoal.model import kernels
 from shoal.model.gpt import GPT
 from shoal.sync.world import join
 from shoal.train.build import build_trainer, make_batches
-from shoal.train.peaks import matmul_gflops
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish, split
 
@@ -48,7 +50,8 @@ MODELS = {
         [*(f"model.{part}" for part in SHAKESPEARE), "data.tokenizer=char", "train.global_batch=12"],
     ),
 }
-_PEAK_S = 1.0
+_SIDE = 1536
+_PRODUCTS = 4
 
 
 class PlainGPT(GPT):
@@ -108,21 +111,34 @@ def peak_memory_bytes() -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
+def timed(call: Callable[[], object], clock: Callable[[], float]) -> float:
+    began = clock()
+    call()
+    return clock() - began
+
+
+def peak_gflops(clock: Callable[[], float]) -> float:
+    one, other = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
+    return 2e-9 * _SIDE**3 / min(timed(lambda: torch.mm(one, other), clock) for _ in range(_PRODUCTS))
+
+
 def child(chosen: argparse.Namespace) -> None:
     """Answers every line on stdin with one of JSON: first what it is, then seconds a step, at the end its memory."""
     torch.set_num_threads(chosen.threads)
+    # One thread's own time: what else runs on the machine then takes less of the measurement.
+    clock = time.process_time if chosen.threads == 1 else time.perf_counter
     if chosen.child == PEAK:
         print(json.dumps({}), flush=True)
         for _ in sys.stdin:
-            print(json.dumps({"gflops": matmul_gflops(torch.float32, _PEAK_S)}), flush=True)
+            print(json.dumps({"gflops": peak_gflops(clock)}), flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         step, flops, why = make_step(chosen.child, chosen.model, chosen.settings, Path(folder))
-        # Twice: the first makes the optimizer's moments.
-        step(), step()
+        # The first makes the optimizer's moments.
+        step()
         print(json.dumps({"flops": flops, "chose": why}), flush=True)
         for _ in sys.stdin:
-            seconds = seconds_per_call(step, chosen.steps)
+            seconds = statistics.median(timed(step, clock) for _ in range(chosen.steps))
             print(json.dumps({"seconds": seconds, "peak_bytes": peak_memory_bytes()}), flush=True)
 
 
@@ -130,7 +146,8 @@ class Variant:
     def __init__(self, name: str, settings: list[str], chosen: argparse.Namespace) -> None:
         flags = ["--child", name, "--model", chosen.model, "--steps", str(chosen.steps)]
         words = [sys.executable, __file__, *flags, "--threads", str(chosen.threads), "--settings", *settings]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, **({} if name in (PLAIN, PEAK) else KEEP_MEMORY)}
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.first = self._read()
         self.last: dict[str, float] = {}
 

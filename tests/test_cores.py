@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.cluster.node import Meeting, local_node
+from shoal.config.schema import RunConfig
 from shoal.control.cores import Core, deal_cores, read_cpu_list, usable_cores
+from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
 from shoal.sync.world import World
 from shoal.train.pinning import pin
 from tests.harness import run_ranks
@@ -80,6 +83,16 @@ def test_the_kernels_lists_are_read(text: str, cpus: set[int]) -> None:
 def test_this_machines_cores_are_those_we_may_use() -> None:
     cpus = [cpu for core in usable_cores() for cpu in core.cpus]
     assert sorted(cpus) == sorted(os.sched_getaffinity(0))
+
+
+def test_our_ranks_keep_their_memory_and_scripts_decide_for_themselves() -> None:
+    nodes, meeting = [local_node(2)], Meeting("127.0.0.1", 1)
+    for launcher in ("shoal", "torchrun", "spawn"):
+        run = RunConfig(launcher=launcher)
+        for command in plan_ranks(run, lambda node: "runs/x", nodes, meeting, resume=False):
+            assert command.env["MIMALLOC_PURGE_DELAY"] == "-1"
+    for command in plan_script(RunConfig(), ["script.py"], nodes, meeting):
+        assert not command.env.keys() & KEEP_MEMORY.keys()
 
 
 def pin_each(world: World, wish: str, allowed: list[int]) -> tuple[tuple[int, ...] | None, list[int]]:

@@ -16,6 +16,7 @@ from shoal.model.kernels import attention, gelu
 @pytest.fixture(autouse=True)
 def slow_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "torch_is_slow_here", lambda: True)
+    monkeypatch.setattr(kernels, "_SHORTEST", 1)
 
 
 def torch_attention(qkv: Tensor, heads: int) -> Tensor:
@@ -55,8 +56,10 @@ def test_attention_does_not_depend_on_its_blocks(queries: int, monkeypatch: pyte
     assert_same(lambda x: attention(x, 2, 0.0), lambda x: torch_attention(x, 2), torch.randn(2, 30, 48))
 
 
-def test_long_sequences_dropout_and_evaluation_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_and_short_sequences_dropout_and_evaluation_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._Attention, "apply", lambda *_: pytest.fail("ours was used"))
+    monkeypatch.setattr(kernels, "_SHORTEST", 5)
+    attention(torch.randn(1, 4, 24, requires_grad=True), 2, 0.0)
     attention(torch.randn(1, kernels._LONGEST + 1, 24, requires_grad=True), 2, 0.0)
     attention(torch.randn(1, 8, 24, requires_grad=True), 2, 0.1)
     with torch.no_grad():

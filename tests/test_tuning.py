@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.model.gpt import GPT
+from shoal.runfolder import RunFolder
 from shoal.sync.world import World
 from shoal.train import memory, trial
 from shoal.train.tuning import NEVER, Choice, Times, Work, decide, key, may_pay, settled, work_left
@@ -235,6 +236,31 @@ def test_without_a_compiler_all_stays_eager(tmp_path: Path) -> None:
     [(compiled, why)] = run_ranks(without_compiler, 1, tmp_path, str(tmp_path / "cache"))
     assert not compiled
     assert "there is no g++" in why
+
+
+def resume_from(world: World, folder: str, has_compiler: bool) -> Choice | None:
+    trial.has_compiler = lambda: has_compiler
+    return trial.earlier_choice(RunFolder(Path(folder)), world)
+
+
+@pytest.mark.parametrize(
+    ("lines", "has_compiler", "choice"),
+    [
+        ([{"compiled": True, "precision": "bf16"}], True, (True, "bf16")),
+        ([{"compiled": True, "precision": "fp32"}, {"compiled": False, "precision": "fp32"}], True, (False, "fp32")),
+        ([{"compiled": True, "precision": "fp32"}], False, None),
+        ([{}], True, None),
+        ([], True, None),
+    ],
+)
+def test_a_resumed_run_computes_as_it_began(
+    lines: list[dict[str, Any]], has_compiler: bool, choice: tuple[bool, str] | None, tmp_path: Path
+) -> None:
+    events = RunFolder(tmp_path / "run").events(0)
+    events.parent.mkdir(parents=True)
+    events.write_text("".join(json.dumps({"event": "start", **line}) + "\n" for line in lines) + "{torn")
+    found = run_ranks(resume_from, 2, tmp_path, str(tmp_path / "run"), has_compiler)
+    assert [each and (each.compiled, each.precision) for each in found] == [choice] * 2
 
 
 def train_compiled(world: World) -> tuple[list[float], list[float], float, float, int]:

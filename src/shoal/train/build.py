@@ -28,7 +28,7 @@ from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from shoal.train.recorder import Recorder
 from shoal.train.state import digest, empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.trainer import StopWish, Trainer
-from shoal.train.trial import apply, choose
+from shoal.train.trial import apply, choose, earlier_choice
 from shoal.train.tuning import Choice, work_left
 
 
@@ -41,7 +41,7 @@ def build_trainer(
     if resume:
         progress = _resume(model, optimizer, CheckpointFolder(run.checkpoints, config.train.keep_checkpoints), world)
     batches = make_batches(config, run, world)
-    compute = _tune(model, config, batches.shard.deal, progress.step, world)
+    compute = _tune(model, config, batches.shard.deal, progress.step, world, run if resume else None)
     return Trainer(
         config=config,
         world=world,
@@ -113,11 +113,12 @@ def _make_model(config: Config, world: World) -> GPT:
     return model
 
 
-def _tune(model: GPT, config: Config, deal: Deal, done: int, world: World) -> Choice:
+def _tune(model: GPT, config: Config, deal: Deal, done: int, world: World, resumed: RunFolder | None) -> Choice:
     """After the state is loaded, before DDP wraps the model: whatever a trial does, the training does not see it."""
     steps = max(0, config.train.steps - done)
     work = work_left(config.model, deal.micro_batch, max(deal.micro_batches), steps)
-    choice = choose(model, config, deal.micro_batch, work, world)
+    earlier = earlier_choice(resumed, world) if resumed else None
+    choice = earlier or choose(model, config, deal.micro_batch, work, world)
     apply(choice, model)
     return choice
 

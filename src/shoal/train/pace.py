@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.config.schema import ModelConfig
 from shoal.model.gpt import GPT
+from shoal.model.kernels import prefer_blas
 from shoal.sync.wire import from_half, to_half
 from shoal.train.clip import clip
 
@@ -81,6 +82,8 @@ class Pacer:
     """One model on one rank. `measure` gives the times of growing micro-batches, as many as fit into the time."""
 
     def __init__(self, model: ModelConfig) -> None:
+        # As a training does.
+        prefer_blas()
         self._config = model
         self._model = GPT(model)
         self._updates = Updates(list(self._model.parameters()))

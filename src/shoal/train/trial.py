@@ -13,14 +13,18 @@ import statistics
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from shoal.config.schema import Config
 from shoal.control.machine import cpu_name
+from shoal.events import Event, read_events
 from shoal.model.gpt import GPT, Block
 from shoal.model.kernels import prefer_blas
+from shoal.runfolder import RunFolder
 from shoal.sync.exchange import worst_over_world
+from shoal.sync.replicas import tell_all
 from shoal.sync.world import World, barrier
 from shoal.train import memory
 from shoal.train.peaks import matmul_gflops
@@ -41,6 +45,26 @@ def choose(model: GPT, config: Config, micro_batch: int, work: Work, world: Worl
         return choice
     trial = _Trial(model, config, micro_batch, work, world)
     return trial.run()
+
+
+def earlier_choice(run: RunFolder, world: World) -> Choice | None:
+    """What the run chose when it began, by rank 0's own events: another choice would round otherwise, and a resumed run
+    would not be the same to the bit. None where nothing is known, or it cannot be done any more."""
+    known = _last_start(run.events(0)) if world.is_main else {}
+    precision = known.get("precision")
+    said, compiled, bf16 = tell_all(world, 0, [precision is not None, bool(known.get("compiled")), precision == "bf16"])
+    cannot = worst_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
+    if not said or cannot:
+        return None
+    return Choice(bool(compiled), "bf16" if bf16 else "fp32", "as when the run began")
+
+
+def _last_start(events: Path) -> Event:
+    try:
+        starts = [event for event in read_events(events) if event["event"] == "start"]
+    except OSError:
+        return {}
+    return starts[-1] if starts else {}
 
 
 def apply(choice: Choice, model: GPT) -> None:
