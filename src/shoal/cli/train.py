@@ -40,6 +40,9 @@ FLAGS = {
     "micro_batch": "train.micro_batch",
     "scaling": "train.scaling",
     "device": "train.device",
+    "compile_": "train.compile",
+    "precision": "train.precision",
+    "pin": "train.pin",
     "seq_len": "model.seq_len",
     "sync": "sync.mode",
     "every": "sync.every",
@@ -87,6 +90,11 @@ def train(
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    compile_: Annotated[
+        str | None, typer.Option("--compile", help="on, off, or auto: where a trial says that it pays.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="Matrices are multiplied in fp32, bf16 or auto.")] = None,
+    pin: Annotated[str | None, typer.Option(help="Keep ranks on cores of their own: auto, on or off.")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")

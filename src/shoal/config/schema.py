@@ -87,6 +87,11 @@ class TrainConfig(Section):
     it is what *each rank* uses, and the world's batch grows with the number of ranks. `micro_batch` unset is chosen so
     that all ranks get equal work; set it lower when a rank runs out of memory.
     `lr` belongs to `base_batch` and scales linearly with the world's real batch.
+
+    `compile`: `auto` compiles the model's blocks where a trial on this machine says that the run gains more than
+    compiling takes; without a C++ compiler it is `off`. `precision` is what matrices are multiplied in: `bf16` is
+    faster on processors that have it and rounds to 8 bits; `auto` lets a trial choose. `pin` keeps every rank on cores
+    of its own: `auto` where ranks could get into each other's way and there are cores enough.
     """
 
     steps: Positive = 100
@@ -108,6 +113,9 @@ class TrainConfig(Section):
     gc_every: Positive = 100
     seed: Seed = DEFAULT_SEED
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    pin: Literal["auto", "on", "off"] = "auto"
 
 
 class SyncConfig(Section):

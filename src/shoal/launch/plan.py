@@ -10,6 +10,10 @@ from shoal.config.schema import RunConfig
 from shoal.control.placement import Placement
 from shoal.errors import ConfigError
 
+# Memory that a step freed is what the next one asks for. Where torch brings mimalloc, as its wheels for ARM do, that
+# gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
+KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
+
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
 
@@ -48,7 +52,7 @@ def plan_module(
             node,
             (place.rank,),
             (node.python, "-m", module, "--folder", folder(node), *words),
-            {**_common_env(run, node), **place.to_env()},
+            {**_common_env(run, node), **KEEP_MEMORY, **place.to_env()},
             uses_agent_store=True,
         )
         for node, place in _places(nodes, meeting)
@@ -118,14 +122,14 @@ def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Com
     worker = ("-m", "shoal.train.worker", *_arguments(folder(node), resume))
     flags = ("--standalone", f"--nproc-per-node={node.slots}")
     argv = (node.python, "-m", "torch.distributed.run", *flags, *worker)
-    env = {**_common_env(run, node), "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
+    env = {**_common_env(run, node), **KEEP_MEMORY, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
     return Command("torchrun", node, tuple(range(node.slots)), argv, env)
 
 
 def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
     flags = ("--ranks", str(node.slots), *_arguments(folder(node), resume))
     argv = (node.python, "-m", "shoal.train.spawn", *flags)
-    return Command("spawn", node, tuple(range(node.slots)), argv, _common_env(run, node))
+    return Command("spawn", node, tuple(range(node.slots)), argv, {**_common_env(run, node), **KEEP_MEMORY})
 
 
 def _arguments(folder: str, resume: bool) -> tuple[str, ...]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config.schema import ModelConfig
+from shoal.model.kernels import attention, gelu
+from shoal.model.loss import head_loss
 
 
 class Attention(nn.Module):
@@ -18,19 +23,20 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        drop = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(attention(self.qkv(x), self.heads, self.dropout if self.training else 0.0))
         return out
+
+
+class Gelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(x)
 
 
 class Feedforward(nn.Sequential):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(
             nn.Linear(config.width, 4 * config.width),
-            nn.GELU(approximate="tanh"),
+            Gelu(),
             nn.Linear(4 * config.width, config.width),
         )
 
@@ -61,17 +67,36 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
+        # What matrices are multiplied in; weights, sums and everything between products stay as they are.
+        self.products = torch.float32
+        self._is_compiled = False
         self._init_weights()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self._embed(tokens) + self.position.weight[: tokens.shape[1]]
         x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.token.weight)
+        with torch.autocast(x.device.type, self.products, enabled=self.products != torch.float32):
+            for block in self.blocks:
+                x = block(x)
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            return F.linear(x, self.token.weight)
+        return head_loss(x.flatten(0, 1), self.token.weight, targets.flatten(), products=self.products)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        # The head gives a dense gradient of this weight first. Autograd then adds the rows of these tokens to it,
+        # where it would otherwise make and add a second dense one: 154 MB for GPT-2. A GPU adds in any order.
+        return F.embedding(tokens, self.token.weight, sparse=tokens.device.type == "cpu")
+
+    def compile_blocks(self) -> None:
+        """Each by itself: all have one code, so one is compiled, and gradients still come block by block for DDP."""
+        self._is_compiled = True
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
+    def uncompiled(self) -> AbstractContextManager[Any]:
+        """For calls that differ from those of a training, each of which would be compiled anew."""
+        return torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
 
     def _init_weights(self) -> None:
         """GPT-2's: 0.02 everywhere, less for what adds to the residual stream, so depth does not blow it up."""

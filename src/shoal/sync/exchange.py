@@ -92,3 +92,10 @@ def sum_over_world(world: World, values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(tensor, group=world.group)
     return [float(value) for value in tensor.cpu()]
+
+
+def worst_over_world(world: World, values: list[float]) -> list[float]:
+    """The largest of each number over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.group)
+    return [float(value) for value in tensor.cpu()]

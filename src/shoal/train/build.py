@@ -32,6 +32,8 @@ from shoal.train.recorder import Recorder
 from shoal.train.resume import resume as go_on
 from shoal.train.state import digest, weights
 from shoal.train.trainer import StopWish, Trainer
+from shoal.train.trial import apply, choose, earlier_choice
+from shoal.train.tuning import Choice, work_left
 
 
 def build_trainer(
@@ -58,6 +60,7 @@ def build_trainer(
     )
     if resume:
         trainer.progress = go_on(trainer, CheckpointFolder(run.checkpoints, config.train.keep_checkpoints))
+    trainer.compute = _tune(trainer, run if resume else None)
     # A rank that may be so many steps ahead waits for as many steps of the slowest before anybody is dead.
     bear_with(world, config.sync.timeout_s * (1 + outer.lag_steps))
     return trainer
@@ -89,6 +92,9 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "lr": trainer.peak_lr,
         "seed": trainer.config.train.seed,
         "resumed_from": trainer.progress.step,
+        "compiled": trainer.compute.compiled,
+        "precision": trainer.compute.precision,
+        "compute_why": trainer.compute.why,
     }
 
 
@@ -115,6 +121,17 @@ def _make_model(config: Config, world: World) -> GPT:
         copy_from(world, 0, weights(model).values())
     torch.manual_seed(config.train.seed + world.rank)
     return model
+
+
+def _tune(trainer: Trainer, resumed: RunFolder | None) -> Choice:
+    """A trial asks for gradients without leaving them anywhere: neither DDP nor the training sees it."""
+    config, deal = trainer.config, trainer.batches.shard.deal
+    steps = max(0, config.train.steps - trainer.progress.step)
+    work = work_left(config.model, deal.micro_batch, max(deal.micro_batches), steps)
+    earlier = earlier_choice(resumed, trainer.world) if resumed else None
+    choice = earlier or choose(trainer.model, config, deal.micro_batch, work, trainer.world)
+    apply(choice, trainer.model)
+    return choice
 
 
 def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:

@@ -20,10 +20,12 @@ def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, world
     sequences = min(config.train.eval_sequences, window_count(len(tokens), seq_len))
     loss_sum, count = 0.0, 0
     model.eval()
-    for rows in validation_batches(tokens, seq_len, sequences, micro_batch, world.rank, world.size):
-        inputs, targets = split(rows, world.device)
-        loss_sum += model(inputs, targets).item()
-        count += targets.numel()
+    # Without gradients, without dropout and with a shorter last batch, compiled blocks would be compiled anew.
+    with model.uncompiled():
+        for rows in validation_batches(tokens, seq_len, sequences, micro_batch, world.rank, world.size):
+            inputs, targets = split(rows, world.device)
+            loss_sum += model(inputs, targets).item()
+            count += targets.numel()
     model.train()
     total_loss, total_count = sum_over_world(world, [loss_sum, float(count)])
     return total_loss / total_count

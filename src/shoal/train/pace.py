@@ -12,7 +12,9 @@ from torch import Tensor
 
 from shoal.config.schema import ModelConfig
 from shoal.model.gpt import GPT
+from shoal.model.kernels import prefer_blas
 from shoal.sync.wires.whole import from_half, to_half
+from shoal.train.clip import clip
 
 _PHASES = ("forward", "backward", "optimizer")
 _LEAST_RUNS = 3
@@ -41,7 +43,7 @@ class Updates:
 
     @torch.no_grad()
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+        clip(self.parameters, _CLIP)
         torch._fused_adamw_(
             self.parameters,
             [each.grad for each in self.parameters if each.grad is not None],
@@ -81,6 +83,8 @@ class Pacer:
     """One model on one rank. `measure` gives the times of growing micro-batches, as many as fit into the time."""
 
     def __init__(self, model: ModelConfig) -> None:
+        # As a training does.
+        prefer_blas()
         self._config = model
         self._model = GPT(model)
         self._updates = Updates(list(self._model.parameters()))

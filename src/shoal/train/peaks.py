@@ -14,6 +14,7 @@ from shoal.control.machine import physical_cores
 from shoal.cost.sizes import parameter_count
 from shoal.cost.work import flops_per_token, intensity
 from shoal.model.gpt import GPT
+from shoal.model.kernels import prefer_blas
 from shoal.train.pace import Updates
 
 SEQUENCES = 8
@@ -44,6 +45,7 @@ def thread_counts(cores: int) -> list[int]:
 
 class Machine:
     def __init__(self) -> None:
+        prefer_blas()
         self.cores = physical_cores()
         self._step = make_step()
 

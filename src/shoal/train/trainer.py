@@ -26,8 +26,10 @@ from shoal.sync.timer import StepTimer
 from shoal.sync.times import CommTimes
 from shoal.sync.world import World
 from shoal.train.checkpoint import Progress
+from shoal.train.clip import clip
 from shoal.train.recorder import Recorder
 from shoal.train.schedule import learning_rate
+from shoal.train.tuning import Choice
 
 
 class StopWish:
@@ -51,6 +53,7 @@ class Trainer:
     stop: StopWish
     peak_lr: float
     progress: Progress
+    compute: Choice = field(default_factory=Choice)
     _begun: deque[Progress] = field(default_factory=deque)
 
     def step(self) -> bool:
@@ -117,13 +120,13 @@ class Trainer:
 
     def _update(self, lr: float) -> float:
         with self.timer.phase("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-            self._refuse_nonfinite("gradient norm", norm.item(), self.progress.step + 1)
+            norm = clip(self.model.parameters(), self.config.train.clip)
+            self._refuse_nonfinite("gradient norm", norm, self.progress.step + 1)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            return norm.item()
+            return norm
 
     def _outer_step(self, step: int) -> CommTimes:
         with self.timer.phase("optimizer"):

@@ -31,6 +31,7 @@ from shoal.sync.world import World, choose_device, join, leave
 from shoal.train.build import build_trainer, describe_shard, describe_start
 from shoal.train.facts import describe_process
 from shoal.train.loop import Loop
+from shoal.train.pinning import pin
 from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
@@ -99,9 +100,12 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
 
 def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launcher: str, resume: bool) -> bool:
     recorder = Recorder(run, world)
+    # Before we are pinned: it says how many cores the machine gives us.
+    process = describe_process(world)
+    cpus = pin(world, config.train.pin)
     trainer = build_trainer(config, run, world, recorder, stop, resume)
     shard = describe_shard(trainer, run)
-    recorder.event("start", launcher=launcher or "torchrun", **describe_process(world), **describe_start(trainer))
+    recorder.event("start", launcher=launcher or "torchrun", **process, cpus=cpus, **describe_start(trainer))
     recorder.event("shard", **shard)
     with contextlib.suppress(OSError):
         # A full disk must not end a training because its log cannot grow.
