@@ -44,6 +44,7 @@ FLAGS = {
     "sync": "sync.mode",
     "wire": "sync.wire",
     "measure": "sync.measure",
+    "inside": "sync.inside",
 }
 
 
@@ -73,6 +74,9 @@ def train(
     sync: Annotated[str | None, typer.Option(help="ddp, or stock for plain DDP with its defaults.")] = None,
     wire: Annotated[str | None, typer.Option(help="Gradients travel as fp32 or fp16.")] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
+    inside: Annotated[
+        str | None, typer.Option(help="Ranks of one machine exchange through memory: auto, gloo, copies or shared.")
+    ] = None,
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,

@@ -110,13 +110,17 @@ class SyncConfig(Section):
     inside DDP's overlap; `barrier` switches the overlap off and puts barriers around backward and all-reduce, which
     gives clean figures and a slower step; `off` times only the step as a whole. Raise `timeout_s` when a healthy but
     slow peer is taken for dead. `bucket_mb` is how much of the gradients travels together: less hides more of it behind
-    backward, and costs a message each; unset it follows the model's size.
+    backward, and costs a message each; unset it follows the model's size. `inside` is how ranks of one machine
+    exchange: `shared` lets gradients live in memory that they share, `copies` copies the buckets of torch's own DDP
+    through it; of several machines one rank each then uses the wire. `gloo` is TCP between all ranks, `auto`
+    is `shared` where it can be.
     """
 
     mode: Literal["ddp", "stock"] = "ddp"
     wire: Literal["fp32", "fp16"] = "fp32"
     measure: Literal["hook", "barrier", "off"] = "hook"
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
+    inside: Literal["auto", "gloo", "copies", "shared"] = "auto"
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
@@ -126,6 +130,8 @@ class SyncConfig(Section):
             raise ValueError(f"sync.wire={self.wire} needs sync.mode=ddp: stock DDP sends fp32")
         if self.mode == "stock" and self.measure == "barrier":
             raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
+        if self.mode == "stock" and self.inside in ("copies", "shared"):
+            raise ValueError(f"sync.inside={self.inside} needs sync.mode=ddp: stock DDP sends by gloo")
         return self
 
 

@@ -1,6 +1,7 @@
-"""Gradient exchange: three ways to make every replica's gradient the sum over the world.
+"""Gradient exchange: the ways to make every replica's gradient the sum over the world.
 
     HookedDDP     DDP's overlap with our hook, which sums in the chosen wire format and times every bucket (variant B)
+    SharedDDP     the same overlap with gradients that live in memory which a machine's ranks share (`sync/shared/`)
     StockDDP      DistributedDataParallel with its defaults, to compare with
     BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (variant A)
 
@@ -12,7 +13,6 @@ summed loss by `loss_scale`, and ask `finish` where the communication time went.
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,27 +23,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
+from shoal.sync.shared.choose import GLOO, Inside
+from shoal.sync.shared.opening import open_inside
+from shoal.sync.shared.resident import SharedDDP
+from shoal.sync.times import CommTimes as CommTimes
+from shoal.sync.times import covered as covered
 from shoal.sync.wire import WIRES, Wire
 from shoal.sync.world import World, barrier
 
 
-@dataclass(frozen=True)
-class CommTimes:
-    """One step's gradient exchange as this rank saw it.
-
-    `ready_at`: when the last gradient was computed and only communication was left (perf_counter).
-    `tail_s`: how long backward went on after that. `wait_s`: the part known to be waiting for a peer, where the variant
-    can tell by itself. `allreduce_s`: time with at least one all-reduce under way, hidden behind backward or not; None
-    where nobody looked.
-    """
-
-    ready_at: float
-    tail_s: float
-    allreduce_s: float | None
-    wait_s: float | None = None
-
-
 class GradientSync(Protocol):
+    inside: Inside
+
     @property
     def module(self) -> nn.Module: ...
     def loss_scale(self, global_tokens: int) -> float: ...
@@ -55,6 +46,7 @@ class _WithDDP:
     """What both DDP variants share: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
+    inside: Inside = GLOO
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.module.no_sync()
@@ -82,7 +74,7 @@ class HookedDDP(_WithDDP):
         now = time.perf_counter()
         spans, self._spans = self._spans, []
         ready_at = spans[-1][0] if spans else now
-        return CommTimes(ready_at, now - ready_at, _covered(spans) if spans else None)
+        return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
 
     def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         return self._wire(self._world, bucket.buffer())
@@ -121,6 +113,8 @@ class StockDDP(_WithDDP):
 
 
 class BarrierSync:
+    inside: Inside = GLOO
+
     def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float) -> None:
         self.module = model
         self._world = world
@@ -167,17 +161,14 @@ class BarrierSync:
 def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> GradientSync:
     if config.mode == "stock":
         return StockDDP(model, world)
-    wire = WIRES[config.wire]
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
+    inside, found = open_inside(config, model, world, WIRES[config.wire], bucket_mb)
+    if isinstance(found, SharedDDP):
+        return found
+    sync: HookedDDP | BarrierSync
     if config.measure == "barrier":
-        return BarrierSync(model, world, wire, bucket_mb)
-    return HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook")
-
-
-def _covered(spans: list[list[float]]) -> float:
-    """Seconds during which at least one bucket was under way."""
-    total, reached = 0.0, 0.0
-    for begin, end in spans:
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+        sync = BarrierSync(model, world, found, bucket_mb)
+    else:
+        sync = HookedDDP(model, world, found, bucket_mb, timed=config.measure == "hook")
+    sync.inside = inside
+    return sync

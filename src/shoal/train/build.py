@@ -70,6 +70,8 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "params": parameters,
         "params_expected": parameter_count(trainer.config.model),
         "grad_bytes": grad_bytes(parameters, trainer.config.sync.wire),
+        "inside": trainer.sync.inside.way,
+        "inside_note": trainer.sync.inside.note,
         "global_batch": dealt.global_batch,
         "micro_batch": dealt.micro_batch,
         "share": dealt.micro_batches[trainer.world.rank],
