@@ -87,6 +87,7 @@ class Manifest(Record):
     sync: str
     wire: str
     measure: str
+    inside: str = "gloo"
     levers: Levers
 
     final_loss: float | None
