@@ -24,7 +24,7 @@ from shoal.errors import PeerLost, RunFailed
 from shoal.sync.gradients import make_gradient_sync
 from shoal.sync.shared import copies, meet, resident
 from shoal.sync.shared.choose import come_together
-from shoal.sync.shared.copies import CHUNK_BYTES, SharedWire
+from shoal.sync.shared.copies import SharedWire
 from shoal.sync.shared.kin import group_by_machine
 from shoal.sync.shared.layout import lay_out
 from shoal.sync.shared.opening import open_inside
@@ -38,6 +38,7 @@ from tests.test_gradients import alone, exchange
 
 Array = npt.NDArray[np.float32]
 
+CHUNK_BYTES = 1 << 17
 # Less than a slice each, odd, and a little more than one chunk and than two.
 SIZES = [1, 3, 200, 10_007, CHUNK_BYTES // 4 + 13, CHUNK_BYTES // 2 + 1]
 
@@ -89,6 +90,7 @@ def open_wire(world: World, wire: str = "fp32", timeout_s: float = 20.0) -> Shar
 
 
 def sums(world: World, machines: list[int], wire: str, dtypes: list[str]) -> list[Array]:
+    copies.CHUNK_BYTES = CHUNK_BYTES
     placed = on_machines(world, machines)
     shared = open_wire(placed, wire)
     found = []
