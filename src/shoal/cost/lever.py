@@ -22,7 +22,7 @@ AVAILABLE = {
     "powersgd": False,
     "accumulation": True,
     "balanced": True,
-    "hierarchical": False,
+    "hierarchical": True,
 }
 
 
