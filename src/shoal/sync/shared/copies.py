@@ -15,7 +15,7 @@ from shoal.sync.shared.slices import scratch_for, slice_of, sum_rows
 from shoal.sync.world import World
 
 # Each costs two rounds through the turnstile, and that every rank is woken for them: with 2 MB a sum of 64 MB took 1.6
-# times the time of processors (measured, four ranks on two cores), with 16 MB hardly less.
+# times the time of processors (measured, four ranks on two cores), with 16 MB a tenth less.
 CHUNK_BYTES = 8 << 20
 
 
