@@ -32,7 +32,7 @@ from shoal.sync.shared.slices import slice_of
 from shoal.sync.wire import WIRES
 from shoal.sync.world import World
 from tests.harness import run_ranks
-from tests.programs import read_jsonl, train_tiny
+from tests.programs import read_jsonl, steps_of, train_tiny
 from tests.test_failing_ranks import training, wait_gone
 from tests.test_gradients import alone, exchange
 
@@ -340,8 +340,9 @@ def test_a_run_says_how_its_ranks_exchange_and_what_crossed_the_network(tmp_path
     gloo = train_tiny(tmp_path / "gloo", "--steps", "6", "--inside", "gloo")
     assert (shared["inside"], gloo["inside"]) == ("shared", "gloo")
     assert shared["theoretical_bytes_per_step"] == 0
-    assert shared["wire_bytes_per_step"] < shared["model_params"]
-    assert gloo["wire_bytes_per_step"] == pytest.approx(gloo["theoretical_bytes_per_step"], rel=0.5)
+    # Whatever else this machine sends over loopback is counted, too: the quietest step tells.
+    least = {way: min(step["wire_bytes"] for step in steps_of(tmp_path / way)) for way in ("shared", "gloo")}
+    assert least["shared"] < shared["model_params"] < 2 * gloo["theoretical_bytes_per_step"] <= least["gloo"]
     assert "Gradients went through shared memory" in shared["lesson_notes"]
     assert shared["byte_equivalent"] is True
     assert shared["final_loss"] == pytest.approx(gloo["final_loss"], rel=1e-4)
