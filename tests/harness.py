@@ -12,7 +12,7 @@ import multiprocessing.resource_tracker
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,11 +25,17 @@ _CONTEXT.set_forkserver_preload(["torch._dynamo", "shoal.train.build", "shoal.sy
 
 
 def run_ranks(
-    function: Callable[..., T], world_size: int, folder: Path, *arguments: Any, deadline_s: float = 60.0
+    function: Callable[..., T],
+    world_size: int,
+    folder: Path,
+    *arguments: Any,
+    deadline_s: float = 60.0,
+    dying: Collection[int] = (),
 ) -> list[T]:
     """`function(world, *arguments)` on every rank; one value per rank, or the first traceback that any rank had.
 
     Values are plain data and numpy arrays: a torch tensor would travel as a handle that dies with its rank.
+    Of the ranks that are `dying` no answer is expected: theirs is None.
     """
     store = folder / f"store-{time.monotonic_ns()}"
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
@@ -42,8 +48,9 @@ def run_ranks(
             process.start()
         for _, writer in pipes:
             writer.close()
-        values = _collect([reader for reader, _ in pipes], time.monotonic() + deadline_s)
-        for process in processes:
+        values = _collect([reader for reader, _ in pipes], time.monotonic() + deadline_s, dying)
+        for process in () if dying else processes:
+            # Whoever outlived a peer would wait for it in the last barrier.
             process.join(5)
         return values
     finally:
@@ -53,7 +60,7 @@ def run_ranks(
             process.close()
 
 
-def _collect(readers: list[Connection], deadline: float) -> list[Any]:
+def _collect(readers: list[Connection], deadline: float, dying: Collection[int]) -> list[Any]:
     values: dict[int, Any] = {}
     waiting: dict[Any, int] = {reader: rank for rank, reader in enumerate(readers)}
     while waiting:
@@ -62,14 +69,16 @@ def _collect(readers: list[Connection], deadline: float) -> list[Any]:
             raise TimeoutError(f"ranks {sorted(waiting.values())} gave no answer in time")
         for reader in ready:
             rank = waiting.pop(reader)
-            values[rank] = _receive(readers[rank], rank)
+            values[rank] = _receive(readers[rank], rank, rank in dying)
     return [values[rank] for rank in range(len(readers))]
 
 
-def _receive(reader: Connection, rank: int) -> Any:
+def _receive(reader: Connection, rank: int, is_dying: bool) -> Any:
     try:
         ok, value = reader.recv()
     except EOFError:
+        if is_dying:
+            return None
         raise AssertionError(f"rank {rank} died without a word") from None
     finally:
         reader.close()

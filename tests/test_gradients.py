@@ -28,11 +28,16 @@ Gradients = dict[str, npt.NDArray[np.float32]]
 
 SHAPE = ModelConfig(layers=2, heads=2, width=32, seq_len=8, vocab_size=50)
 WAYS: list[dict[str, Any]] = [
-    {"mode": "ddp", "measure": "hook"},
+    {"mode": "ddp", "measure": "hook", "inside": "gloo"},
+    {"mode": "ddp", "measure": "hook", "inside": "copies"},
+    {"mode": "ddp", "measure": "hook", "inside": "shared"},
+    {"mode": "ddp", "measure": "off", "inside": "gloo"},
     {"mode": "ddp", "measure": "off"},
     {"mode": "ddp", "measure": "barrier"},
     {"mode": "ddp", "measure": "hook", "bucket_mb": 0.01},
+    {"mode": "ddp", "measure": "hook", "bucket_mb": 0.01, "inside": "gloo"},
     {"mode": "ddp", "measure": "barrier", "bucket_mb": 0.01},
+    {"mode": "ddp", "measure": "barrier", "inside": "gloo"},
     {"mode": "stock", "measure": "hook"},
 ]
 
@@ -93,7 +98,7 @@ def test_the_sum_is_that_of_one_process(settings: dict[str, Any], world_size: in
 
 def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:
     reference = alone(2)
-    (first, _), (second, _) = run_ranks(exchange, 2, tmp_path, {"wire": "fp16"})
+    (first, _), (second, _) = run_ranks(exchange, 2, tmp_path, {"wire": "fp16", "inside": "gloo"})
     for name, gradient in first.items():
         assert gradient.tobytes() == second[name].tobytes()
         np.testing.assert_allclose(gradient, reference[name], rtol=2e-3, atol=5e-5)

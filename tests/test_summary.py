@@ -284,3 +284,11 @@ def test_other_load_is_what_our_ranks_did_not_use() -> None:
     ends = [{**end(rank), "wall_s": 10.0, "cpu_s": 9.0, "machine_busy_s": 30.0} for rank in (0, 1)]
     assert summarize([start(0), start(1), *ends]).other_load == pytest.approx(1.2)
     assert summarize([start(0), start(1), end(0), end(1)]).other_load is None
+
+
+def test_through_shared_memory_one_rank_a_node_sends() -> None:
+    together = [start(rank, 3, node="a", inside="shared") for rank in range(3)]
+    assert summarize(together).theoretical_bytes_per_step == 0
+    apart = [start(rank, 3, node=node, inside="shared") for rank, node in enumerate("aab")]
+    # A ring of two nodes: each sends the gradients once, one of them for two ranks.
+    assert summarize(apart).theoretical_bytes_per_step == (GRAD_BYTES / 2 + GRAD_BYTES) / 2

@@ -83,8 +83,10 @@ def test_the_manifest_has_what_the_design_promises(runs: Runs) -> None:
     assert manifest["model_params"] > 1000
     assert manifest["tokens_per_sec_2proc"] > 0
     assert manifest["allreduce_p50_ms"] > 0
-    # The model is tiny, so what gloo and the step's own exchange add to a message shows.
-    assert manifest["wire_bytes_per_step"] == pytest.approx(manifest["theoretical_bytes_per_step"], rel=0.5)
+    # Both ranks are on this machine: gradients go through shared memory, the step's own exchange by gloo.
+    assert manifest["inside"] == "shared"
+    assert manifest["theoretical_bytes_per_step"] == 0
+    assert 0 < min(step["wire_bytes"] for step in steps_of(runs[2][0])) < manifest["model_params"]
     assert len(manifest["lesson_notes"]) > 100
     rows = read_jsonl(runs[2][0] / "timings.jsonl")
     assert len(rows) == 100

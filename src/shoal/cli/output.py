@@ -129,10 +129,12 @@ def _p95(manifest: Manifest) -> str:
 def _wire(manifest: Manifest) -> str:
     if manifest.wire_bytes_per_step is None or manifest.theoretical_bytes_per_step is None:
         return "not counted"
-    return (
-        f"{format_si(manifest.wire_bytes_per_step, 'B')} "
-        f"(2(N-1)/N of the gradients is {format_si(manifest.theoretical_bytes_per_step, 'B')})"
+    sent, theory = (
+        format_si(each, "B") for each in (manifest.wire_bytes_per_step, manifest.theoretical_bytes_per_step)
     )
+    if manifest.inside == "gloo":
+        return f"{sent} (2(N-1)/N of the gradients is {theory})"
+    return f"{sent} (of the gradients, which a machine's ranks share in memory: {theory})"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -49,6 +49,7 @@ FLAGS = {
     "accumulate": "sync.accumulate",
     "wire": "sync.wire",
     "measure": "sync.measure",
+    "inside": "sync.inside",
 }
 
 
@@ -87,6 +88,9 @@ def train(
         str | None, typer.Option(help="How gradients travel: fp32, fp16, bf16, int8, powersgd:RANK.")
     ] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
+    inside: Annotated[
+        str | None, typer.Option(help="Ranks of one machine exchange through memory: auto, gloo, copies or shared.")
+    ] = None,
     launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,

@@ -89,6 +89,7 @@ class Manifest(Record):
     sync: str
     wire: str
     measure: str
+    inside: str = "gloo"
     levers: Levers
 
     final_loss: float | None

@@ -131,11 +131,15 @@ class SyncConfig(Section):
     batch.
 
     `wire` is the form in which an exchange travels: `fp16` and `bf16` are half the bytes, `int8` a quarter,
-    `powersgd:R` far less still, each at the price of precision (docs/wires.md). `measure`: `hook` times every
-    all-reduce where it happens, inside DDP's overlap; `barrier` switches the overlap off and puts barriers around
-    backward and all-reduce, which gives clean figures and a slower step; `off` times only the step as a whole. Raise
-    `timeout_s` when a healthy but slow peer is taken for dead. `bucket_mb` is how much travels together: less hides
-    more of it behind backward, and costs a message each; unset it follows the model's size.
+    `powersgd:R` far less still, each at the price of precision (docs/wires.md). `inside` is how ranks of one machine
+    exchange gradients: `shared` lets them live in memory that the ranks share, `copies` copies the buckets of torch's
+    own DDP through it; of several machines one rank each then uses the wire. `gloo` is TCP between all ranks, `auto`
+    is `shared` where it can be (docs/inside.md).
+
+    `measure`: `hook` times every all-reduce where it happens, inside DDP's overlap; `barrier` switches the overlap off
+    and puts barriers around backward and all-reduce, which gives clean figures and a slower step; `off` times only the
+    step as a whole. Raise `timeout_s` when a healthy but slow peer is taken for dead. `bucket_mb` is how much travels
+    together: less hides more of it behind backward, and costs a message each; unset it follows the model's size.
     """
 
     mode: Literal["ddp", "stock", "local", "diloco", "streaming"] = "ddp"
@@ -148,6 +152,7 @@ class SyncConfig(Section):
     overlap: Positive | None = None
     measure: Literal["hook", "barrier", "off"] = "hook"
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
+    inside: Literal["auto", "gloo", "copies", "shared"] = "auto"
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
@@ -187,6 +192,8 @@ class SyncConfig(Section):
             raise ValueError(f"sync.wire={self.wire} is made for gradients: it needs sync.mode=ddp")
         if self.mode != "ddp" and self.measure == "barrier":
             raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
+        if self.mode == "stock" and self.inside in ("copies", "shared"):
+            raise ValueError(f"sync.inside={self.inside} needs sync.mode=ddp: stock DDP sends by gloo")
         return self
 
     @model_validator(mode="after")

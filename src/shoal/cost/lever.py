@@ -23,7 +23,7 @@ AVAILABLE = {
     "powersgd": False,
     "accumulation": True,
     "balanced": True,
-    "hierarchical": False,
+    "hierarchical": True,
 }
 
 

@@ -53,6 +53,7 @@ def compose_manifest(
         sync=config.sync.mode,
         wire=config.sync.wire,
         measure=config.sync.measure,
+        inside=_text(start, "inside") or "gloo",
         levers=_levers(config, start),
         final_loss=summary.final_loss,
         val_loss=summary.final_val_loss,

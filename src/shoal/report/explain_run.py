@@ -64,10 +64,13 @@ def _allreduce(summary: Summary) -> str:
 
 def _bytes(summary: Summary) -> str:
     measured, theory = summary.wire_bytes_per_step, summary.theoretical_bytes_per_step
-    if not measured or not theory:
+    if summary.world_size < 2 or not measured or theory is None:
         return ""
-    compared = f"{measured / theory - 1:+.1%} against"
-    return f"Each rank sent {format_si(measured, 'B')} a step, {compared} the {format_si(theory, 'B')} of 2(N−1)/N·S."
+    sent = f"Each rank sent {format_si(measured, 'B')} a step"
+    if not theory:
+        return f"Gradients went through shared memory. {sent} over the network, of other things."
+    of = "2(N−1)/N·S" if summary.start.get("inside", "gloo") == "gloo" else "one ring between the machines"
+    return f"{sent}, {measured / theory - 1:+.1%} against the {format_si(theory, 'B')} of {of}."
 
 
 def _slowest(summary: Summary, step_s: Spread) -> str:

@@ -156,7 +156,8 @@ def _replicas_figure(manifest: Manifest) -> tuple[str, str]:
 
 
 def _theory(manifest: Manifest) -> str:
-    return f"theory 2(N−1)/N·S: {_bytes(manifest.theoretical_bytes_per_step)}"
+    formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
+    return f"theory {formula}: {_bytes(manifest.theoretical_bytes_per_step)}"
 
 
 def _samples(shard: Event) -> str:

@@ -111,7 +111,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         phases=_typical_phases(logs.values()),
         allreduce_s=spread(_pooled(logs, "allreduce_s")),
         wire_bytes_per_step=_wire_bytes(logs),
-        theoretical_bytes_per_step=_theory(longest.start, world_size),
+        theoretical_bytes_per_step=_theory(logs, longest.start, world_size),
         loss_steps=longest.steps,
         loss=longest.column("loss"),
         val_loss={step: loss for log in logs.values() for step, loss in sorted(log.val_loss.items())},
@@ -248,12 +248,17 @@ def _machine(log: RankLog) -> str:
     return str(hardware.get("boot_id") if isinstance(hardware, dict) else None)
 
 
-def _theory(start: Event, world_size: int) -> float | None:
-    """Of a step: what is exchanged once in a round counts for all steps of it."""
+def _theory(logs: dict[int, RankLog], start: Event, world_size: int) -> float | None:
+    """Bytes per step and rank. What is exchanged once in a round counts for all steps of it; through shared memory one
+    rank a node sends, for all ranks of that node."""
     grad_bytes = start.get("grad_bytes")
     if not isinstance(grad_bytes, int) or not world_size:
         return None
-    return ring_bytes(world_size, grad_bytes) / _round_steps(start)
+    if start.get("inside", "gloo") == "gloo":
+        return ring_bytes(world_size, grad_bytes) / _round_steps(start)
+    ranks_on = Counter((str(log.start.get("node")), _machine(log)) for log in logs.values())
+    sent = ring_bytes(len(ranks_on), grad_bytes) / _round_steps(start)
+    return sum(sent / ranks for ranks in ranks_on.values()) / len(ranks_on)
 
 
 def _causes_first(faults: list[Event]) -> list[Event]:

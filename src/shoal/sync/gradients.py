@@ -1,6 +1,7 @@
-"""Gradient exchange: three ways to make every replica's gradient the sum over the world, and one to do without.
+"""Gradient exchange: ways to make every replica's gradient the sum over the world, and one to do without.
 
     HookedDDP     DDP's overlap with our hook, which sums in the chosen wire format and times every bucket (variant B)
+    SharedDDP     the same overlap with gradients that live in memory which a machine's ranks share (`sync/shared/`)
     StockDDP      DistributedDataParallel with its defaults, to compare with
     BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (variant A)
     Alone         no exchange: a world of one, or replicas that take steps of their own and meet in outer steps
@@ -23,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
+from shoal.sync.shared.choose import GLOO, Inside
+from shoal.sync.shared.opening import open_inside
+from shoal.sync.shared.resident import SharedDDP
 from shoal.sync.times import CommTimes, covered
 from shoal.sync.wires import Bucket, Wire, make_wire
 from shoal.sync.wires.bucket import State, Stateless
@@ -30,7 +34,10 @@ from shoal.sync.world import World, barrier
 
 
 class GradientSync(Protocol):
-    """`state` is what this rank alone has and a checkpoint must keep, such as what a wire format could not say yet."""
+    """`inside` is how ranks of one machine exchange. `state` is what this rank alone has and a checkpoint must keep,
+    such as what a wire format could not say yet."""
+
+    inside: Inside
 
     @property
     def module(self) -> nn.Module: ...
@@ -43,6 +50,8 @@ class GradientSync(Protocol):
 
 class Alone(Stateless):
     """DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
+
+    inside: Inside = GLOO
 
     def __init__(self, model: nn.Module, own_tokens: int | None = None, allreduce_s: float | None = None) -> None:
         self.module = model
@@ -64,6 +73,7 @@ class _WithDDP:
     """What both DDP variants share: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
+    inside: Inside = GLOO
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.module.no_sync()
@@ -141,6 +151,8 @@ class StockDDP(_WithDDP, Stateless):
 
 
 class BarrierSync(_WithWire):
+    inside: Inside = GLOO
+
     def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float) -> None:
         self.module = model
         self._world = world
@@ -187,10 +199,17 @@ class BarrierSync(_WithWire):
 def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> GradientSync:
     if config.mode == "stock":
         return StockDDP(model, world)
-    wire = make_wire(config.wire, world, dict(model.named_parameters()))
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
-    if config.measure == "barrier":
-        return BarrierSync(model, world, wire, bucket_mb)
-    if world.size == 1 and config.wire == "fp32":
+    if world.size == 1 and config.wire == "fp32" and config.measure != "barrier":
         return Alone(model, allreduce_s=0.0 if config.measure == "hook" else None)
-    return HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook")
+    inside, found = open_inside(config, model, world, bucket_mb)
+    if isinstance(found, SharedDDP):
+        return found
+    wire = found or make_wire(config.wire, world, dict(model.named_parameters()))
+    sync: HookedDDP | BarrierSync
+    if config.measure == "barrier":
+        sync = BarrierSync(model, world, wire, bucket_mb)
+    else:
+        sync = HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook")
+    sync.inside = inside
+    return sync

@@ -85,6 +85,8 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "grad_bytes": grad_bytes(shapes, trainer.config.sync.wire),
         "round_steps": trainer.outer.round_steps,
         "wire_made_by": made_by(trainer.config.sync.wire),
+        "inside": trainer.sync.inside.way,
+        "inside_note": trainer.sync.inside.note,
         "global_batch": dealt.global_batch,
         "micro_batch": dealt.micro_batch,
         "share": dealt.micro_batches[trainer.world.rank],
