@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from shoal.report.explain_scaling import explain
 from shoal.report.scaling import efficiency
 from shoal.trials.scaling import ScalingResult, measure_scaling
 from shoal.trials.training import default_out
+
+# In one place with the command: what measures them imports numpy, and `--help` should not wait for that.
+DEFAULT_LEVERS = "stock,ddp,fp16,bf16,int8,powersgd:4,accumulate:4,local,diloco,streaming"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -42,6 +45,36 @@ def scaling(
         return
     print_scaling(result.points)
     typer.echo(f"\npicture: {shown(result.picture)}\nreport:  {shown(result.report)}")
+
+
+@app.command()
+def levers(
+    preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
+    on: Annotated[str, typer.Option(help="Where: local:2, lab:2,link=100mbit, or a file of hosts.")] = "local:2",
+    levers: Annotated[
+        str, typer.Option(help="What to compare, each WAY[:NUMBER][+WIRE]: stock,ddp,int8,accumulate:4+fp16,diloco:50.")
+    ] = DEFAULT_LEVERS,
+    steps: Annotated[int, typer.Option(min=4, help="Steps a run; the second half is measured.")] = 100,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; the median round counts.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/levers-TIME")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """Every way to exchange, on one model and cluster: speed, bytes, and what it costs in loss.
+
+    Beside them run one node alone and, as the ceiling, all nodes without any exchange.
+    """
+    from shoal.cli.leverstext import levers_document, print_levers
+    from shoal.trials.levers import measure_levers
+
+    flags: dict[str, dict[str, Any]] = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
+    config = build_config(preset, flags=flags, sets=set_ or [])
+    result = measure_levers(config, levers, out or default_out("levers"), make_display, repeat)
+    if json:
+        print_json(levers_document(result))
+        return
+    print_levers(result.table)
+    typer.echo(f"\npicture: {shown(result.picture)}\nfigures: {shown(result.figures)}")
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -1,0 +1,99 @@
+"""What `shoal bench levers` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from shoal.cli.output import stdout_console
+from shoal.report.wording import join
+from shoal.units import format_count, format_duration, format_si
+
+if TYPE_CHECKING:
+    from shoal.report.levers import LeverRow, LeverTable
+    from shoal.trials.levers import LeversResult
+
+_TITLES = ("lever", "tokens/s", "one node", "stock", "ceiling", "sent/step", "exposed", "loss", "loss by time")
+
+
+def print_levers(table: LeverTable) -> None:
+    console = stdout_console()
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(_TITLES):
+        grid.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*_cells(row))
+    console.print(grid)
+    for line in explain(table):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def explain(table: LeverTable) -> list[str]:
+    """What the columns mean, and what stands out."""
+    lines = []
+    if table.tokens is not None and table.seconds is not None:
+        lines.append(
+            f"\nValidation losses after {format_count(table.tokens)} tokens, "
+            f"and after {format_duration(table.seconds)} of steps, when the first of them was there."
+        )
+    rated = [row for row in table.rows if row.of_ceiling is not None and row.point.evaluations]
+    near = [row.point.name for row in rated if row.of_ceiling is not None and row.of_ceiling >= 0.95]
+    if near:
+        lines.append(f"{join(near)}: within 5% of what these nodes compute without any exchange.")
+    slower = [row.point.name for row in rated if row.of_one_node is not None and row.of_one_node < 1]
+    if slower:
+        lines.append(f"{join(slower)}: slower than one node alone.")
+    best = min(
+        (row for row in table.rows if row.loss_at_time is not None),
+        key=lambda row: row.loss_at_time or 0.0,
+        default=None,
+    )
+    if best is not None:
+        lines.append(f"Most learned in the same time: {best.point.name}.")
+    return lines
+
+
+def levers_document(result: LeversResult) -> dict[str, object]:
+    return {
+        "rows": [_row_document(row) for row in result.table.rows],
+        "compared_at": {"tokens": result.table.tokens, "seconds": result.table.seconds},
+        "explanation": " ".join(line.strip() for line in explain(result.table)),
+        "picture": str(result.picture),
+        "runs": {name: str(run.path) for name, run in result.runs.items()},
+    }
+
+
+def _row_document(row: LeverRow) -> dict[str, object]:
+    point = row.point
+    return {
+        "lever": point.name,
+        "nodes": point.nodes,
+        "tokens_per_s": point.tokens_per_s,
+        "of_one_node": row.of_one_node,
+        "of_stock": row.of_stock,
+        "of_ceiling": row.of_ceiling,
+        "step_s": point.step_s,
+        "exposed_s": point.exposed_s,
+        "wait_s": point.wait_s,
+        "wire_bytes_per_step": point.wire_bytes,
+        "theoretical_bytes_per_step": point.theory_bytes,
+        "val_loss_at_equal_tokens": row.loss_at_tokens,
+        "val_loss_at_equal_time": row.loss_at_time,
+    }
+
+
+def _cells(row: LeverRow) -> tuple[str, ...]:
+    point = row.point
+    return (
+        point.name,
+        f"{point.tokens_per_s:,.0f}",
+        *(_times(ratio) for ratio in (row.of_one_node, row.of_stock, row.of_ceiling)),
+        "–" if point.wire_bytes is None or point.nodes == 1 else format_si(point.wire_bytes, "B"),
+        f"{100 * point.exposed_s / point.step_s:.0f}%" if point.nodes > 1 else "–",
+        *("–" if loss is None else f"{loss:.4f}" for loss in (row.loss_at_tokens, row.loss_at_time)),
+    )
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}×"
