@@ -120,26 +120,40 @@ def test_levers_are_ranked_and_say_what_they_cost(plan: Plan) -> None:
     assert speeds == sorted(speeds, reverse=True)
     assert all(option["costs"] for option in options)
     wanted = {"ddp", "ddp, fp16", "ddp, bf16", "ddp, int8", "ddp, powersgd rank 4", "ddp, batch ×4", "sharded"}
-    wanted |= {"local every 8 steps", "diloco every 100 steps", "streaming every 100 steps"}
+    wanted |= {
+        "local every 8 steps",
+        "diloco every 50 steps",
+        "streaming every 50 steps",
+        "diloco every 50 steps, int8",
+    }
     assert wanted <= {option["lever"] for option in options}
 
 
 def test_only_what_shoal_can_do_has_a_command(plan: Plan) -> None:
     options = plan("gpt2-124m", "--nodes", "2")["advice"]["levers"]
-    assert {option["lever"] for option in options if option["command"]} == {
-        "ddp",
-        "ddp, fp16",
-        "ddp, batch ×4",
-        "ddp, fp16, batch ×4",
-    }
+    assert {option["lever"] for option in options if not option["command"]} == {"sharded"}
     assert all(option["available"] == (option["command"] is not None) for option in options)
 
 
 def test_a_lever_that_becomes_possible_is_recommended(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AVAILABLE, "int8", False)
     before = plan("gpt2-124m", "--nodes", "4")["advice"]["recommended"]
-    monkeypatch.setitem(AVAILABLE, "powersgd", True)
+    monkeypatch.setitem(AVAILABLE, "int8", True)
     after = plan("gpt2-124m", "--nodes", "4")["advice"]["recommended"]
-    assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, powersgd rank 4")
+    assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, int8")
+
+
+def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, call: Call) -> None:
+    advice = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]
+    assert advice["levers"][0]["lever"].startswith(("diloco", "streaming"))
+    assert advice["recommended"] is None or advice["recommended"]["lever"].startswith("ddp, int8")
+    other = advice["other_training"]
+    assert other["lever"].startswith(("diloco", "streaming"))
+    line = shlex.split(other["command"])
+    code, _, err = call(*line[line.index("train") :], "--on", "local:2", "--dry-run")
+    assert (code, err) == (0, "")
+    quick = plan("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")["advice"]
+    assert quick["other_training"] is None
 
 
 @pytest.mark.parametrize(
@@ -173,8 +187,9 @@ def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
     assert advice["distribute"] is False
     assert advice["recommended"] is None
     _, out, _ = call("plan", "--link", "100mbit", "--nodes", "1..4")
-    assert "Don't distribute this: one machine is faster." in out
-    assert "train grammar" not in out
+    assert "Don't distribute this with an exchange in every step: one machine is faster." in out
+    assert "to do that" not in out
+    assert "train grammar --on hosts.toml --sync" in out
 
 
 def test_a_larger_batch_is_offered_where_it_alone_helps(plan: Plan) -> None:
@@ -223,7 +238,7 @@ def test_the_table_fits_a_hundred_columns(call: Call) -> None:
     assert re.search(r"nodes +payload +comm +compute +exposed +wait +step +tokens/s +speed-up +eff\. +memory", out)
     assert "…" not in before_command
     assert "T_comm/T_compute is 0.22 on 2 nodes" in out
-    assert "train gpt2-124m --on hosts.toml --global-batch 8 --set sync.wire=fp16" in out
+    assert "train gpt2-124m --on hosts.toml --global-batch 8 --set sync.wire=int8" in out
 
 
 def test_very_long_steps_keep_their_columns(call: Call) -> None:

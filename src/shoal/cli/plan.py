@@ -15,7 +15,7 @@ from shoal.cli.output import command, print_json, shown
 from shoal.cli.planbasis import LINK, basis
 from shoal.cli.plantext import plan_document, print_plan
 from shoal.cli.simulate import run_simulation
-from shoal.cost.advice import Option, advise
+from shoal.cost.advice import Advice, Option, advise
 from shoal.cost.catalogue import LINKS, MACHINES
 from shoal.cost.lever import Lever
 from shoal.cost.plan import Plan, make_plan
@@ -161,7 +161,7 @@ def learn(runs: list[str], profile: Path | None, json: bool) -> None:
 def show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
     """`notes` say what the plan was made from."""
     advice = advise(made)
-    commands = {option.lever: _command(given, made, option) for option in (*advice.options, advice.best) if option}
+    commands = {option.lever: _command(given, made, option) for option in _named(advice)}
     if given["output"] is not None:
         from shoal.report.plan_picture import plot_plan
 
@@ -172,6 +172,10 @@ def show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
     print_plan(made, advice, notes, commands)
     if given["output"] is not None:
         typer.echo(f"\npicture: {shown(given['output'])}")
+
+
+def _named(advice: Advice) -> list[Option]:
+    return [option for option in (*advice.options, advice.best, advice.other_training) if option is not None]
 
 
 def _command(given: dict[str, Any], made: Plan, option: Option) -> str | None:

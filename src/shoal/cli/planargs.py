@@ -193,6 +193,7 @@ def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
         words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
     batch = plan.workload.accumulated(lever.accumulation).train.global_batch
     words += ["--global-batch", str(batch)] if batch != _preset_batch(given) else []
+    words += ["--sync", lever.sync, "--every", str(lever.every)] if lever.every > 1 else []
     kept = [setting for setting in given["set_"] or [] if setting.partition("=")[0].strip() not in _OURS]
     settings = kept + ([f"sync.wire={lever.wire_setting}"] if lever.wire != "fp32" else [])
     if lever.balanced:

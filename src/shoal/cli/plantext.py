@@ -58,6 +58,7 @@ def plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Co
         "advice": {
             "distribute": advice.best is not None,
             "recommended": None if advice.best is None else _option_document(advice.best, commands),
+            "other_training": advice.other_training and _option_document(advice.other_training, commands),
             "sentences": explain(plan, advice),
             "levers": [_option_document(option, commands) for option in advice.options],
         },
@@ -133,9 +134,10 @@ def _option_document(option: Option, commands: Commands) -> dict[str, Any]:
 def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
     if any(not option.lever.is_available for option in advice.options):
         say("* not in shoal yet", style="dim")
-    if advice.best is not None and (line := commands.get(advice.best.lever)):
-        say(f"\nto do that{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")
-        say(f"  {escape(line)}", soft_wrap=True)
+    for words, option in (("to do that", advice.best), ("to train by fewer exchanges", advice.other_training)):
+        if option is not None and (line := commands.get(option.lever)):
+            say(f"\n{words}{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")
+            say(f"  {escape(line)}", soft_wrap=True)
 
 
 def _table(titles: Sequence[str], right: Sequence[int]) -> Table:

@@ -22,7 +22,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 DEFAULT_SEED = 35_000
 
 # Steps of a round by mode; the modes that have no line exchange gradients in every step.
-_EVERY = {"local": 8, "diloco": 50, "streaming": 50}
+ROUND_STEPS = {"local": 8, "diloco": 50, "streaming": 50}
 # Streaming loses little by fragments that come up to five steps late, and more beyond.
 _OVERLAP = 5
 _ACCUMULATE = 4
@@ -165,12 +165,12 @@ class SyncConfig(Section):
     @property
     def is_outer(self) -> bool:
         """Whether replicas part between exchanges."""
-        return self.mode in _EVERY
+        return self.mode in ROUND_STEPS
 
     @property
     def round_steps(self) -> int:
         """Steps from one exchange of everything to the next."""
-        return (self.every or _EVERY[self.mode]) if self.is_outer else 1
+        return (self.every or ROUND_STEPS[self.mode]) if self.is_outer else 1
 
     @property
     def overlap_steps(self) -> int:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shoal.config.schema import ROUND_STEPS
 from shoal.cost.lever import AVAILABLE, Lever
+from shoal.cost.memory import copied_bytes
 from shoal.cost.plan import Plan, Row, make_row
 from shoal.cost.predict import Setting, speeds
 from shoal.cost.workload import Workload
 
-# What a lever has to gain over a plainer one before its price is worth paying.
+# What a lever has to gain over a plainer one before its price is worth paying, and what one that trains differently.
 _WORTH = 1.03
-# Averaging after eight steps is LocalSGD's usual choice; DiLoCo's papers use 100 and more.
-_LOCAL_STEPS = 8
-_OUTER_STEPS = 100
+_WORTH_ANOTHER = 1.1
 _BATCHES = 4
 # Machines whose speeds differ by less are equal, and measured on two days.
 _UNEQUAL = 0.95
@@ -40,11 +40,13 @@ class Option:
 @dataclass(frozen=True)
 class Advice:
     """`options` by predicted speed; `best` is what to do, on `best.row.nodes` nodes, and None where one machine is
-    faster than any number of them; `larger_batch` is the best that a larger global batch would allow."""
+    faster than any number of them. It trains as one machine would; `larger_batch` is the best that a larger global
+    batch would allow, `other_training` the best of those that change what is learned, if that is far ahead."""
 
     options: tuple[Option, ...]
     best: Option | None
     larger_batch: Option | None
+    other_training: Option | None
 
 
 def advise(plan: Plan) -> Advice:
@@ -55,7 +57,10 @@ def advise(plan: Plan) -> Advice:
     ranked = tuple(sorted(options, key=lambda option: option.tokens_per_s, reverse=True))
     same = [lever for lever in levers if lever.accumulation == plan.lever.accumulation]
     larger = [lever for lever in levers if lever.accumulation > plan.lever.accumulation]
-    return Advice(ranked, _best(plan, same), _best(plan, larger))
+    best = _best(plan, [lever for lever in same if lever.keeps_training or lever == plan.lever])
+    other = _best(plan, [lever for lever in same if not lever.keeps_training])
+    ahead = other is not None and (best is None or other.tokens_per_s > _WORTH_ANOTHER * best.tokens_per_s)
+    return Advice(ranked, best, _best(plan, larger), other if ahead else None)
 
 
 def candidates(base: Lever, workload: Workload, setting: Setting, nodes: int) -> Iterator[Lever]:
@@ -71,9 +76,11 @@ def candidates(base: Lever, workload: Workload, setting: Setting, nodes: int) ->
     yield plain.with_(accumulation=_BATCHES * base.accumulation)
     if workload.gradient_bytes == 4 and base.wire == "fp32":
         yield plain.with_(accumulation=_BATCHES * base.accumulation, wire="fp16")
-    yield plain.with_(sync="local", every=_LOCAL_STEPS)
-    yield plain.with_(sync="diloco", every=_OUTER_STEPS)
-    yield plain.with_(sync="streaming", every=_OUTER_STEPS)
+    yield plain.with_(sync="local", every=ROUND_STEPS["local"])
+    yield plain.with_(sync="diloco", every=ROUND_STEPS["diloco"])
+    if workload.gradient_bytes == 4 and base.wire == "fp32":
+        yield plain.with_(sync="diloco", every=ROUND_STEPS["diloco"], wire="int8")
+    yield plain.with_(sync="streaming", every=ROUND_STEPS["streaming"])
     yield plain.with_(sync="sharded", wire="fp32")
 
 
@@ -104,23 +111,24 @@ def _option(plan: Plan, lever: Lever, nodes: int) -> Option:
 
 def _costs(lever: Lever) -> Iterator[str]:
     """Short: each has its line of a table."""
-    match lever.wire:
-        case "fp16":
-            yield "gradients keep 11 bits"
-        case "bf16":
-            yield "gradients keep 8 bits"
-        case "int8":
-            yield "gradients keep 8 bits a block; +4 bytes a parameter"
-        case "powersgd":
-            yield f"gradients of rank {lever.rank}; +4 bytes a parameter"
-    if lever.accumulation > 1:
-        yield f"{lever.accumulation}× the batch, fewer updates"
     match lever.sync:
-        case "local":
-            yield f"replicas drift for {lever.every} steps; +4 bytes a parameter"
-        case "diloco":
-            yield f"replicas drift for {lever.every} steps; +12 bytes a parameter"
+        case "local" | "diloco":
+            yield f"replicas drift for {lever.every} steps"
         case "streaming":
-            yield "as diloco, applied later; +12 bytes a parameter"
+            yield "as diloco, applied later"
         case "sharded":
             yield "half as many bytes again; the memory is divided"
+    what = "gradients" if lever.every == 1 else "differences"
+    match lever.wire:
+        case "fp16":
+            yield f"{what} keep 11 bits"
+        case "bf16":
+            yield f"{what} keep 8 bits"
+        case "int8":
+            yield f"{what} keep 8 bits a block"
+        case "powersgd":
+            yield f"{what} of rank {lever.rank}"
+    if lever.accumulation > 1:
+        yield f"{lever.accumulation}× the batch, fewer updates"
+    if (more := copied_bytes(lever)) > 0:
+        yield f"+{more} bytes a parameter"

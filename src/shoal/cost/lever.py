@@ -12,15 +12,15 @@ Sync = Literal["ddp", "local", "diloco", "streaming", "sharded"]
 # What a training can be told to do today. Whoever builds one of the others changes its line here, and plans offer it.
 AVAILABLE = {
     "ddp": True,
-    "local": False,
-    "diloco": False,
-    "streaming": False,
+    "local": True,
+    "diloco": True,
+    "streaming": True,
     "sharded": False,
     "fp32": True,
     "fp16": True,
-    "bf16": False,
-    "int8": False,
-    "powersgd": False,
+    "bf16": True,
+    "int8": True,
+    "powersgd": True,
     "accumulation": True,
     "balanced": True,
     "hierarchical": True,
@@ -65,6 +65,12 @@ class Lever:
     def wire_setting(self) -> str:
         """As `sync.wire` has it."""
         return self.wire if self.wire != "powersgd" else f"powersgd:{self.rank}"
+
+    @property
+    def keeps_training(self) -> bool:
+        """Whether it trains as one machine would, but for rounding: gradients of all ranks in every step, nothing left
+        out for good. What int8 cannot say in one step it says in the next; PowerSGD needs many to say it."""
+        return self.sync in ("ddp", "sharded") and self.wire != "powersgd"
 
     @property
     def is_available(self) -> bool:

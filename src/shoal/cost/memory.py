@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, fields
 
 from shoal.cost.lever import Lever
@@ -38,7 +39,7 @@ def needed(workload: Workload, lever: Lever, micro_batch: int, world_size: int) 
         weights=part * element * size,
         gradients=part * element * size,
         moments=part * 2 * _FLOAT_BYTES * size,
-        copies=part * _copies(lever, element) * size + _gathered(workload, lever),
+        copies=part * (copied_bytes(lever) + _master_bytes(element)) * size + _gathered(workload, lever),
         activations=activation_bytes(workload.shape, micro_batch, element),
     )
 
@@ -49,18 +50,26 @@ def fits(memory: Memory, available_bytes: float) -> bool:
 
 def largest_micro_batch(workload: Workload, lever: Lever, world_size: int, available_bytes: float) -> int:
     """How many sequences at once a rank has room for; 0 where not even the model fits."""
-    fixed = needed(workload, lever, 0, world_size).total
-    each = needed(workload, lever, 1, world_size).activations
-    return max(0, int((USABLE * available_bytes - fixed) / each))
+
+    def is_too_much(sequences: int) -> bool:
+        return not fits(needed(workload, lever, sequences, world_size), available_bytes)
+
+    each = needed(workload, lever, 2, world_size).total - needed(workload, lever, 1, world_size).total
+    most = 1 + int(available_bytes / each)
+    return max(0, bisect_left(range(1, most + 1), True, key=is_too_much))
 
 
-def _copies(lever: Lever, element: int) -> int:
-    """Bytes a parameter. Halves are updated in a float copy; what a coarse format left out is kept for the next step;
-    DiLoCo keeps the weights of the last exchange and the momentum of its outer optimizer, LocalSGD a buffer to sum."""
-    master = _FLOAT_BYTES if element < _FLOAT_BYTES else 0
+def copied_bytes(lever: Lever) -> int:
+    """A parameter. What a coarse format left out is kept for the next step; whoever exchanges weights keeps those of
+    the last exchange, DiLoCo also the momentum of its outer optimizer."""
     feedback = _FLOAT_BYTES if lever.wire in ("int8", "powersgd") else 0
-    outer = {"local": 1, "diloco": 3, "streaming": 3}.get(lever.sync, 0) * _FLOAT_BYTES
-    return master + feedback + outer
+    outer = {"local": 1, "diloco": 2, "streaming": 2}.get(lever.sync, 0) * _FLOAT_BYTES
+    return feedback + outer
+
+
+def _master_bytes(element: int) -> int:
+    """Halves are updated in a float copy."""
+    return _FLOAT_BYTES if element < _FLOAT_BYTES else 0
 
 
 def _gathered(workload: Workload, lever: Lever) -> float:

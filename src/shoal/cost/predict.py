@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.config.schema import SyncConfig
 from shoal.cost.batch import MICRO_BATCH_CAP, Deal
 from shoal.cost.buckets import Bucket, bucket_mb_for, fill_buckets
 from shoal.cost.collectives import payload_factor
@@ -197,9 +198,11 @@ def _blocking(
 def _streaming(
     lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
 ) -> _Exchanges:
-    """Piece by piece behind the computing of all steps up to the next exchange."""
+    """Fragment by fragment, each behind the computing of the steps for which it may be on its way."""
     comm_s = sum(exchange(bucket).seconds for bucket in buckets) / lever.every
-    behind = replace(work, backward_s=lever.every * _busy_s(work))
+    fragments = min(lever.every, SyncConfig().fragments)
+    asked = SyncConfig(mode="streaming", every=lever.every, fragments=fragments)
+    behind = replace(work, backward_s=min(lever.every, fragments * asked.overlap_steps) * _busy_s(work))
     return _Exchanges(comm_s, exposed_s(behind, _early(buckets), exchange, overlap=True) / lever.every)
 
 

@@ -16,6 +16,9 @@ _NUMBER_BYTES = {"fp32": 4, "fp16": 2}
 # Of width elements that one block's forward keeps for backward: input and output of two norms 4, queries, keys and
 # values 3, what attention mixed 1, the feedforward's hidden layer before and after its curve 8.
 _BLOCK_WIDTHS = 16
+# So many logits exist at once: 103 MB, those of 512 tokens with GPT-2's vocabulary. Fewer tokens read and write the
+# gradient of the head's weight more often than their arithmetic is worth, more gain nothing (docs/speed.md).
+HEAD_CHUNK = 512 * 50_257
 # A norm keeps mean and deviation of a row.
 _NORM_FIGURES = 2
 
@@ -56,14 +59,19 @@ def _tensor_bytes(shape: tuple[int, ...], choice: WireChoice) -> int:
 
 
 def saved_elements(model: ModelConfig) -> float:
-    """What forward keeps for backward, for each token, without dropout: the blocks, the last norm, the predictions."""
+    """What forward keeps for backward, for each token, without dropout: the blocks, the last norm and the gradient of
+    the head's input."""
     block = _BLOCK_WIDTHS * model.width + model.heads + _NORM_FIGURES * 2
-    return model.layers * block + 2 * model.width + _NORM_FIGURES + model.vocab_size
+    return model.layers * block + 2 * model.width + _NORM_FIGURES
+
+
+def head_elements(model: ModelConfig) -> int:
+    """What forward keeps once, however many tokens: the gradient of the head's weight."""
+    return model.vocab_size * model.width
 
 
 def activation_bytes(model: ModelConfig, sequences: int, element_bytes: int = 4) -> float:
-    """At the peak, when backward begins: what was kept, the predictions, and their gradient.
-
-    Within 3% of what an H200 allocated for 124M parameters and 16 sequences, and for 850M and 8.
-    """
-    return float(element_bytes) * sequences * model.seq_len * (saved_elements(model) + 2 * model.vocab_size)
+    """At the peak, when the head is at work: what was kept, and the logits of one chunk of tokens."""
+    tokens = sequences * model.seq_len
+    logits = min(tokens, max(1, HEAD_CHUNK // model.vocab_size)) * model.vocab_size
+    return float(element_bytes) * (tokens * saved_elements(model) + head_elements(model) + logits)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from shoal.cost.lever import Lever
 from shoal.cost.workload import Workload
 
-# Seconds of one thread for each parameter, there and back, measured in plain torch for 124M parameters: 0.15 s to fp16
-# (0.7 s on an ARM core), 0.12 s to bf16, 1.5 s for blocks of int8 with error feedback, 0.47 s for PowerSGD of rank 4.
-THREAD_S = {"fp32": 0.0, "fp16": 0.15 / 124e6, "bf16": 0.12 / 124e6, "int8": 1.5 / 124e6, "powersgd": 0.47 / 124e6}
+# Seconds of one thread for each parameter, there and back, measured for 124M parameters between two ranks (see
+# docs/results.md): fp16 in torch on x86 (our kernel on an ARM core takes half of it), the others by our kernels.
+THREAD_S = {"fp32": 0.0, "fp16": 0.15 / 124e6, "bf16": 0.27 / 124e6, "int8": 0.3 / 124e6, "powersgd": 0.71 / 124e6}
 # Bytes of memory that each parameter crosses on the way, which is what takes the time on a GPU.
 MEMORY_BYTES = {"fp32": 0, "fp16": 12, "bf16": 12, "int8": 30, "powersgd": 40}
 

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# 103 MB, 512 tokens with GPT-2's vocabulary. Fewer tokens read and write the weight's gradient more often than their
-# arithmetic is worth, more gain nothing (docs/speed.md).
-_CHUNK_FLOATS = 512 * 50_257
+from shoal.cost.sizes import HEAD_CHUNK
 
 
 def head_loss(
@@ -27,7 +25,7 @@ def head_loss(
     `hidden` is tokens × width, `weight` vocabulary × width. Matrices are multiplied in `products`, everything else is
     done in their own precision. `chunk` tokens are computed at once; unset, as many as make good use of memory.
     """
-    size = chunk or max(1, _CHUNK_FLOATS // weight.shape[0])
+    size = chunk or max(1, HEAD_CHUNK // weight.shape[0])
     products = products or weight.dtype
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _HeadLoss.apply(hidden, weight, targets, products, size)  # type: ignore[no-untyped-call]

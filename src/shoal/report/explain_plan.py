@@ -17,7 +17,8 @@ _FAR = 8
 
 def explain(plan: Plan, advice: Advice) -> list[str]:
     """One paragraph a thought, the verdict first."""
-    lines = [verdict(plan, advice), _ratio(plan), _larger_batch(advice), _memory(plan, advice), learning_rate(plan)]
+    gains = (_larger_batch(advice), _other_training(advice))
+    lines = [verdict(plan, advice), _ratio(plan), *gains, _memory(plan, advice), learning_rate(plan)]
     return [line for line in lines if line]
 
 
@@ -41,15 +42,19 @@ def _alone(plan: Plan, advice: Advice) -> str:
     fastest = max(together, key=lambda row: row.speedup)
     step = fastest.prediction.step
     words = (
-        f"Don't distribute this: one machine is faster. {fastest.nodes} nodes reach {fastest.speedup:.2f} times its "
-        f"speed: in each step they compute for {format_duration(step.compute_s)} and stand still for "
-        f"{format_duration(step.exposed_s + step.wait_s)} while gradients travel."
+        f"Don't distribute this{_as_it_is(advice)}: one machine is faster. {fastest.nodes} nodes reach "
+        f"{fastest.speedup:.2f} times its speed: in each step they compute for {format_duration(step.compute_s)} and "
+        f"stand still for {format_duration(step.exposed_s + step.wait_s)} while gradients travel."
     )
     ahead = [option for option in advice.options if option.row.speedup > 1 and option.row.prediction.fits]
     later = [option for option in ahead if not option.lever.is_available]
     if later:
         words += f" What shoal cannot do yet would help: {later[0].lever}, {later[0].row.speedup:.2f} times."
     return words
+
+
+def _as_it_is(advice: Advice) -> str:
+    return " with an exchange in every step" if advice.other_training is not None else ""
 
 
 def _ratio(plan: Plan) -> str:
@@ -77,6 +82,16 @@ def _larger_batch(advice: Advice) -> str:
         f"A global batch of {larger.row.prediction.deal.global_batch} sequences would allow "
         f"{larger.row.speedup:.2f} times one machine's speed on {larger.row.nodes} nodes ({larger.lever}), if the "
         "training can do with fewer updates."
+    )
+
+
+def _other_training(advice: Advice) -> str:
+    other = advice.other_training
+    if other is None:
+        return ""
+    return (
+        f"{other.row.nodes} nodes by {other.lever} would train {other.row.speedup:.2f} times as fast as one, at a "
+        f"price: {other.costs}. What that does to the loss, `shoal bench levers` measures."
     )
 
 
