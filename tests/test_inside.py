@@ -348,6 +348,7 @@ def test_a_run_says_how_its_ranks_exchange_and_what_crossed_the_network(tmp_path
     assert shared["final_loss"] == pytest.approx(gloo["final_loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_a_real_training_is_named(tmp_path: Path) -> None:
     with training(tmp_path / "run", "--steps", "1000000", "--inside", "copies") as run:
         pids = run.pids()

@@ -30,10 +30,13 @@ Run = tuple[str, Path, dict[str, Any]]
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same training with gradients exchanged in every step."""
-    return train_tiny(tmp_path_factory.mktemp("exact") / "run", "--on", "local:2", sets=COMMON)
+    return train_tiny(tmp_path_factory.mktemp("exact") / "run", "--on", "local:2", sets=(*COMMON, "sync.inside=gloo"))
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("local", marks=pytest.mark.long), "diloco", pytest.param("streaming", marks=pytest.mark.long)],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     mode: str = request.param
     folder = tmp_path_factory.mktemp(mode) / "run"
@@ -131,6 +134,7 @@ def test_resuming_inside_a_round_repeats_the_same_bits(run: Run, tmp_path: Path)
     assert shoal("verify", first).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["missing", "damaged", "another life"])
 def test_a_lost_part_is_said_and_costs_a_part_of_a_round(run: Run, loss: str, tmp_path: Path) -> None:
     if loss != "missing" and run[0] != "diloco":
@@ -170,6 +174,7 @@ def graft(run: Path, part: Path) -> None:
     (part.parent / "manifest.json").write_text(json.dumps(sums[0]))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_other_ranks_is_gone_on_from(run: Run, tmp_path: Path) -> None:
     again = tmp_path / "again"
     shutil.copytree(run[1], again)
@@ -184,6 +189,7 @@ def test_a_checkpoint_of_other_ranks_is_gone_on_from(run: Run, tmp_path: Path) -
     assert shoal("verify", again).returncode == 0
 
 
+@pytest.mark.long
 def test_an_interrupt_inside_a_round_stops_all_at_one_step(tmp_path: Path) -> None:
     """And what was interrupted ends as what was not."""
     lengths = ("train.steps=400", "train.global_batch=12", "train.eval_every=400", "train.checkpoint_every=400")
@@ -207,6 +213,7 @@ def test_an_interrupt_inside_a_round_stops_all_at_one_step(tmp_path: Path) -> No
     assert len(states) == 1
 
 
+@pytest.mark.long
 def test_a_longer_training_goes_on_after_an_end_inside_a_round(run: Run, tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     shutil.copytree(run[1], longer)
@@ -216,6 +223,7 @@ def test_a_longer_training_goes_on_after_an_end_inside_a_round(run: Run, tmp_pat
     assert not events_of(longer, "warning")
 
 
+@pytest.mark.long
 def test_local_steps_of_one_rank_are_plain_training(tmp_path: Path) -> None:
     sets = (*COMMON, "train.steps=12")
     plain = train_tiny(tmp_path / "plain", "--on", "local:1", sets=sets)
@@ -224,6 +232,7 @@ def test_local_steps_of_one_rank_are_plain_training(tmp_path: Path) -> None:
     assert local["val_loss"] == plain["val_loss"]
 
 
+@pytest.mark.long
 def test_accumulation_multiplies_batch_and_rate(tmp_path: Path, exact: dict[str, Any]) -> None:
     sets = (*COMMON, "train.steps=3", "train.micro_batch=6")
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--sync", "accumulate", sets=sets)

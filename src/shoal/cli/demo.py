@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,7 +29,9 @@ def demo(
     Console(stderr=True, highlight=False).print(
         "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
     )
-    config = build_config("grammar", flags={"train": {"steps": steps}}, sets=set_ or [])
+    # By gloo, so that there is an exchange to see: ranks of one machine would do without one, through shared memory.
+    flags: dict[str, dict[str, Any]] = {"train": {"steps": steps}, "sync": {"inside": "gloo"}}
+    config = build_config("grammar", flags=flags, sets=set_ or [])
     result = measure_scaling(config, [1, 2], out or default_out("demo"), make_display)
     if json:
         print_json({**scaling_document(result), "manifest": result.manifest.model_dump(mode="json")})

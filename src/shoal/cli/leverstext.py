@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoal.report.levers import LeverRow, LeverTable
     from shoal.trials.levers import LeversResult
 
-_TITLES = ("lever", "tokens/s", "one node", "stock", "ceiling", "sent/step", "exposed", "loss", "loss by time")
+_TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "by time")
 
 
 def print_levers(table: LeverTable) -> None:
@@ -31,10 +31,12 @@ def print_levers(table: LeverTable) -> None:
 
 def explain(table: LeverTable) -> list[str]:
     """What the columns mean, and what stands out."""
-    lines = []
+    lines = [
+        "\n×node, ×stock, ×top: against one node, stock DDP, and all nodes without any exchange. sent: bytes of a step."
+    ]
     if table.tokens is not None and table.seconds is not None:
         lines.append(
-            f"\nValidation losses after {format_count(table.tokens)} tokens, "
+            f"Validation losses after {format_count(table.tokens)} tokens, "
             f"and after {format_duration(table.seconds)} of steps, when the first of them was there."
         )
     rated = [row for row in table.rows if row.of_ceiling is not None and row.point.evaluations]

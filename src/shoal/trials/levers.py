@@ -98,7 +98,9 @@ def with_sync(config: Config, changes: dict[str, Any]) -> Config:
         ) from None
     train = config.train
     steps = math.ceil(train.steps * config.sync.accumulate / sync.accumulate)
-    eval_every = max(1, train.eval_every * config.sync.accumulate // sync.accumulate)
+    asked = max(1, train.eval_every * config.sync.accumulate // sync.accumulate)
+    # Inside a round what is common is that of its beginning: it would be the same loss again.
+    eval_every = math.ceil(asked / sync.round_steps) * sync.round_steps
     fewer = train.model_copy(update={"steps": steps, "eval_every": eval_every})
     return config.model_copy(update={"sync": sync, "train": fewer})
 
