@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shoal.config.schema import ModelConfig
 from shoal.model.kernels import attention, gelu
-from shoal.model.loss import head_loss
+from shoal.model.loss import Take, head_loss
 
 
 class Attention(nn.Module):
@@ -57,7 +57,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Called with targets it returns the loss *summed* over tokens: the caller knows how many tokens the world has."""
+    """Called with targets it returns the loss *summed* over tokens: the caller knows how many tokens the world has.
+
+    `take_head` is told the head's part of the gradient of the tied weight as soon as backward has it.
+    """
+
+    tied_name = "token.weight"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -69,6 +74,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         # What matrices are multiplied in; weights, sums and everything between products stay as they are.
         self.products = torch.float32
+        self.take_head: Take | None = None
         self._is_compiled = False
         self._init_weights()
 
@@ -81,7 +87,8 @@ class GPT(nn.Module):
         x = self.norm(x)
         if targets is None:
             return F.linear(x, self.token.weight)
-        return head_loss(x.flatten(0, 1), self.token.weight, targets.flatten(), products=self.products)
+        hidden, goals = x.flatten(0, 1), targets.flatten()
+        return head_loss(hidden, self.token.weight, goals, products=self.products, take=self.take_head)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         # The head gives a dense gradient of this weight first. Autograd then adds the rows of these tokens to it,

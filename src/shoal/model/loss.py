@@ -8,6 +8,7 @@ of the head's input and of its weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,29 +17,41 @@ from torch.autograd.function import once_differentiable
 
 from shoal.cost.sizes import HEAD_CHUNK
 
+Take = Callable[[Tensor], Tensor | None]
+
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, products: torch.dtype | None = None, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    products: torch.dtype | None = None,
+    chunk: int | None = None,
+    take: Take | None = None,
 ) -> Tensor:
     """The cross-entropy of `hidden @ weight.T` summed over tokens: what `F.cross_entropy(reduction="sum")` gives.
 
     `hidden` is tokens × width, `weight` vocabulary × width. Matrices are multiplied in `products`, everything else is
     done in their own precision. `chunk` tokens are computed at once; unset, as many as make good use of memory.
+    Backward hands the weight's gradient to `take` first, and goes on with what that returns.
     """
     size = chunk or max(1, HEAD_CHUNK // weight.shape[0])
     products = products or weight.dtype
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _HeadLoss.apply(hidden, weight, targets, products, size)  # type: ignore[no-untyped-call]
+        loss: Tensor = _HeadLoss.apply(hidden, weight, targets, products, size, take)  # type: ignore[no-untyped-call]
         return loss
     return _forward(hidden, weight, targets, products, size, None)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, products: torch.dtype, size: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, products: torch.dtype, size: int, take: Take | None
+    ) -> Tensor:
         gradients = torch.empty_like(hidden), torch.empty_like(weight)
         loss = _forward(hidden, weight, targets, products, size, gradients)
         ctx.save_for_backward(*gradients)
+        ctx.take = take
         return loss
 
     @staticmethod
@@ -47,7 +60,7 @@ class _HeadLoss(torch.autograd.Function):
         # In place: a copy of the weight's gradient would cost as much memory as the logits did. A second backward
         # through the same graph is refused by autograd, because what it saved has changed.
         of_hidden, of_weight = (gradient.mul_(scale) for gradient in ctx.saved_tensors)
-        return of_hidden, of_weight, None, None, None
+        return of_hidden, ctx.take(of_weight) if ctx.take else of_weight, None, None, None, None
 
 
 def _forward(

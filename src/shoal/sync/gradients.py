@@ -27,6 +27,7 @@ from shoal.cost.buckets import bucket_mb_for
 from shoal.sync.shared.choose import GLOO, Inside
 from shoal.sync.shared.opening import open_inside
 from shoal.sync.shared.resident import SharedDDP
+from shoal.sync.tied import HasTiedHead, TiedHead, pays
 from shoal.sync.times import CommTimes, covered
 from shoal.sync.wires import Bucket, Wire, make_wire
 from shoal.sync.wires.bucket import State, Stateless
@@ -34,10 +35,11 @@ from shoal.sync.world import World, barrier
 
 
 class GradientSync(Protocol):
-    """`inside` is how ranks of one machine exchange. `state` is what this rank alone has and a checkpoint must keep,
-    such as what a wire format could not say yet."""
+    """`inside` is how ranks of one machine exchange. `extra_bytes` travel beside the gradients, counted as they are.
+    `state` is what this rank alone has and a checkpoint must keep, such as what a wire format could not say yet."""
 
     inside: Inside
+    extra_bytes: int
 
     @property
     def module(self) -> nn.Module: ...
@@ -52,6 +54,7 @@ class Alone(Stateless):
     """DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
 
     inside: Inside = GLOO
+    extra_bytes = 0
 
     def __init__(self, model: nn.Module, own_tokens: int | None = None, allreduce_s: float | None = None) -> None:
         self.module = model
@@ -74,6 +77,7 @@ class _WithDDP:
 
     module: DistributedDataParallel
     inside: Inside = GLOO
+    extra_bytes = 0
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.module.no_sync()
@@ -92,7 +96,15 @@ class _WithWire:
 
 
 class HookedDDP(_WithDDP, _WithWire):
-    def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float, timed: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        wire: Wire,
+        bucket_mb: float,
+        timed: bool = True,
+        tied: TiedHead | None = None,
+    ) -> None:
         # Replicas were compared before: DDP's own broadcast of every parameter (4 s for 124M at 1 Gbit) is not needed.
         self.module = DistributedDataParallel(
             model,
@@ -102,16 +114,27 @@ class HookedDDP(_WithDDP, _WithWire):
             init_sync=False,
         )
         self._wire = wire
+        self._tied = tied
+        self.extra_bytes = 0 if tied is None else tied.extra_bytes
         self._spans: list[list[float]] = []
         self.module.register_comm_hook(None, self._timed_reduce if timed else self._reduce)
 
     def loss_scale(self, global_tokens: int) -> float:
         return 1.0 / global_tokens
 
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        if self._tied is not None:
+            self._tied.is_last = last
+        return super().micro_batch(last)
+
     def finish(self) -> CommTimes:
-        now = time.perf_counter()
         spans, self._spans = self._spans, []
-        ready_at = spans[-1][0] if spans else now
+        ready_at = spans[-1][0] if spans else time.perf_counter()
+        if self._tied is not None:
+            self._tied.finish()
+            spans = [*self._tied.spans, *spans] if spans else []
+            spans.sort()
+        now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
 
     def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
@@ -152,6 +175,7 @@ class StockDDP(_WithDDP, Stateless):
 
 class BarrierSync(_WithWire):
     inside: Inside = GLOO
+    extra_bytes = 0
 
     def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float) -> None:
         self.module = model
@@ -196,7 +220,8 @@ class BarrierSync(_WithWire):
             gradient.copy_(part.view_as(gradient))
 
 
-def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> GradientSync:
+def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World, tokens: int | None = None) -> GradientSync:
+    """`tokens` is how many a rank computes at once; unset, nothing is known of how many rows they touch."""
     if config.mode == "stock":
         return StockDDP(model, world)
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
@@ -210,6 +235,20 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World) -> Gr
     if config.measure == "barrier":
         sync = BarrierSync(model, world, wire, bucket_mb)
     else:
-        sync = HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook")
+        tied = _tied_head(model, tokens, world, wire)
+        sync = HookedDDP(model, world, wire, bucket_mb, timed=config.measure == "hook", tied=tied)
     sync.inside = inside
     return sync
+
+
+def _tied_head(model: nn.Module, tokens: int | None, world: World, wire: Wire) -> TiedHead | None:
+    """DDP is told to leave the weight to us: it would wait for the embedding's part of its gradient."""
+    if tokens is None or not isinstance(model, HasTiedHead):
+        return None
+    weight = model.get_parameter(model.tied_name)
+    if not pays(weight, tokens, world):
+        return None
+    tied = TiedHead(weight, tokens, world, wire)
+    model.take_head = tied.take
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [model.tied_name])
+    return tied

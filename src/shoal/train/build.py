@@ -10,7 +10,7 @@ import torch
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import scaled_lr
+from shoal.cost.batch import Deal, scaled_lr
 from shoal.cost.sizes import grad_bytes, parameter_count
 from shoal.data.batches import Batches
 from shoal.data.order import window_count
@@ -48,7 +48,7 @@ def build_trainer(
         world=world,
         model=model,
         optimizer=_make_optimizer(model, config.train),
-        sync=_make_sync(config, model, world, own_tokens=share * config.model.seq_len),
+        sync=_make_sync(config, model, world, batches.shard.deal),
         outer=outer,
         exchange=StepExchange(world, outer.lag_steps),
         batches=batches,
@@ -82,7 +82,7 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
     return {
         "params": parameters,
         "params_expected": parameter_count(trainer.config.model),
-        "grad_bytes": grad_bytes(shapes, trainer.config.sync.wire),
+        "grad_bytes": grad_bytes(shapes, trainer.config.sync.wire) + trainer.sync.extra_bytes,
         "round_steps": trainer.outer.round_steps,
         "wire_made_by": made_by(trainer.config.sync.wire),
         "inside": trainer.sync.inside.way,
@@ -142,8 +142,10 @@ def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
     return AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
 
 
-def _make_sync(config: Config, model: GPT, world: World, own_tokens: int) -> GradientSync:
-    return Alone(model, own_tokens) if config.sync.is_outer else make_gradient_sync(config.sync, model, world)
+def _make_sync(config: Config, model: GPT, world: World, deal: Deal) -> GradientSync:
+    if config.sync.is_outer:
+        return Alone(model, own_tokens=deal.share(world.rank) * config.model.seq_len)
+    return make_gradient_sync(config.sync, model, world, tokens=deal.micro_batch * config.model.seq_len)
 
 
 def _make_timer(config: Config, world: World) -> StepTimer:

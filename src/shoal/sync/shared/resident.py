@@ -51,6 +51,8 @@ class ResidentSum:
 
 
 class SharedDDP:
+    extra_bytes = 0
+
     def __init__(
         self, model: nn.Module, together: Together, layout: Layout, wire: Wire | None, timed: bool = True
     ) -> None:
