@@ -100,7 +100,7 @@ def test_what_can_be_overridden(plan: Plan) -> None:
     assert first("--scaling", "weak")["tokens"] == 2 * plain["tokens"]
     assert first("--sync", "diloco:50")["wire_bytes"] == pytest.approx(plain["wire_bytes"] / 50)
     assert first("--machine", "desktop")["compute_s"] < 0.5 * plain["compute_s"]
-    assert first("--set", "sync.measure=barrier")["exposed_s"] == pytest.approx(plain["comm_s"])
+    assert first("--set", "sync.measure=barrier")["exposed_s"] == pytest.approx(plain["comm_s"], rel=0.01)
 
 
 def test_several_ranks_a_node(plan: Plan) -> None:
@@ -137,9 +137,10 @@ def test_only_what_shoal_can_do_has_a_command(plan: Plan) -> None:
 
 def test_a_lever_that_becomes_possible_is_recommended(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AVAILABLE, "int8", False)
-    before = plan("gpt2-124m", "--nodes", "4")["advice"]["recommended"]
+    words = ("gpt2-124m", "--nodes", "4", "--link", "300mbit")
+    before = plan(*words)["advice"]["recommended"]
     monkeypatch.setitem(AVAILABLE, "int8", True)
-    after = plan("gpt2-124m", "--nodes", "4")["advice"]["recommended"]
+    after = plan(*words)["advice"]["recommended"]
     assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, int8")
 
 
@@ -148,7 +149,7 @@ def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, 
     assert advice["levers"][0]["lever"].startswith(("diloco", "streaming"))
     assert advice["recommended"] is None or advice["recommended"]["lever"].startswith("ddp, int8")
     other = advice["other_training"]
-    assert other["lever"].startswith(("diloco", "streaming"))
+    assert other["lever"].startswith(("diloco", "streaming", "ddp, powersgd"))
     line = shlex.split(other["command"])
     code, _, err = call(*line[line.index("train") :], "--on", "local:2", "--dry-run")
     assert (code, err) == (0, "")
@@ -195,7 +196,7 @@ def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
 def test_a_larger_batch_is_offered_where_it_alone_helps(plan: Plan) -> None:
     sentences = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2", "--machine", "desktop")["advice"]["sentences"]
     assert sentences[0].startswith("Don't distribute this")
-    quick = plan("gpt2-124m", "--link", "1gbe", "--nodes", "1,2")["advice"]["sentences"]
+    quick = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]["sentences"]
     assert any("A global batch of 16 sequences would allow" in line for line in quick)
 
 

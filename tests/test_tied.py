@@ -12,6 +12,7 @@ import torch
 from torch.futures import Future
 
 from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.cost.buckets import split_tied
 from shoal.model.gpt import GPT
 from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.tied import TiedHead, pays
@@ -140,6 +141,9 @@ def test_the_heads_part_is_sent_first_and_once(tmp_path: Path) -> None:
     rest = sum(each.numel() for each in fresh().parameters()) - head
     assert sum(numbers for _, numbers, _ in messages[1:]) == rest
     assert [last for _, _, last in messages] == [False] * (len(messages) - 1) + [True]
+    planned = split_tied(SHAPE, TOKENS, 2, bucket_mb=0.01)
+    assert [bucket.parameters for bucket in planned[:-1]] == [numbers for _, numbers, _ in messages]
+    assert 4 * planned[-1].parameters == TOKENS * (8 + 4 * SHAPE.width)
 
 
 def left_to_ddp(world: World) -> tuple[bool, bool]:

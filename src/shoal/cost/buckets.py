@@ -15,6 +15,10 @@ _GRADIENT_BYTES = 4
 # than they hide.
 _PARTS = 8
 _LEAST_MB, _MOST_MB = 1.0, 25.0
+# Rows of all ranks together, as a part of the weight's: with more of them two parts are no less than one.
+_FEW_ROWS = 0.25
+# A row travels with its number, as long as two gradients.
+_ROW_NUMBER = 2
 # Tensors for which nobody knows the shape, only how many parameters there are in all.
 _UNKNOWN_TENSORS = 100
 
@@ -36,7 +40,8 @@ class Bucket:
 def gradients(model: ModelConfig) -> list[Gradient]:
     """Of our GPT, in the order in which backward completes them.
 
-    The tied embedding comes last, although the head, its dense part, was first: the look-up at the input adds to it.
+    The tied embedding comes last, although the head, its dense part, was first: the look-up at the input adds to it
+    (`split_tied` is for whoever sends the two apart).
     """
     whole = _head_flops(model) + model.layers * _block_flops(model)
     done = _head_flops(model)
@@ -47,6 +52,20 @@ def gradients(model: ModelConfig) -> list[Gradient]:
             found.append(Gradient(size, done / whole))
     found += [Gradient(model.seq_len * model.width, 1.0), Gradient(model.vocab_size * model.width, 1.0)]
     return found
+
+
+def touches_few_rows(vocab_size: int, tokens: int, world_size: int) -> bool:
+    """Whether `tokens` of each rank's micro-batch leave most of the embedding alone, so that it pays to send them apart
+    from the head's part (`sync/tied.py`)."""
+    return world_size > 1 and tokens * world_size < _FEW_ROWS * vocab_size
+
+
+def split_tied(model: ModelConfig, tokens: int, world_size: int, bucket_mb: float) -> list[Bucket]:
+    """The head's part before everything else, the rows of all ranks' tokens behind it. Those are gathered, not summed:
+    half of what as many gradients would be."""
+    rest = gradients(model)[:-1]
+    rows = tokens * world_size * (model.width + _ROW_NUMBER) // 2
+    return [Bucket(model.vocab_size * model.width, 0.0), *fill_buckets(rest, bucket_mb), Bucket(rows, 1.0)]
 
 
 def even_gradients(parameters: int) -> list[Gradient]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.batch import MICRO_BATCH_CAP, Deal
-from shoal.cost.buckets import Bucket, bucket_mb_for, fill_buckets
+from shoal.cost.buckets import Bucket, bucket_mb_for, fill_buckets, split_tied, touches_few_rows
 from shoal.cost.collectives import payload_factor
 from shoal.cost.lever import Lever
 from shoal.cost.memory import Memory, fits, largest_micro_batch, needed
@@ -73,7 +73,7 @@ def predict(
     dealt = workload.deal(weights, _most_at_once(workload, lever, world_size, available))
     works = _works(workload, speed, dealt, kinds)
     last = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
-    exchanges = _exchanges(workload, lever, setting, world_size, works[last], last)
+    exchanges = _exchanges(workload, lever, setting, dealt, works[last], last)
     memory = needed(workload, lever, dealt.micro_batch, world_size)
     return Prediction(
         world_size=world_size,
@@ -138,17 +138,26 @@ def _busy_s(work: RankWork) -> float:
 
 
 def _exchanges(
-    workload: Workload, lever: Lever, setting: Setting, world_size: int, work: RankWork, rank: int
+    workload: Workload, lever: Lever, setting: Setting, dealt: Deal, work: RankWork, rank: int
 ) -> _Exchanges:
+    world_size = len(dealt.micro_batches)
     if world_size == 1:
         return _Exchanges(0.0, 0.0)
     exchange = _exchange(workload, lever, setting, world_size)
-    each_mb = lever.bucket_mb or bucket_mb_for(workload.gradient_bytes * workload.parameters)
-    buckets = fill_buckets(workload.gradients(), each_mb, lever.first_bucket_mb, workload.gradient_bytes)
+    buckets = _buckets(workload, lever, dealt.micro_batch * workload.seq_len, world_size)
     encode_s = setting.speed.encode_s(lever, rank, workload.parameters) if is_encoded(lever, workload) else 0.0
     shown = {"ddp": _every_step, "sharded": _sharded, "streaming": _streaming}.get(lever.sync, _blocking)
     found = shown(lever, work, buckets, exchange)
     return replace(found, encode_s=encode_s / lever.every)
+
+
+def _buckets(workload: Workload, lever: Lever, tokens: int, world_size: int) -> list[Bucket]:
+    """Stock DDP has a first bucket of its own; ours sends the two parts of a tied weight apart where that pays."""
+    each_mb = lever.bucket_mb or bucket_mb_for(workload.gradient_bytes * workload.parameters)
+    model, is_ours = workload.model, lever.sync == "ddp" and lever.first_bucket_mb is None and lever.overlap
+    if is_ours and model is not None and touches_few_rows(model.vocab_size, tokens, world_size):
+        return split_tied(model, tokens, world_size, each_mb)
+    return fill_buckets(workload.gradients(), each_mb, lever.first_bucket_mb, workload.gradient_bytes)
 
 
 def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: int) -> Callable[[Bucket], Exchange]:

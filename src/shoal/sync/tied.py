@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from shoal.cost.buckets import touches_few_rows
 from shoal.sync.wires import Bucket, Wire
 from shoal.sync.world import World
 
 # Before those of DDP, which count from 0.
 _INDEX = -1
-# Rows of all ranks together, as a part of the weight's: with more of them two parts are no less than one.
-_WORTH = 0.25
 _ROW_NUMBER_BYTES = 8
 
 
@@ -37,7 +36,7 @@ class HasTiedHead(Protocol):
 
 def pays(weight: Tensor, tokens: int, world: World) -> bool:
     """Whether a rank's `tokens` of one micro-batch touch few rows."""
-    return world.size > 1 and world.device.type == "cpu" and tokens * world.size < _WORTH * len(weight)
+    return world.device.type == "cpu" and touches_few_rows(len(weight), tokens, world.size)
 
 
 class TiedHead:
