@@ -33,13 +33,14 @@ def lever_of(sync: SyncConfig) -> Lever:
     """What the configuration asks for."""
     if sync.mode == "stock":
         return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
-    choice = parse_wire(sync.wire)
+    choice = sync.foreseen
+    wire = parse_wire(choice.wire)
     return Lever(
-        sync=sync.mode,
-        wire=choice.name,
-        rank=choice.rank,
+        sync=choice.mode,
+        wire=wire.name,
+        rank=wire.rank,
         accumulation=sync.accumulate,
-        every=sync.round_steps,
+        every=choice.every,
         bucket_mb=sync.bucket_mb,
         overlap=sync.measure != "barrier",
     )
