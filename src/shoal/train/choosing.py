@@ -30,10 +30,12 @@ _PER_S = 1e9
 
 @dataclass(frozen=True)
 class Made:
-    """A choice of an earlier life of this run, and the step after which it was made."""
+    """A choice of an earlier life of this run, and the step after which it was made; `said` is what this rank wrote of
+    it then, if it did."""
 
     choice: SyncChoice
     step: int
+    said: Event
 
 
 class Chooser:
@@ -61,6 +63,8 @@ class Chooser:
             self._look()
         elif self._trainer.progress.step >= self._made.step:
             self._go_over(self._made.choice)
+            trainer = self._trainer
+            self._say({**self._made.said, **describe_exchanges(trainer), "step": trainer.progress.step})
 
     def _look(self) -> None:
         if self._to_come:
@@ -76,7 +80,10 @@ class Chooser:
         wires = _wires(trainer.world, trainer.sync.inside.way)
         decision = decide(measured, exchanged, self._asked, wires, trainer.config.train.steps)
         self._go_over(decision.choice)
-        trainer.recorder.event("choice", **_describe(trainer, decision, measured, self._asked))
+        self._say(_describe(trainer, decision, measured, self._asked))
+
+    def _say(self, fields: Event) -> None:
+        self._trainer.recorder.event("choice", **fields)
 
     def _go_over(self, choice: SyncChoice) -> None:
         self._is_open = False
@@ -93,7 +100,11 @@ def find_made(run: RunFolder, world: World) -> Made | None:
     choice = choice_in(mine)
     numbers = [0] * 5 if choice is None else [1, int(mine["step"]), *_as_numbers(choice)]
     found = [rest for known, *rest in gather(world, numbers) if known]
-    return None if not found else Made(_as_choice(found[0][1:]), found[0][0])
+    if not found:
+        return None
+    step, chosen = found[0][0], _as_choice(found[0][1:])
+    said = {name: value for name, value in mine.items() if name not in ("event", "rank", "time")}
+    return Made(chosen, step, {"why": f"{chosen}: as before", **said})
 
 
 def _everybodys(trainer: Trainer) -> list[Measured]:
