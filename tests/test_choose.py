@@ -15,6 +15,7 @@ from shoal.cost.choose import (
     WIRES,
     Decision,
     Exchanged,
+    Limits,
     Measured,
     Option,
     candidates,
@@ -40,8 +41,8 @@ def step(compute_s: float, allreduce_s: float, hidden_s: float = 0.0) -> Measure
     return Measured(compute_s + exposed_s, exposed_s, 0.0, allreduce_s)
 
 
-def chosen(measured: Measured, sync: SyncConfig = AUTO, steps: int = 1000) -> Decision:
-    return decide(measured, FP32, sync, WIRES, steps)
+def chosen(measured: Measured, sync: SyncConfig = AUTO, steps: int = 1000, spare_bytes: float = 1e12) -> Decision:
+    return decide(measured, FP32, sync, Limits(WIRES, steps, spare_bytes))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_int8_needs_a_reason_beside_fp16() -> None:
     """It shows half as much; where making it takes longer than that, nothing is gained."""
     assert chosen(step(1.0, 0.5), steps=99).choice == BYTES
     larger = Exchanged(DDP, tuple((40 * rows, columns) for rows, columns in SHAPES))
-    assert decide(step(1.0, 0.5), larger, AUTO, WIRES, 99).choice == HALVES
+    assert decide(step(1.0, 0.5), larger, AUTO, Limits(WIRES, 99)).choice == HALVES
 
 
 def test_outer_steps_need_two_rounds() -> None:
@@ -81,10 +82,16 @@ def test_outer_steps_need_two_rounds() -> None:
     assert chosen(slow, AUTO.model_copy(update={"every": 10}), steps=99).choice.every == 10
 
 
+@pytest.mark.parametrize(("spare_bytes", "choice"), [(40e6, DILOCO), (37e6, BYTES), (12e6, HALVES), (0.0, HALVES)])
+def test_what_has_no_room_is_not_chosen(spare_bytes: float, choice: SyncChoice) -> None:
+    """Three copies of 3.1 million numbers for outer steps, one for int8."""
+    assert chosen(step(1.0, 2.0), spare_bytes=spare_bytes).choice == choice
+
+
 def test_a_wire_that_was_asked_for_stays() -> None:
     sync = SyncConfig(mode="auto", wire="bf16")
     assert {choice.wire for choice in candidates(sync, WIRES, 1000)} == {"bf16"}
-    assert decide(step(1.0, 1.0), Exchanged(SyncChoice("ddp", "bf16"), SHAPES), sync, WIRES, 1000).choice == (
+    assert decide(step(1.0, 1.0), Exchanged(SyncChoice("ddp", "bf16"), SHAPES), sync, Limits(WIRES, 1000)).choice == (
         SyncChoice("diloco", "bf16", 50)
     )
 

@@ -76,6 +76,15 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What can be chosen: these formats, in a training of so many `steps`, with so much memory left on every rank."""
+
+    wires: Sequence[str]
+    steps: int
+    spare_bytes: float = math.inf
+
+
+@dataclass(frozen=True)
 class Decision:
     """`step_s` is what is expected of a step from now on; `agrees` with the plan, where there was one."""
 
@@ -85,9 +94,11 @@ class Decision:
     agrees: bool | None
 
 
-def decide(measured: Measured, exchanged: Exchanged, sync: SyncConfig, wires: Sequence[str], steps: int) -> Decision:
-    """`sync` is what was asked for, `steps` those of the whole training."""
-    options = [expected(measured, exchanged, sync, choice) for choice in candidates(sync, wires, steps)]
+def decide(measured: Measured, exchanged: Exchanged, sync: SyncConfig, limits: Limits) -> Decision:
+    """`sync` is what was asked for."""
+    choices = candidates(sync, limits.wires, limits.steps)
+    fitting = [each for each in choices if extra_bytes(each, exchanged.parameters) <= limits.spare_bytes]
+    options = [expected(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
     best = pick(options)
     why = say_why(best, options, Option(exchanged.choice, measured.step_s), measured.exposed_s)
     if sync.planned is None:
@@ -107,6 +118,12 @@ def candidates(sync: SyncConfig, wires: Sequence[str], steps: int) -> Iterator[S
     outer = [SyncChoice("diloco", wire, sync.every_in("diloco"))]
     outer += [SyncChoice("streaming", wire, sync.every_in("streaming"))] if sync.can_stream else []
     yield from (choice for choice in outer if steps >= LEAST_ROUNDS * choice.every)
+
+
+def extra_bytes(choice: SyncChoice, parameters: int) -> int:
+    """Of memory, beside what exact DDP needs: what was common, its momentum and a gap on its way; what int8 keeps for
+    later."""
+    return 4 * parameters * ((3 if choice.is_outer else 0) + (choice.wire == "int8"))
 
 
 def pick(options: Sequence[Option]) -> Option:

@@ -11,12 +11,24 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import get_args
 
+import psutil
 import torch
 
 from shoal.config.choice import ChosenMode, SyncChoice, choice_in, parse_choice
 from shoal.config.schema import SyncConfig
 from shoal.config.wire import WireName
-from shoal.cost.choose import WARM_UP_STEPS, WIRES, Decision, Exchanged, Measured, decide, is_enough, slowest, typical
+from shoal.cost.choose import (
+    WARM_UP_STEPS,
+    WIRES,
+    Decision,
+    Exchanged,
+    Limits,
+    Measured,
+    decide,
+    is_enough,
+    slowest,
+    typical,
+)
 from shoal.events import Event, read_events
 from shoal.runfolder import RunFolder
 from shoal.sync.replicas import gather
@@ -76,9 +88,11 @@ class Chooser:
 
     def _choose(self, measured: Measured) -> None:
         trainer = self._trainer
-        exchanged = Exchanged(trainer.config.sync.foreseen, shapes_of(trainer.model), torch.get_num_threads())
-        wires = _wires(trainer.world, trainer.sync.inside.way)
-        decision = decide(measured, exchanged, self._asked, wires, trainer.config.train.steps)
+        # Machines differ in what they have, and all must choose alike.
+        threads, spare_bytes = map(min, zip(*gather(trainer.world, _resources(trainer.world)), strict=True))
+        exchanged = Exchanged(trainer.config.sync.foreseen, shapes_of(trainer.model), threads)
+        open_to = Limits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
+        decision = decide(measured, exchanged, self._asked, open_to)
         self._go_over(decision.choice)
         self._say(_describe(trainer, decision, measured, self._asked))
 
@@ -98,7 +112,7 @@ def find_made(run: RunFolder, world: World) -> Made | None:
     """By the events of the first rank that has any of it: every rank writes the choice down."""
     mine = _last_choice(run.events(world.rank))
     choice = choice_in(mine)
-    numbers = [0] * 5 if choice is None else [1, int(mine["step"]), *_as_numbers(choice)]
+    numbers = [0] * 5 if choice is None else [1, int(mine.get("step", 0)), *_as_numbers(choice)]
     found = [rest for known, *rest in gather(world, numbers) if known]
     if not found:
         return None
@@ -112,6 +126,11 @@ def _everybodys(trainer: Trainer) -> list[Measured]:
     mine = Measured(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
     told = gather(trainer.world, [round(_PER_S * seconds) for seconds in astuple(mine)])
     return [Measured(*(number / _PER_S for number in numbers)) for numbers in told]
+
+
+def _resources(world: World) -> list[int]:
+    """Threads and bytes of memory that a rank of this machine has."""
+    return [torch.get_num_threads(), psutil.virtual_memory().available // world.local_size]
 
 
 def _wires(world: World, inside: str) -> Sequence[str]:
