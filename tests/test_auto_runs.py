@@ -84,7 +84,14 @@ def resumed(folder: Path, saved: int) -> dict[str, Any]:
     return manifest
 
 
-@pytest.mark.parametrize("chosen", [("diloco", "fp16", 5), ("streaming", "fp32", 8), ("ddp", "int8", 1)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ("diloco", "fp16", 5),
+        pytest.param(("streaming", "fp32", 8), marks=pytest.mark.long),
+        pytest.param(("ddp", "int8", 1), marks=pytest.mark.long),
+    ],
+)
 def test_a_resumed_run_goes_on_with_the_choice_it_made(
     here: tuple[Path, dict[str, Any]], chosen: tuple[str, str, int], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from shoal.config.choice import SyncChoice, parse_choice
 from shoal.config.schema import SyncConfig
 from shoal.config.wire import parse_wire
 from shoal.cost.lever import Lever
+from shoal.cost.memory import copied_bytes
 from shoal.cost.sizes import grad_bytes
 from shoal.cost.wire import cpu_encode_s
 from shoal.units import format_duration
@@ -71,8 +72,11 @@ class Exchanged:
         return grad_bytes(self.shapes, choice.wire) / grad_bytes(self.shapes, self.choice.wire)
 
     def encode_s(self, choice: SyncChoice) -> float:
-        wire = parse_wire(choice.wire)
-        return cpu_encode_s(Lever(wire=wire.name, rank=wire.rank), self.parameters, self.threads)
+        return cpu_encode_s(as_lever(choice), self.parameters, self.threads)
+
+    def extra_bytes(self, choice: SyncChoice) -> int:
+        """Of memory, beside what exact DDP needs."""
+        return copied_bytes(as_lever(choice)) * self.parameters
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Decision:
 def decide(measured: Measured, exchanged: Exchanged, sync: SyncConfig, limits: Limits) -> Decision:
     """`sync` is what was asked for."""
     choices = candidates(sync, limits.wires, limits.steps)
-    fitting = [each for each in choices if extra_bytes(each, exchanged.parameters) <= limits.spare_bytes]
+    fitting = [each for each in choices if exchanged.extra_bytes(each) <= limits.spare_bytes]
     options = [expected(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
     best = pick(options)
     why = say_why(best, options, Option(exchanged.choice, measured.step_s), measured.exposed_s)
@@ -120,10 +124,9 @@ def candidates(sync: SyncConfig, wires: Sequence[str], steps: int) -> Iterator[S
     yield from (choice for choice in outer if steps >= LEAST_ROUNDS * choice.every)
 
 
-def extra_bytes(choice: SyncChoice, parameters: int) -> int:
-    """Of memory, beside what exact DDP needs: what was common, its momentum and a gap on its way; what int8 keeps for
-    later."""
-    return 4 * parameters * ((3 if choice.is_outer else 0) + (choice.wire == "int8"))
+def as_lever(choice: SyncChoice) -> Lever:
+    wire = parse_wire(choice.wire)
+    return Lever(sync=choice.mode, wire=wire.name, rank=wire.rank, every=choice.every)
 
 
 def pick(options: Sequence[Option]) -> Option:
