@@ -127,6 +127,14 @@ def lose_the_events(folder: Path) -> None:
     assert "is of replicas that had parted" in done.stderr
 
 
+@pytest.mark.long
+def test_a_run_interrupted_before_its_choice_chooses_then(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(here[0], folder)
+    as_if_chosen(folder, event="forgotten")
+    assert resumed(folder, 4)["levers"]["choice"]["step"] == 4 + CHOSEN_AFTER
+
+
 def test_what_ran_is_what_is_learned_from(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(here[0], folder)
@@ -135,6 +143,7 @@ def test_what_ran_is_what_is_learned_from(here: tuple[Path, dict[str, Any]], tmp
     assert str(lever_of(ran.sync)) == "diloco every 5 steps, fp16"
 
 
+@pytest.mark.long
 def test_over_a_slow_link_replicas_part(tmp_path: Path) -> None:
     """Against a plan that expected another link."""
     need_lab()
