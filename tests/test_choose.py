@@ -16,16 +16,13 @@ from shoal.cost.choose import (
     Decision,
     Exchanged,
     Limits,
-    Measured,
     Option,
     candidates,
     decide,
     expected,
-    is_enough,
     pick,
-    slowest,
-    typical,
 )
+from shoal.cost.first_steps import FirstSteps, RankStep, is_enough, slowest, typical
 from shoal.errors import ConfigError
 
 AUTO = SyncConfig(mode="auto")
@@ -36,12 +33,12 @@ SHAPES = ((4096, 256), (2048, 256), (2048, 256), (4096, 256))
 FP32 = Exchanged(DDP, SHAPES)
 
 
-def step(compute_s: float, allreduce_s: float, hidden_s: float = 0.0) -> Measured:
+def step(compute_s: float, allreduce_s: float, hidden_s: float = 0.0) -> FirstSteps:
     exposed_s = allreduce_s - hidden_s
-    return Measured(compute_s + exposed_s, exposed_s, 0.0, allreduce_s)
+    return FirstSteps(compute_s + exposed_s, exposed_s, allreduce_s, compute_s)
 
 
-def chosen(measured: Measured, sync: SyncConfig = AUTO, steps: int = 1000, spare_bytes: float = 1e12) -> Decision:
+def chosen(measured: FirstSteps, sync: SyncConfig = AUTO, steps: int = 1000, spare_bytes: float = 1e12) -> Decision:
     return decide(measured, FP32, sync, Limits(WIRES, steps, spare_bytes))
 
 
@@ -60,7 +57,7 @@ def chosen(measured: Measured, sync: SyncConfig = AUTO, steps: int = 1000, spare
         (step(1.0, 20.0), STREAMING, "21× as fast"),
     ],
 )
-def test_the_plainest_that_is_fast_enough(measured: Measured, choice: SyncChoice, says: str) -> None:
+def test_the_plainest_that_is_fast_enough(measured: FirstSteps, choice: SyncChoice, says: str) -> None:
     decision = chosen(measured)
     assert decision.choice == choice
     assert says in decision.why
@@ -123,18 +120,26 @@ def test_a_plan_is_confirmed_or_contradicted(planned: str, agrees: bool, says: s
 
 
 def test_who_waits_least_is_the_slowest() -> None:
-    fast, slow = Measured(2.0, 0.1, 0.9, 1.5), Measured(2.0, 0.5, 0.0, 0.6)
+    fast, slow = RankStep(2.0, 0.1, 0.9, 1.5), RankStep(2.0, 0.5, 0.0, 0.6)
     assert slowest([fast, slow]) == slow
+    assert typical([[fast, slow]] * 4) == FirstSteps(2.0, 0.5, 0.6, own_s=1.5)
+
+
+def test_ranks_that_take_turns_in_being_late_lose_nothing_alone() -> None:
+    """In every step one of two is half a second late, and the other waits for it."""
+    late, early = RankStep(2.0, 0.5, 0.0, 0.5), RankStep(2.0, 0.5, 0.5, 1.0)
+    assert typical([[late, early], [early, late]] * 2) == FirstSteps(2.0, 0.5, 0.5, own_s=1.25)
 
 
 def test_few_slow_steps_are_enough() -> None:
-    quick, slow = step(0.1, 0.1), step(1.0, 40.0)
+    quick, slow = [RankStep(0.2, 0.1, 0.0, 0.1)] * 2, [RankStep(41.0, 40.0, 0.0, 40.0)] * 2
     assert [is_enough([quick] * count) for count in range(6)] == [False] * 4 + [True] * 2
     assert is_enough([slow])
 
 
 def test_one_odd_step_does_not_decide() -> None:
-    assert typical([step(1.0, 0.5), step(1.0, 0.5), step(9.0, 0.9)]) == step(1.0, 0.5)
+    usual, odd = [RankStep(1.5, 0.5, 0.0, 0.5)], [RankStep(9.9, 0.9, 0.0, 0.9)]
+    assert typical([usual, usual, odd]) == step(1.0, 0.5)
 
 
 # What holds for all times
@@ -149,12 +154,12 @@ MEASURED = st.builds(
 
 
 @given(MEASURED)
-def test_the_same_exchange_takes_as_long_as_it_did(measured: Measured) -> None:
+def test_the_same_exchange_takes_as_long_as_it_did(measured: FirstSteps) -> None:
     assert expected(measured, FP32, AUTO, DDP).step_s == pytest.approx(measured.step_s)
 
 
 @given(MEASURED, st.sampled_from(list(candidates(AUTO, WIRES, 1000))))
-def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: Measured, choice: SyncChoice) -> None:
+def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: FirstSteps, choice: SyncChoice) -> None:
     taken_s = expected(measured, FP32, AUTO, choice).step_s - FP32.encode_s(choice)
     alone_s = measured.step_s - measured.exposed_s
     within = 1e-9 * (1 + measured.step_s + measured.allreduce_s)
@@ -163,7 +168,7 @@ def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: Measu
 
 
 @given(MEASURED)
-def test_there_and_back_again(measured: Measured) -> None:
+def test_there_and_back_again(measured: FirstSteps) -> None:
     """Steps measured with halves say of fp32 at least what would show in proportion."""
     halves = Exchanged(HALVES, SHAPES)
     shown_s = expected(measured, halves, AUTO, DDP).step_s - (measured.step_s - measured.exposed_s)

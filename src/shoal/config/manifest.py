@@ -46,6 +46,7 @@ class ChoiceRecord(Record):
     expected_step_s: float | None = None
     measured_step_s: float | None = None
     measured_exposed_s: float | None = None
+    measured_own_s: float | None = None
     measured_allreduce_s: float | None = None
 
 

@@ -7,13 +7,13 @@ rule. Ways are tried from the plainest on, and one that costs accuracy must be w
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shoal.config.choice import SyncChoice, parse_choice
 from shoal.config.schema import SyncConfig
 from shoal.config.wire import parse_wire
+from shoal.cost.first_steps import FirstSteps
 from shoal.cost.lever import Lever
 from shoal.cost.memory import copied_bytes
 from shoal.cost.sizes import grad_bytes
@@ -25,28 +25,12 @@ FORMAT_GAIN, OUTER_GAIN = 1.03, 1.10
 # Outer steps learn from the difference between rounds; less than two of them are no such training.
 LEAST_ROUNDS = 2
 WIRES = ("fp32", "fp16", "int8")
-# DDP arranges its buckets after the first step, and caches fill in the second.
-WARM_UP_STEPS = 2
-_MEASURED_STEPS = 4
-# Over a slow link a single step may take a minute, and tells enough.
-_BUDGET_S = 30.0
 
 
 @dataclass(frozen=True)
 class Option:
     choice: SyncChoice
     step_s: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One step of DDP on the rank that everybody waits for. `exposed_s` of it the rank stood still for the exchange,
-    which was under way for `allreduce_s` in all."""
-
-    step_s: float
-    exposed_s: float
-    wait_s: float
-    allreduce_s: float
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ class Decision:
     agrees: bool | None
 
 
-def decide(measured: Measured, exchanged: Exchanged, sync: SyncConfig, limits: Limits) -> Decision:
+def decide(measured: FirstSteps, exchanged: Exchanged, sync: SyncConfig, limits: Limits) -> Decision:
     """`sync` is what was asked for."""
     choices = candidates(sync, limits.wires, limits.steps)
     fitting = [each for each in choices if exchanged.extra_bytes(each) <= limits.spare_bytes]
@@ -139,28 +123,15 @@ def pick(options: Sequence[Option]) -> Option:
     return best
 
 
-def slowest(steps: Sequence[Measured]) -> Measured:
-    """Of all ranks in one step: whoever waited least was waited for, and saw nothing but the exchange."""
-    return min(steps, key=lambda step: step.wait_s)
-
-
-def is_enough(steps: Sequence[Measured]) -> bool:
-    """Whether these steps, warm-up aside, tell what one takes."""
-    return len(steps) >= _MEASURED_STEPS or sum(step.step_s for step in steps) > _BUDGET_S
-
-
-def typical(steps: Sequence[Measured]) -> Measured:
-    return Measured(*(statistics.median(getattr(step, each.name) for step in steps) for each in fields(Measured)))
-
-
-def expected(measured: Measured, exchanged: Exchanged, sync: SyncConfig, choice: SyncChoice) -> Option:
+def expected(measured: FirstSteps, exchanged: Exchanged, sync: SyncConfig, choice: SyncChoice) -> Option:
     """The measured step with another exchange. How long that is under way is in proportion to its bytes."""
     under_way_s = exchanged.bytes_as(choice) * measured.allreduce_s
     encode_s = exchanged.encode_s(choice)
-    alone_s = measured.step_s - measured.exposed_s - exchanged.encode_s(exchanged.choice)
+    encoded_s = exchanged.encode_s(exchanged.choice)
     if not choice.is_outer:
-        return Option(choice, alone_s + encode_s + _shown_s(measured, exchanged.last, under_way_s))
-    chosen = sync.settled(choice)
+        together_s = measured.step_s - measured.exposed_s - encoded_s
+        return Option(choice, together_s + encode_s + _shown_s(measured, exchanged.last, under_way_s))
+    alone_s, chosen = measured.own_s - encoded_s, sync.settled(choice)
     in_time_s = chosen.fragments * chosen.overlap_steps * alone_s if choice.mode == "streaming" else 0.0
     return Option(choice, alone_s + (encode_s + max(0.0, under_way_s - in_time_s)) / choice.every)
 
@@ -179,7 +150,7 @@ def say_why(best: Option, options: Sequence[Option], base: Option, exposed_s: fl
     return f"{said} (with {exact.choice} {format_duration(exact.step_s)})"
 
 
-def _shown_s(measured: Measured, last: float, under_way_s: float) -> float:
+def _shown_s(measured: FirstSteps, last: float, under_way_s: float) -> float:
     """Backward hides as many seconds of a shorter exchange as of the measured one, but never what is ready last."""
     shown_s = measured.exposed_s + under_way_s - measured.allreduce_s
     if under_way_s >= measured.allreduce_s:

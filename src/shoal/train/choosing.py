@@ -17,18 +17,8 @@ import torch
 from shoal.config.choice import ChosenMode, SyncChoice, choice_in, parse_choice
 from shoal.config.schema import SyncConfig
 from shoal.config.wire import WireName
-from shoal.cost.choose import (
-    WARM_UP_STEPS,
-    WIRES,
-    Decision,
-    Exchanged,
-    Limits,
-    Measured,
-    decide,
-    is_enough,
-    slowest,
-    typical,
-)
+from shoal.cost.choose import WIRES, Decision, Exchanged, Limits, decide
+from shoal.cost.first_steps import WARM_UP_STEPS, FirstSteps, RankStep, is_enough, typical
 from shoal.events import Event, read_events
 from shoal.runfolder import RunFolder
 from shoal.sync.replicas import gather
@@ -59,7 +49,7 @@ class Chooser:
         self._made = made
         self._is_open = asked.mode == "auto"
         self._to_come = WARM_UP_STEPS
-        self._seen: list[Measured] = []
+        self._seen: list[list[RankStep]] = []
 
     def resume_at(self, step: int, parted: bool) -> None:
         """Before the state of that step is loaded; `parted`: it is one of replicas that have moments of their own."""
@@ -82,11 +72,11 @@ class Chooser:
         if self._to_come:
             self._to_come -= 1
             return
-        self._seen.append(slowest(_everybodys(self._trainer)))
+        self._seen.append(_everybodys(self._trainer))
         if is_enough(self._seen):
             self._choose(typical(self._seen))
 
-    def _choose(self, measured: Measured) -> None:
+    def _choose(self, measured: FirstSteps) -> None:
         trainer = self._trainer
         # Machines differ in what they have, and all must choose alike.
         threads, spare_bytes = map(min, zip(*gather(trainer.world, _resources(trainer.world)), strict=True))
@@ -121,11 +111,11 @@ def find_made(run: RunFolder, world: World) -> Made | None:
     return Made(chosen, step, {"why": f"{chosen}: as before", **said})
 
 
-def _everybodys(trainer: Trainer) -> list[Measured]:
+def _everybodys(trainer: Trainer) -> list[RankStep]:
     times = trainer.times
-    mine = Measured(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
+    mine = RankStep(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
     told = gather(trainer.world, [round(_PER_S * seconds) for seconds in astuple(mine)])
-    return [Measured(*(number / _PER_S for number in numbers)) for numbers in told]
+    return [RankStep(*(number / _PER_S for number in numbers)) for numbers in told]
 
 
 def _resources(world: World) -> list[int]:
@@ -140,7 +130,7 @@ def _wires(world: World, inside: str) -> Sequence[str]:
     return WIRES if world.device.type == "cpu" else WIRES[:2]
 
 
-def _describe(trainer: Trainer, decision: Decision, measured: Measured, asked: SyncConfig) -> dict[str, object]:
+def _describe(trainer: Trainer, decision: Decision, measured: FirstSteps, asked: SyncConfig) -> dict[str, object]:
     return {
         "step": trainer.progress.step,
         **describe_exchanges(trainer),
@@ -150,6 +140,7 @@ def _describe(trainer: Trainer, decision: Decision, measured: Measured, asked: S
         "expected_step_s": round(decision.step_s, 7),
         "measured_step_s": round(measured.step_s, 7),
         "measured_exposed_s": round(measured.exposed_s, 7),
+        "measured_own_s": round(measured.own_s, 7),
         "measured_allreduce_s": round(measured.allreduce_s, 7),
     }
 
