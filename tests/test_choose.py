@@ -72,6 +72,14 @@ def test_int8_needs_a_reason_beside_fp16() -> None:
     assert decide(step(1.0, 0.5), larger, AUTO, Limits(WIRES, 99)).choice == HALVES
 
 
+def test_an_embedding_that_goes_in_two_parts_hides_more() -> None:
+    """Four times the bytes could have been hidden: of halves nothing shows but what is ready last."""
+    hiding = step(1.0, 0.8, hidden_s=0.6)
+    whole, apart = (Exchanged(DDP, SHAPES, last_bytes=last_bytes) for last_bytes in (0, 100_000))
+    shown_s = [expected(hiding, each, AUTO, HALVES).step_s - 1.0 - each.encode_s(HALVES) for each in (whole, apart)]
+    assert shown_s == pytest.approx([0.1, 0.8 / 2 * 100_000 / (4 * whole.parameters)])
+
+
 def test_outer_steps_need_two_rounds() -> None:
     slow = step(1.0, 2.0)
     assert chosen(slow, steps=100).choice == DILOCO

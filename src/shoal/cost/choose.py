@@ -35,16 +35,20 @@ class Option:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What was exchanged in the measured steps: gradients of these `shapes`, by `choice`. The first of them, the
-    embedding, is ready only when backward ends, so that nothing hides it."""
+    """What was exchanged in the measured steps: gradients of these `shapes`, by `choice`. `last_bytes` is what was sent
+    behind them, where the two parts of the embedding's gradient went apart (`sync/tied.py`)."""
 
     choice: SyncChoice
     shapes: tuple[tuple[int, ...], ...]
     threads: int = 1
+    last_bytes: int = 0
 
     @property
     def last(self) -> float:
-        """The part that nothing hides."""
+        """The part that nothing hides, because it is ready only when backward ends: the embedding, which is the first
+        of the shapes, or its rows."""
+        if self.last_bytes:
+            return self.last_bytes / grad_bytes(self.shapes, self.choice.wire)
         return math.prod(self.shapes[0]) / self.parameters
 
     @property

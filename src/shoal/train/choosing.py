@@ -80,7 +80,8 @@ class Chooser:
         trainer = self._trainer
         # Machines differ in what they have, and all must choose alike.
         threads, spare_bytes = map(min, zip(*gather(trainer.world, _resources(trainer.world)), strict=True))
-        exchanged = Exchanged(trainer.config.sync.foreseen, shapes_of(trainer.model), threads)
+        begun, shapes = trainer.config.sync.foreseen, shapes_of(trainer.model)
+        exchanged = Exchanged(begun, shapes, threads, trainer.sync.extra_bytes)
         open_to = Limits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
         decision = decide(measured, exchanged, self._asked, open_to)
         self._go_over(decision.choice)
