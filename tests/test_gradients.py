@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,69 @@ def test_the_sum_is_that_of_one_process(settings: dict[str, Any], world_size: in
             assert gradient.tobytes() == results[0][0][name].tobytes(), f"{name} differs between ranks"
         assert comm.tail_s >= 0
         assert (comm.allreduce_s is None) == (settings["measure"] == "off")
+
+
+def closed(world: World, settings: dict[str, Any]) -> tuple[bool, Gradients]:
+    """What a model without an exchange makes of its own rows, after one that had one; whether that one is gone."""
+    model = fresh_model()
+    # So few tokens that DDP is to leave the tied weight to us.
+    sync = make_gradient_sync(SyncConfig(**settings), model, world, tokens=SHAPE.seq_len // 2)
+    rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
+    for _ in range(3):
+        with sync.micro_batch(last=True):
+            sync.module(rows[:, :-1], rows[:, 1:]).backward()
+        sync.finish()
+        model.zero_grad(set_to_none=True)
+    barrier(world)
+    assert (sync.extra_bytes > 0) == (settings["mode"] == "ddp" and settings["inside"] != "shared")
+    wrapped = sync.module
+    held = weakref.ref(wrapped if wrapped is not model else sync)
+    sync.close()
+    del sync, wrapped
+    gc.collect()
+    if world.rank == 0:
+        # The others do not come: whoever still exchanged would wait for them in vain.
+        model(rows[:, :-1], rows[:, 1:]).backward()
+    return held() is None, gradients(model)
+
+
+@pytest.mark.parametrize(
+    "settings", [WAYS[0], WAYS[1], WAYS[2], WAYS[-1]], ids=lambda way: "-".join(map(str, way.values()))
+)
+def test_a_closed_exchange_leaves_the_model_alone(settings: dict[str, Any], tmp_path: Path) -> None:
+    (is_gone, found), _ = run_ranks(closed, 2, tmp_path, settings)
+    assert is_gone
+    model, rows = fresh_model(), rows_of(0, 0)[:1, : SHAPE.seq_len // 2 + 1]
+    model(rows[:, :-1], rows[:, 1:]).backward()
+    for name, gradient in gradients(model).items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def one_after_another(world: World, settings: dict[str, Any]) -> Gradients:
+    model = fresh_model()
+    for chosen in (settings, {"wire": "bf16", "inside": "gloo"}):
+        sync = make_gradient_sync(SyncConfig(**chosen), model, world, tokens=SHAPE.seq_len // 2)
+        rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with sync.micro_batch(last=True):
+                sync.module(rows[:, :-1], rows[:, 1:]).backward()
+            sync.finish()
+        barrier(world)
+        sync.close()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("settings", [WAYS[0], WAYS[2]], ids=["gloo", "shared"])
+def test_one_exchange_can_follow_another(settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_ranks(one_after_another, 2, tmp_path, settings)
+    model = fresh_model()
+    for rank in range(2):
+        rows = rows_of(rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
+        model(rows[:, :-1], rows[:, 1:]).backward()
+    for name, gradient in gradients(model).items():
+        assert first[name].tobytes() == second[name].tobytes()
+        np.testing.assert_allclose(first[name], gradient, rtol=1e-2, atol=1e-2)
 
 
 def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:

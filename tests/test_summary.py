@@ -64,6 +64,19 @@ def test_wire_bytes_of_ranks_on_nodes_of_their_own() -> None:
     assert summarize(events).wire_bytes_per_step == 200
 
 
+def test_a_choice_begins_anew() -> None:
+    """What was measured before it is of another kind, and so are its bytes."""
+    chosen = {"event": "choice", "rank": 0, "step": 6, "sync": "diloco", "wire": "fp16", "round_steps": 4}
+    before = [step(n, step_s=9.0) for n in range(1, 7)]
+    after = [step(n, step_s=0.5) for n in range(7, 23)]
+    summary = summarize([start(0), start(1), *before, {**chosen, "grad_bytes": GRAD_BYTES // 2}, *after])
+    assert summary.measured == (15, 22)
+    assert summary.step_s is not None
+    assert summary.step_s.median == 0.5
+    assert summary.theoretical_bytes_per_step == GRAD_BYTES / 2 / 4
+    assert (summary.start["sync"], summary.choice["step"]) == ("diloco", 6)
+
+
 def test_where_replicas_part_figures_are_of_whole_rounds() -> None:
     """Every fourth step has an exchange: a median of steps would never see it."""
     steps = [

@@ -55,7 +55,8 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
     folder = shown(run.path)
     nexts = "   ".join(command(verb, folder) for verb in ("report", "sample"))
     # Not through rich: a folder named `[x]` is not markup.
-    notes = "\n\n".join(text for text in (manifest.lesson_notes, manifest.prediction_notes) if text)
+    said = (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes)
+    notes = "\n\n".join(text for text in said if text)
     sys.stdout.write(f"\n{notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
 

@@ -110,6 +110,8 @@ def announcements(event: Event, title: str) -> Iterable[str]:
         yield start_line(event, title)
         if event["resumed_from"]:
             yield f"going on after step {event['resumed_from']}"
+    elif kind == "choice" and rank == 0:
+        yield f"step {event['step']}: from here on {escape(event['why'])}"
     elif kind == "shard":
         yield f"rank {rank}: {event['size']:,} of {event['total']:,} samples, first: {escape(event['first'])}"
     elif kind == "eval" and rank == 0:

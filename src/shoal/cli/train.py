@@ -22,6 +22,7 @@ from shoal.launch.plan import plan_ranks
 from shoal.report.explain_prediction import say_prediction
 from shoal.runfolder import RunFolder
 from shoal.trials.predicting import store_prediction
+from shoal.trials.sync_plan import NO_PLAN, store_sync_plan
 from shoal.trials.training import default_out, train_new, train_on
 
 app = typer.Typer(add_completion=False)
@@ -78,7 +79,10 @@ def train(
     scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
     sync: Annotated[
         str | None,
-        typer.Option(help="ddp, accumulate, local, diloco, streaming; stock is plain DDP.", show_default="ddp"),
+        typer.Option(
+            help="ddp, accumulate, local, diloco, streaming; auto: by the first steps; stock is plain DDP.",
+            show_default="ddp",
+        ),
     ] = None,
     every: Annotated[
         int | None, typer.Option(help="Steps between exchanges of local, diloco, streaming.", show_default="8 or 50")
@@ -105,7 +109,8 @@ def train(
     ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Predict a step's time first, compare at the end.")] = False,
     profile: Annotated[
-        Path | None, typer.Option(help="What --plan predicts from; see shoal probe.", show_default=str(PROFILE))
+        Path | None,
+        typer.Option(help="What --plan and --sync auto predict from; see shoal probe.", show_default=str(PROFILE)),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
@@ -126,7 +131,7 @@ def train(
             print_plan(settings, out or default_out(name))
             return
         clear_leftovers(clean)
-        before = predicting(profile or PROFILE) if plan or profile else lambda run: None
+        before = before_start(settings, profile or PROFILE if plan or profile else None)
         run, manifest = train_new(settings, out or default_out(name), make_display, detach, before)
     if manifest is None:
         print_detached(run, json)
@@ -136,10 +141,14 @@ def train(
         print_run(run, manifest)
 
 
-def predicting(profile: Path) -> Callable[[RunFolder], None]:
+def before_start(settings: Config, profile: Path | None) -> Callable[[RunFolder], None]:
+    """What is said of the run before it begins: how it would synchronise, where that is open, and how fast."""
+
     def before(run: RunFolder) -> None:
-        found = store_prediction(run, profile)
-        typer.echo(say_prediction(found), err=True)
+        if settings.sync.mode == "auto":
+            typer.echo(NO_PLAN if profile is None else store_sync_plan(run, profile), err=True)
+        if profile is not None:
+            typer.echo(say_prediction(store_prediction(run, profile)), err=True)
 
     return before
 

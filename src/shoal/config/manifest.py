@@ -32,15 +32,35 @@ class NodeRecord(Record):
     link_mbps: float | None = None
 
 
+class ChoiceRecord(Record):
+    """What `sync.mode=auto` chose after `step`, by the times that were measured until then, and what it expected of a
+    step from then on. `agrees` with what was `planned`, where anything was."""
+
+    step: int
+    sync: str
+    wire: str
+    every: int
+    why: str
+    planned: str | None = None
+    agrees: bool | None = None
+    expected_step_s: float | None = None
+    measured_step_s: float | None = None
+    measured_exposed_s: float | None = None
+    measured_own_s: float | None = None
+    measured_allreduce_s: float | None = None
+
+
 class Levers(Record):
-    """The choices that trade communication against work. `accumulation` is micro-batches a rank does per
-    step, `every` the steps from one exchange to the next."""
+    """The choices that trade communication against work, as they were at the end. `accumulation` is micro-batches a
+    rank does per step, `every` the steps from one exchange to the next, `asked` the configured `sync.mode`."""
 
     accumulation: int | None
     bucket_mb: float | None
     overlap: bool
     wire: str
     every: int = 1
+    asked: str = "ddp"
+    choice: ChoiceRecord | None = None
 
 
 class PredictionRecord(Record):
@@ -113,4 +133,5 @@ class Manifest(Record):
     byte_equivalent: bool | None = None
     max_abs_diff: float | None = None
 
+    choice_notes: str | None = None
     lesson_notes: str

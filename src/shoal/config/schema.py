@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.config.choice import ChosenMode, SyncChoice, parse_choice
 from shoal.config.wire import parse_wire
 
 Positive = Annotated[int, Field(ge=1)]
@@ -128,7 +129,8 @@ class SyncConfig(Section):
     steps while training goes on (unset five, or a fragment's turn where that is shorter): raise it when ranks still
     wait. `stock` is plain `DistributedDataParallel` with its defaults, to compare with. `accumulate` multiplies the
     batch, and with it the work between two exchanges of gradients; `mode="accumulate"` is `ddp` with four times the
-    batch.
+    batch. `auto` begins with `ddp`, and lets its first steps choose between that, `diloco` and `streaming`, and the
+    wire format unless it is given; `planned` and `planned_step_s` are what a plan expected of that choice.
 
     `wire` is the form in which an exchange travels: `fp16` and `bf16` are half the bytes, `int8` a quarter,
     `powersgd:R` far less still, each at the price of precision (docs/wires.md). `inside` is how ranks of one machine
@@ -142,7 +144,7 @@ class SyncConfig(Section):
     together: less hides more of it behind backward, and costs a message each; unset it follows the model's size.
     """
 
-    mode: Literal["ddp", "stock", "local", "diloco", "streaming"] = "ddp"
+    mode: Literal["ddp", "stock", "local", "diloco", "streaming", "auto"] = "ddp"
     wire: str = "fp32"
     accumulate: Positive = 1
     every: Positive | None = None
@@ -153,6 +155,8 @@ class SyncConfig(Section):
     measure: Literal["hook", "barrier", "off"] = "hook"
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
     inside: Literal["auto", "gloo", "copies", "shared"] = "auto"
+    planned: str | None = None
+    planned_step_s: Annotated[float, Field(gt=0)] | None = None
     join_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
 
@@ -160,6 +164,13 @@ class SyncConfig(Section):
     @classmethod
     def _wire_is_known(cls, value: str) -> str:
         parse_wire(value)
+        return value
+
+    @field_validator("planned")
+    @classmethod
+    def _plan_is_known(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_choice(value)
         return value
 
     @property
@@ -170,12 +181,43 @@ class SyncConfig(Section):
     @property
     def round_steps(self) -> int:
         """Steps from one exchange of everything to the next."""
-        return (self.every or ROUND_STEPS[self.mode]) if self.is_outer else 1
+        return self.every_in(self.mode) if self.is_outer else 1
+
+    def every_in(self, mode: str) -> int:
+        return self.every or ROUND_STEPS[mode]
 
     @property
     def overlap_steps(self) -> int:
         """For how many steps a fragment may be on its way."""
         return self.overlap or max(1, min(_OVERLAP, self.round_steps // self.fragments))
+
+    @property
+    def foreseen(self) -> SyncChoice:
+        """What a training does with these settings, as far as that is known before it has begun."""
+        if self.mode == "stock":
+            return SyncChoice()
+        if self.mode == "auto":
+            return parse_choice(self.planned) if self.planned else SyncChoice("ddp", self.wire)
+        return SyncChoice(self.mode, self.wire, self.round_steps)
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether a round has room for the fragments."""
+        streaming = self.settled(SyncChoice("streaming", every=self.every_in("streaming")))
+        return max(streaming.fragments, streaming.overlap_steps) <= streaming.round_steps
+
+    @property
+    def begun(self) -> SyncConfig:
+        """What the first steps do: replicas that exchange gradients can part later, but not the other way round."""
+        if self.mode != "auto":
+            return self
+        return self.settled(SyncChoice("ddp", self.foreseen.wire))
+
+    def settled(self, choice: SyncChoice) -> SyncConfig:
+        """With nothing left to choose."""
+        mode: ChosenMode = choice.mode
+        every = choice.every if choice.is_outer else self.every
+        return self.model_copy(update={"mode": mode, "wire": choice.wire, "every": every})
 
     @model_validator(mode="before")
     @classmethod
@@ -188,10 +230,14 @@ class SyncConfig(Section):
     def _stock_is_stock(self) -> SyncConfig:
         if self.mode == "stock" and self.wire != "fp32":
             raise ValueError(f"sync.wire={self.wire} needs sync.mode=ddp: stock DDP sends fp32")
-        if self.is_outer and self.wire.startswith("powersgd"):
+        if (self.is_outer or self.mode == "auto") and self.wire.startswith("powersgd"):
             raise ValueError(f"sync.wire={self.wire} is made for gradients: it needs sync.mode=ddp")
         if self.mode != "ddp" and self.measure == "barrier":
             raise ValueError("sync.measure=barrier takes the all-reduce out of DDP: it needs sync.mode=ddp")
+        if self.mode == "auto" and self.measure != "hook":
+            raise ValueError(
+                f"sync.measure={self.measure} needs a fixed sync.mode: auto chooses by what the hook measures"
+            )
         if self.mode == "stock" and self.inside in ("copies", "shared"):
             raise ValueError(f"sync.inside={self.inside} needs sync.mode=ddp: stock DDP sends by gloo")
         return self

@@ -6,10 +6,11 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from shoal.config.manifest import Levers, Manifest, NodeRecord, PredictionRecord
+from shoal.config.manifest import ChoiceRecord, Levers, Manifest, NodeRecord, PredictionRecord
 from shoal.config.schema import Config
 from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.run_setup import DataFacts
+from shoal.report.explain_choice import choice_record, explain_choice
 from shoal.report.explain_prediction import explain_prediction
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import explain
@@ -31,6 +32,7 @@ def compose_manifest(
     start = summary.start
     speeds = _speeds(summary, scaling or [])
     allreduce = summary.allreduce_s
+    chosen = choice_record(summary.choice)
     return Manifest(
         created=_iso(summary.started_at),
         status=summary.status,
@@ -50,17 +52,17 @@ def compose_manifest(
         global_batch=_whole(start, "global_batch") or config.train.global_batch,
         micro_batch=_whole(start, "micro_batch") or config.train.micro_batch,
         scaling=config.train.scaling,
-        sync=config.sync.mode,
-        wire=config.sync.wire,
+        sync=_text(start, "sync") or config.sync.mode,
+        wire=_text(start, "wire") or config.sync.wire,
         measure=config.sync.measure,
         inside=_text(start, "inside") or "gloo",
-        levers=_levers(config, start),
+        levers=_levers(config, start, chosen),
         final_loss=summary.final_loss,
         val_loss=summary.final_val_loss,
         step_s_measured=summary.step_s.median if summary.step_s else None,
         step_s_predicted=prediction.step_s if prediction else None,
         prediction=prediction,
-        prediction_notes=explain_prediction(prediction, summary),
+        prediction_notes=explain_prediction(prediction, summary, chosen),
         phases=summary.phases,
         allreduce_mean_ms=allreduce.mean * 1e3 if allreduce else None,
         allreduce_p50_ms=allreduce.median * 1e3 if allreduce else None,
@@ -72,6 +74,7 @@ def compose_manifest(
         tokens_per_sec_2proc=speeds.get(2),
         byte_equivalent=replicas.byte_equivalent if replicas else None,
         max_abs_diff=replicas.max_abs_diff if replicas else None,
+        choice_notes=explain_choice(config.sync, chosen, summary),
         lesson_notes=lesson_notes(summary, scaling or []),
     )
 
@@ -121,13 +124,15 @@ def _nodes(summary: Summary) -> list[NodeRecord]:
     return records
 
 
-def _levers(config: Config, start: dict[str, Any]) -> Levers:
+def _levers(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> Levers:
     return Levers(
         accumulation=_whole(start, "share"),
         bucket_mb=_bucket_mb(config, start),
         overlap=config.sync.measure != "barrier",
-        wire=config.sync.wire,
-        every=config.sync.round_steps,
+        wire=_text(start, "wire") or config.sync.wire,
+        every=_whole(start, "round_steps") or config.sync.round_steps,
+        asked=config.sync.mode,
+        choice=chosen,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.config.manifest import PredictionRecord
+from shoal.config.manifest import ChoiceRecord, PredictionRecord
 from shoal.report.summary import DISTURBING_CORES, Summary
 from shoal.report.wording import join, ms
 
@@ -57,9 +57,15 @@ def say_prediction(prediction: PredictionRecord) -> str:
     return f"predicted: a step takes {ms(prediction.step_s)}, {speed}{basis}: {join(named)}"
 
 
-def explain_prediction(prediction: PredictionRecord | None, summary: Summary) -> str | None:
+def explain_prediction(
+    prediction: PredictionRecord | None, summary: Summary, chosen: ChoiceRecord | None = None
+) -> str | None:
     if prediction is None or summary.step_s is None:
         return None
+    if chosen is not None and chosen.agrees is False:
+        return (
+            f"A step was predicted for {chosen.planned}, and the run went on in another way: they cannot be compared."
+        )
     measured_s = summary.step_s.median
     error = prediction.step_s / measured_s - 1
     verdict = (

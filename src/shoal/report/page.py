@@ -67,6 +67,7 @@ def _body(
         _section("What went wrong", sections.faults_section(summary)),
         sections.key_figures(manifest, summary),
         _section("What the numbers say", _lesson(summary, points)),
+        _section("How replicas agree", sections.choice_section(manifest)),
         _section("Loss", _chart("loss", figures)),
         _section("Where a step's time goes", _times(summary, figures)),
         _section("Predicted and measured", sections.prediction_section(manifest, summary)),

@@ -20,6 +20,8 @@ Steps = npt.NDArray[np.int64]
 
 PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
 TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), "allreduce_s")
+# What a `choice` says anew of what a `start` has said.
+_OF_EXCHANGES = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
 COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes")
 
 
@@ -41,6 +43,7 @@ class RankLog:
     started_at: float | None = None
     ended: str | None = None
     end: Event = field(default_factory=dict)
+    choice: Event = field(default_factory=dict)
     fault: Event | None = None
     warnings: list[Event] = field(default_factory=list)
     val_loss: dict[int, float] = field(default_factory=dict)
@@ -53,6 +56,8 @@ class RankLog:
         match event.get("event"):
             case "start":
                 self._begin(event)
+            case "choice":
+                self._change(event)
             case "shard":
                 self.shard = event
             case "step":
@@ -88,6 +93,12 @@ class RankLog:
             self.started_at = float(event["time"])
         # The mark is set by the first step to come, so that resuming a finished run, which has no step left to do,
         # does not throw away what was measured.
+        self._restarted = True
+
+    def _change(self, event: Event) -> None:
+        """How replicas agree from now on. What was measured before is of another kind, and counts as warming up."""
+        self.choice = event
+        self.start = {**self.start, **{name: event[name] for name in _OF_EXCHANGES if name in event}}
         self._restarted = True
 
     def _add_step(self, event: Event) -> None:

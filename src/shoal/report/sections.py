@@ -54,6 +54,11 @@ def replicas_section(manifest: Manifest) -> str:
     )
 
 
+def choice_section(manifest: Manifest) -> str:
+    """Nothing where there was nothing to choose."""
+    return f"<p>{escape(manifest.choice_notes)}</p>" if manifest.choice_notes else ""
+
+
 def prediction_section(manifest: Manifest, summary: Summary) -> str:
     """Nothing where nobody predicted, or nothing has been measured yet."""
     prediction, measured_s = manifest.prediction, manifest.step_s_measured
@@ -124,7 +129,7 @@ def scaling_table(points: list[ScalingPoint]) -> str:
 
 def manifest_section(manifest: Manifest) -> str:
     """Every field as it is in `manifest.json`; the lesson has its own place on the page."""
-    fields = manifest.model_dump(mode="json", exclude={"lesson_notes", "shoal_manifest"})
+    fields = manifest.model_dump(mode="json", exclude={"lesson_notes", "choice_notes", "shoal_manifest"})
     rows = "".join(
         f'<tr><th scope="row">{escape(key)}</th><td>{_value(value)}</td></tr>' for key, value in fields.items()
     )

@@ -73,6 +73,7 @@ class Summary:
     loss: Floats
     val_loss: dict[int, float]
     other_load: float | None
+    choice: Event
     faults: list[Event]
     warnings: list[Event]
 
@@ -116,6 +117,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         loss=longest.column("loss"),
         val_loss={step: loss for log in logs.values() for step, loss in sorted(log.val_loss.items())},
         other_load=_other_load(logs.values()),
+        choice=next((log.choice for log in logs.values() if log.choice), {}),
         faults=_causes_first([log.fault for log in logs.values() if log.fault is not None]),
         warnings=[warning for log in logs.values() for warning in log.warnings],
     )

@@ -7,7 +7,7 @@
     Alone         no exchange: a world of one, or replicas that take steps of their own and meet in outer steps
 
 The step sees one interface: call `module`, enter `micro_batch(last)` around each forward and backward, multiply the
-summed loss by `loss_scale`, and ask `finish` where the communication time went.
+summed loss by `loss_scale`, and ask `finish` where the communication time went. `close` leaves the model as it was.
 """
 
 # No `from __future__ import annotations` here: DDP inspects the hook's annotations and refuses strings.
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
 from shoal.sync.shared.choose import GLOO, Inside
+from shoal.sync.shared.copies import SharedWire
 from shoal.sync.shared.opening import open_inside
 from shoal.sync.shared.resident import SharedDDP
 from shoal.sync.tied import HasTiedHead, TiedHead, pays
@@ -48,6 +49,7 @@ class GradientSync(Protocol):
     def finish(self) -> CommTimes: ...
     def state(self) -> dict[str, Tensor]: ...
     def load_state(self, state: State) -> None: ...
+    def close(self) -> None: ...
 
 
 class Alone(Stateless):
@@ -71,6 +73,9 @@ class Alone(Stateless):
     def finish(self) -> CommTimes:
         return CommTimes(time.perf_counter(), tail_s=0.0, allreduce_s=self._allreduce_s, wait_s=0.0)
 
+    def close(self) -> None:
+        pass
+
 
 class _WithDDP:
     """What both DDP variants share: gradients travel only with the last micro-batch of a step."""
@@ -81,6 +86,10 @@ class _WithDDP:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.module.no_sync()
+
+    def close(self) -> None:
+        """The reducer takes its hooks off the parameters, and frees its buckets, when nobody holds it any more."""
+        del self.module
 
 
 class _WithWire:
@@ -116,8 +125,9 @@ class HookedDDP(_WithDDP, _WithWire):
         self._wire = wire
         self._tied = tied
         self.extra_bytes = 0 if tied is None else tied.extra_bytes
-        self._spans: list[list[float]] = []
-        self.module.register_comm_hook(None, self._timed_reduce if timed else self._reduce)
+        self._reduce = _Reduce(wire)
+        # Not methods of ours: the reducer would hold us and we the reducer, and C++ has no garbage collection.
+        self.module.register_comm_hook(self._reduce, _reduce_timed if timed else _reduce)
 
     def loss_scale(self, global_tokens: int) -> float:
         return 1.0 / global_tokens
@@ -128,7 +138,7 @@ class HookedDDP(_WithDDP, _WithWire):
         return super().micro_batch(last)
 
     def finish(self) -> CommTimes:
-        spans, self._spans = self._spans, []
+        spans, self._reduce.spans = self._reduce.spans, []
         ready_at = spans[-1][0] if spans else time.perf_counter()
         if self._tied is not None:
             self._tied.finish()
@@ -137,18 +147,35 @@ class HookedDDP(_WithDDP, _WithWire):
         now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, covered(spans) if spans else None)
 
-    def _reduce(self, _: object, bucket: GradBucket) -> Future[Tensor]:
-        return self._wire(Bucket(bucket.index(), bucket.buffer(), bucket.parameters(), bucket.is_last()))
+    def close(self) -> None:
+        if self._tied is not None:
+            _give_back_head(self.module.module)
+        super().close()
+        if isinstance(self._wire, SharedWire):
+            self._wire.close()
 
-    def _timed_reduce(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        span = [time.perf_counter(), 0.0]
-        self._spans.append(span)
 
-        def note_end(done: Future[Tensor]) -> Tensor:
-            span[1] = time.perf_counter()
-            return done.value()
+class _Reduce:
+    """What DDP's reducer calls: the wire, and when each bucket of this step was under way."""
 
-        return self._reduce(state, bucket).then(note_end)
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.spans: list[list[float]] = []
+
+
+def _reduce(state: _Reduce, bucket: GradBucket) -> Future[Tensor]:
+    return state.wire(Bucket(bucket.index(), bucket.buffer(), bucket.parameters(), bucket.is_last()))
+
+
+def _reduce_timed(state: _Reduce, bucket: GradBucket) -> Future[Tensor]:
+    span = [time.perf_counter(), 0.0]
+    state.spans.append(span)
+
+    def note_end(done: Future[Tensor]) -> Tensor:
+        span[1] = time.perf_counter()
+        return done.value()
+
+    return _reduce(state, bucket).then(note_end)
 
 
 class StockDDP(_WithDDP, Stateless):
@@ -158,8 +185,7 @@ class StockDDP(_WithDDP, Stateless):
         self.module = DistributedDataParallel(model, process_group=world.group)
         self._size = world.size
         self._ready_at = 0.0
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._note_ready)
+        self._hooks = [each.register_post_accumulate_grad_hook(self._note_ready) for each in model.parameters()]
 
     def loss_scale(self, global_tokens: int) -> float:
         """DDP divides by the world size; multiply, so that the sum is exact."""
@@ -168,6 +194,11 @@ class StockDDP(_WithDDP, Stateless):
     def finish(self) -> CommTimes:
         tail_s = time.perf_counter() - self._ready_at
         return CommTimes(self._ready_at, tail_s, tail_s)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
 
     def _note_ready(self, _: Tensor) -> None:
         self._ready_at = time.perf_counter()
@@ -197,6 +228,9 @@ class BarrierSync(_WithWire):
             self._sum(index, parameters)
         now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
+
+    def close(self) -> None:
+        pass
 
     def _buckets(self) -> list[list[Tensor]]:
         """In the order in which backward made them, as DDP does, so that both variants send the same messages."""
@@ -252,3 +286,9 @@ def _tied_head(model: nn.Module, tokens: int | None, world: World, wire: Wire) -
     model.take_head = tied.take
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [model.tied_name])
     return tied
+
+
+def _give_back_head(model: nn.Module) -> None:
+    if isinstance(model, HasTiedHead):
+        model.take_head = None
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [])

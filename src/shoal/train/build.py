@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import torch
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import Deal, scaled_lr
-from shoal.cost.sizes import grad_bytes, parameter_count
+from shoal.cost.batch import scaled_lr
+from shoal.cost.sizes import parameter_count
 from shoal.data.batches import Batches
 from shoal.data.order import window_count
 from shoal.data.run_setup import read_facts
@@ -20,14 +19,12 @@ from shoal.data.tokenfile import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.model.gpt import GPT
 from shoal.runfolder import RunFolder
-from shoal.sync.agreement import make_outer
-from shoal.sync.exchange import StepExchange
-from shoal.sync.gradients import Alone, GradientSync, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from
 from shoal.sync.timer import StepTimer, WholeStepTimer
-from shoal.sync.wires import made_by
-from shoal.sync.world import World, bear_with
+from shoal.sync.world import World
 from shoal.train.checkpoint import CheckpointFolder, Progress
+from shoal.train.choosing import Chooser, find_made
+from shoal.train.exchanges import describe_exchanges, make_exchanges
 from shoal.train.recorder import Recorder
 from shoal.train.resume import resume as go_on
 from shoal.train.state import digest, weights
@@ -39,18 +36,18 @@ from shoal.train.tuning import Choice, work_left
 def build_trainer(
     config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopWish, resume: bool
 ) -> Trainer:
+    asked, config = config.sync, config.model_copy(update={"sync": config.sync.begun})
     model = _make_model(config, world)
     batches = make_batches(config, run, world)
-    share = batches.shard.deal.share(world.rank)
-    outer = make_outer(config.sync, model, world, weight=share / batches.shard.deal.global_batch)
+    exchanges = make_exchanges(config, model, world, batches.shard.deal)
     trainer = Trainer(
         config=config,
         world=world,
         model=model,
         optimizer=_make_optimizer(model, config.train),
-        sync=_make_sync(config, model, world, batches.shard.deal),
-        outer=outer,
-        exchange=StepExchange(world, outer.lag_steps),
+        sync=exchanges.sync,
+        outer=exchanges.outer,
+        exchange=exchanges.steps,
         batches=batches,
         timer=_make_timer(config, world),
         recorder=recorder,
@@ -58,11 +55,12 @@ def build_trainer(
         peak_lr=scaled_lr(config.train, world.size, config.sync.accumulate),
         progress=Progress(step=0, cursor=0),
     )
+    chooser = Chooser(trainer, asked, find_made(run, world) if resume and asked.mode == "auto" else None)
+    trainer.between_steps = chooser.after_step
     if resume:
-        trainer.progress = go_on(trainer, CheckpointFolder(run.checkpoints, config.train.keep_checkpoints))
+        checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
+        trainer.progress = go_on(trainer, checkpoints, chooser.resume_at)
     trainer.compute = _tune(trainer, run if resume else None)
-    # A rank that may be so many steps ahead waits for as many steps of the slowest before anybody is dead.
-    bear_with(world, config.sync.timeout_s * (1 + outer.lag_steps))
     return trainer
 
 
@@ -76,17 +74,11 @@ def make_batches(config: Config, run: RunFolder, world: World) -> Batches:
 
 def describe_start(trainer: Trainer) -> dict[str, object]:
     """What the `start` event says of the training itself."""
-    shapes = [tuple(parameter.shape) for parameter in trainer.model.parameters()]
-    parameters = sum(map(math.prod, shapes))
     dealt = trainer.batches.shard.deal
     return {
-        "params": parameters,
+        "params": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "params_expected": parameter_count(trainer.config.model),
-        "grad_bytes": grad_bytes(shapes, trainer.config.sync.wire) + trainer.sync.extra_bytes,
-        "round_steps": trainer.outer.round_steps,
-        "wire_made_by": made_by(trainer.config.sync.wire),
-        "inside": trainer.sync.inside.way,
-        "inside_note": trainer.sync.inside.note,
+        **describe_exchanges(trainer),
         "global_batch": dealt.global_batch,
         "micro_batch": dealt.micro_batch,
         "share": dealt.micro_batches[trainer.world.rank],
@@ -140,12 +132,6 @@ def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
     # Fused updates all moments in one pass: measured five times faster than the plain loop on CPU for 124M parameters.
     groups = model.decay_groups(train.weight_decay)
     return AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
-
-
-def _make_sync(config: Config, model: GPT, world: World, deal: Deal) -> GradientSync:
-    if config.sync.is_outer:
-        return Alone(model, own_tokens=deal.share(world.rank) * config.model.seq_len)
-    return make_gradient_sync(config.sync, model, world, tokens=deal.micro_batch * config.model.seq_len)
 
 
 def _make_timer(config: Config, world: World) -> StepTimer:

@@ -45,6 +45,8 @@ class Loop:
         stopped = False
         while self._trainer.progress.step < train.steps and not stopped:
             stopped = self._trainer.step()
+            if self._trainer.progress.step < train.steps:
+                self._trainer.between_steps()
             stopped |= self._between_steps(self._trainer.progress.step)
         self._trainer.settle()
         barrier(self._trainer.world)

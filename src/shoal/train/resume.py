@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,14 @@ class _Found:
     parts: Parts | None
 
 
-def resume(trainer: Trainer, folder: CheckpointFolder) -> Progress:
-    """Rank 0 picks the checkpoint and everybody copies what is common, whatever lies on other disks."""
+def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, bool], None]) -> Progress:
+    """Rank 0 picks the checkpoint and everybody copies what is common, whatever lies on other disks. `reached` is told
+    which step it is of, and whether replicas had parted by then, before anything of it is loaded."""
     checkpoint = folder.load_latest(set_aside=True) if trainer.world.is_main else None
     found = _tell(trainer.world, checkpoint)
+    reached(found.progress.step, not found.has_moments)
+    if not found.has_moments and not trainer.outer.drifts:
+        raise _parted(found.progress.step)
     _load_common(trainer, checkpoint, found)
     if found.parts is None:
         return found.progress
@@ -54,6 +59,14 @@ def _tell(world: World, checkpoint: Checkpoint | None) -> _Found:
         numbers += [checkpoint.parts is not None, parts.ranks, parts.mark, parts.step, parts.cursor, parts.flying]
     step, cursor, has_moments, has_parts, *of_parts = tell_all(world, 0, numbers)
     return _Found(Progress(step, cursor, world.generation), bool(has_moments), Parts(*of_parts) if has_parts else None)
+
+
+def _parted(step: int) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {step} is of replicas that had parted, and this run exchanges gradients",
+        why="sync.mode was another, or with sync.mode=auto the events that tell what was chosen are gone",
+        fix="restore the run folder's events, or name the mode in its config.toml: shoal train --help",
+    )
 
 
 def _load_common(trainer: Trainer, checkpoint: Checkpoint | None, found: _Found) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,9 @@ class StopWish:
 
 @dataclass
 class Trainer:
+    """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
+    `between_steps` is called on every rank when another one follows."""
+
     config: Config
     world: World
     model: GPT
@@ -54,6 +57,8 @@ class Trainer:
     peak_lr: float
     progress: Progress
     compute: Choice = field(default_factory=Choice)
+    times: dict[str, float] = field(default_factory=dict)
+    between_steps: Callable[[], None] = field(default=lambda: None)
     _begun: deque[Progress] = field(default_factory=deque)
 
     def step(self) -> bool:
@@ -153,8 +158,8 @@ class Trainer:
 
     def _record(self, step: int, exchanges: tuple[CommTimes, ...], **figures: float) -> None:
         under_way = [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]
-        times = self.timer.finish() | ({"allreduce": sum(under_way)} if under_way else {})
-        self.recorder.step(step, times, tokens=self.global_tokens, **figures)
+        self.times = self.timer.finish() | ({"allreduce": sum(under_way)} if under_way else {})
+        self.recorder.step(step, self.times, tokens=self.global_tokens, **figures)
 
     def _refuse_nonfinite(self, what: str, value: float, step: int) -> None:
         """Where gradients are summed over the world every rank sees it in the same step; no such step reaches a

@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.spec import StandingLab, parse_on
+from shoal.config.choice import choice_in
 from shoal.config.load import load_config
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Profile
@@ -33,13 +34,14 @@ def lever_of(sync: SyncConfig) -> Lever:
     """What the configuration asks for."""
     if sync.mode == "stock":
         return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
-    choice = parse_wire(sync.wire)
+    choice = sync.foreseen
+    wire = parse_wire(choice.wire)
     return Lever(
-        sync=sync.mode,
-        wire=choice.name,
-        rank=choice.rank,
+        sync=choice.mode,
+        wire=wire.name,
+        rank=wire.rank,
         accumulation=sync.accumulate,
-        every=sync.round_steps,
+        every=choice.every,
         bucket_mb=sync.bucket_mb,
         overlap=sync.measure != "barrier",
     )
@@ -82,6 +84,14 @@ def _predicted(config: Config, profile: Profile) -> Prediction:
     return predict(
         workload_of(config), lever_of(config.sync), setting_of(profile), size, rank_weights(config.run, size)
     )
+
+
+def as_it_ran(config: Config, summary: Summary) -> Config:
+    """With what `sync.mode=auto` chose."""
+    choice = choice_in(summary.start) if config.sync.mode == "auto" else None
+    if choice is None:
+        return config
+    return config.model_copy(update={"sync": config.sync.settled(choice)})
 
 
 def refuse_another_cluster(profile: Profile, path: Path, on: str) -> None:
@@ -133,7 +143,8 @@ def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Lesson]]
     learned = fresh.model_copy(update={"calibration": calibrate(outcomes)})
 
     def step_s(profile: Profile, run: RunFolder) -> float:
-        return _predicted(load_config(run.config), profile).step.step_s
+        ran = as_it_ran(load_config(run.config), summarize(run.read_all_events()))
+        return _predicted(ran, profile).step.step_s
 
     lessons = [
         Lesson(run.path, outcome.step_s, step_s(old, run), step_s(learned, run))
@@ -143,7 +154,8 @@ def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Lesson]]
 
 
 def _outcome(run: RunFolder, profile: Profile, path: Path) -> Outcome:
-    config, summary = load_config(run.config), summarize(run.read_all_events())
+    summary = summarize(run.read_all_events())
+    config = as_it_ran(load_config(run.config), summary)
     refuse_another_cluster(profile, path, config.run.on)
     if summary.step_s is None or not summary.phases:
         raise DataError(

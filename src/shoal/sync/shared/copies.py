@@ -91,6 +91,10 @@ class SharedWire:
     def state(self) -> dict[str, Tensor]:
         return self._wire.state()
 
+    def close(self) -> None:
+        """When all ranks are through with their last bucket."""
+        self._pipeline.close()
+
     def load_state(self, state: State) -> None:
         self._wire.load_state(state)
 

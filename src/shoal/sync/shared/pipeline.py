@@ -45,6 +45,7 @@ class Pipeline(Generic[Item]):
         self._machines = len(together.kin.firsts)
         self._summing = summing
         self._wire = wire
+        self._together = together
         self._inside = Stage("inside", together.close)
         self._spread = Stage("spread", together.close)
 
@@ -54,6 +55,12 @@ class Pipeline(Generic[Item]):
             return self._inside.do(self._sum, item)
         sent = self._inside.do(self._sum_and_send, item, as_bucket)
         return self._spread.do(self._receive, item, sent)
+
+    def close(self) -> None:
+        """With nothing under way."""
+        for stage in (self._inside, self._spread):
+            stage.end()
+        self._together.close()
 
     def _sum(self, item: Item) -> float:
         self._summing.sum(item, for_all=True)
@@ -89,6 +96,9 @@ class Stage:
 
     def do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self._threads.submit(self._try, partial(work, *args, **kwargs))
+
+    def end(self) -> None:
+        self._threads.shutdown()
 
     def _try(self, work: Callable[[], T]) -> T:
         if self._failed is not None:

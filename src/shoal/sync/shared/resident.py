@@ -75,8 +75,7 @@ class SharedDDP:
         self._wire: Wire | Stateless = wire or Stateless()
         self._is_last = False
         self._start_over()
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._take)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
 
     def loss_scale(self, global_tokens: int) -> float:
         return 1.0 / global_tokens
@@ -100,6 +99,12 @@ class SharedDDP:
 
     def load_state(self, state: State) -> None:
         self._wire.load_state(state)
+
+    def close(self) -> None:
+        """When all ranks are through with their last bucket."""
+        for hook in self._hooks:
+            hook.remove()
+        self._pipeline.close()
 
     def _start_over(self) -> None:
         self._sent: list[tuple[float, Future[float]]] = []
