@@ -299,6 +299,12 @@ def test_other_load_is_what_our_ranks_did_not_use() -> None:
     assert summarize([start(0), start(1), end(0), end(1)]).other_load is None
 
 
+def test_peak_memory_is_that_of_the_rank_that_had_most() -> None:
+    ends = [{**end(rank), "peak_memory_bytes": 1000 * (rank + 1)} for rank in (0, 1)]
+    assert summarize([start(0), start(1), *ends]).peak_memory_bytes == 2000
+    assert summarize([start(0), end(0)]).peak_memory_bytes is None
+
+
 def test_through_shared_memory_one_rank_a_node_sends() -> None:
     together = [start(rank, 3, node="a", inside="shared") for rank in range(3)]
     assert summarize(together).theoretical_bytes_per_step == 0

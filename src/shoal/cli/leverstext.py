@@ -80,6 +80,7 @@ def _row_document(row: LeverRow) -> dict[str, object]:
         "wait_s": point.wait_s,
         "wire_bytes_per_step": point.wire_bytes,
         "theoretical_bytes_per_step": point.theory_bytes,
+        "peak_memory_bytes": point.peak_memory_bytes,
         "val_loss_at_equal_tokens": row.loss_at_tokens,
         "val_loss_at_equal_time": row.loss_at_time,
     }

@@ -125,6 +125,7 @@ class Manifest(Record):
     allreduce_p95_ms: float | None
     wire_bytes_per_step: float | None
     theoretical_bytes_per_step: float | None
+    peak_memory_bytes: float | None = None
 
     tokens_per_sec: dict[int, float]
     tokens_per_sec_1proc: float | None

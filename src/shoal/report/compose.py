@@ -69,6 +69,7 @@ def compose_manifest(
         allreduce_p95_ms=allreduce.p95 * 1e3 if allreduce else None,
         wire_bytes_per_step=summary.wire_bytes_per_step,
         theoretical_bytes_per_step=summary.theoretical_bytes_per_step,
+        peak_memory_bytes=summary.peak_memory_bytes,
         tokens_per_sec=speeds,
         tokens_per_sec_1proc=speeds.get(1),
         tokens_per_sec_2proc=speeds.get(2),

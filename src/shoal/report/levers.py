@@ -44,6 +44,7 @@ class LeverPoint(BaseModel):
     wait_s: float = 0.0
     wire_bytes: float | None = None
     theory_bytes: float | None = None
+    peak_memory_bytes: float | None = None
     evaluations: tuple[Evaluation, ...] = ()
 
     def loss_at(self, *, tokens: float | None = None, seconds: float | None = None) -> float | None:
@@ -95,6 +96,7 @@ def lever_point(name: str, summary: Summary) -> LeverPoint:
         wait_s=summary.phases.get("wait", 0.0),
         wire_bytes=None if name == CEILING else summary.wire_bytes_per_step,
         theory_bytes=None if name == CEILING else summary.theoretical_bytes_per_step,
+        peak_memory_bytes=summary.peak_memory_bytes,
         # Replicas that never met have learned a part each: their average is nobody's training.
         evaluations=() if name == CEILING else tuple(_evaluations(summary)),
     )

@@ -73,6 +73,7 @@ class Summary:
     loss: Floats
     val_loss: dict[int, float]
     other_load: float | None
+    peak_memory_bytes: float | None
     choice: Event
     faults: list[Event]
     warnings: list[Event]
@@ -117,6 +118,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         loss=longest.column("loss"),
         val_loss={step: loss for log in logs.values() for step, loss in sorted(log.val_loss.items())},
         other_load=_other_load(logs.values()),
+        peak_memory_bytes=_peak_memory(logs.values()),
         choice=next((log.choice for log in logs.values() if log.choice), {}),
         faults=_causes_first([log.fault for log in logs.values() if log.fault is not None]),
         warnings=[warning for log in logs.values() for warning in log.warnings],
@@ -243,6 +245,12 @@ def _other_load(logs: Collection[RankLog]) -> float | None:
             return None
         found.append(max(0.0, (max(busy) - sum(cpu)) / max(wall)))
     return max(found, default=None)
+
+
+def _peak_memory(logs: Collection[RankLog]) -> float | None:
+    """Of the rank that had most."""
+    found = [as_float(log.end.get("peak_memory_bytes")) for log in logs]
+    return max((each for each in found if each > 0), default=None)
 
 
 def _machine(log: RankLog) -> str:
