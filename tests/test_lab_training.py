@@ -84,6 +84,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
     assert shoal("train", "--resume", run, "--steps", "14").returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_lab_left")
 @pytest.mark.parametrize("victim", ["node", "keeper"])
 def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:

@@ -304,6 +304,7 @@ def test_two_ranks_on_this_machine_are_probed(tmp_path: Path) -> None:
     assert found.summary.stack_efficiency is not None
 
 
+@pytest.mark.long
 def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
     """In the middle of the links; children of any kind are conftest's business."""
     words = shoal_command("probe", "--on", "local:2", "-o", tmp_path / "profile.toml")

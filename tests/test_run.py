@@ -49,10 +49,10 @@ def loss_of_one_process() -> float:
     ("name", "on", "words"),
     [
         ("plain_ddp.py", "local:2", ["--epochs", "3"]),
-        ("plain_ddp.py", "lab:3", ["--epochs", "3"]),
+        pytest.param("plain_ddp.py", "lab:3", ["--epochs", "3"], marks=pytest.mark.long),
         ("accelerate_train.py", "local:2", []),
         pytest.param("accelerate_train.py", "lab:3", [], marks=pytest.mark.long),
-        ("fabric_train.py", "local:2", ["--devices", "2"]),
+        pytest.param("fabric_train.py", "local:2", ["--devices", "2"], marks=pytest.mark.long),
         pytest.param("fabric_train.py", "lab:3", ["--num-nodes", "3"], marks=pytest.mark.long),
     ],
 )
@@ -73,6 +73,7 @@ def test_a_script_trains_as_it_is_in_one_world(name: str, on: str, words: list[s
         assert done.stdout.count(f"was asked for {' '.join(words)}\n") == ranks
 
 
+@pytest.mark.long
 def test_fabric_is_told_how_large_the_world_is(tmp_path: Path) -> None:
     """A script that says three, started as two: refused at once, where it would wait for a third."""
     done = run_script(tmp_path, "local:2", "fabric_train.py", "--devices", "3")

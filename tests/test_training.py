@@ -132,7 +132,14 @@ def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Pat
     assert manifest["final_loss"] == runs[2][1]["final_loss"]
 
 
-@pytest.mark.parametrize("flags", [("--sync", "stock"), ("--measure", "barrier"), ("--measure", "off")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--sync", "stock"),
+        pytest.param(("--measure", "barrier"), marks=pytest.mark.long),
+        pytest.param(("--measure", "off"), marks=pytest.mark.long),
+    ],
+)
 def test_other_ways_to_exchange_train_the_same(runs: Runs, flags: tuple[str, str], tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", *flags, sets=FIFTY)
     assert (manifest["allreduce_p50_ms"] is None) == (manifest["phases"] == {}) == ("off" in flags)
