@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoal.report.levers import LeverRow, LeverTable
     from shoal.trials.levers import LeversResult
 
-_TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "by time")
+_TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
 
 
 def print_levers(table: LeverTable) -> None:
@@ -36,8 +36,8 @@ def explain(table: LeverTable) -> list[str]:
     ]
     if table.tokens is not None and table.seconds is not None:
         lines.append(
-            f"Validation losses after {format_count(table.tokens)} tokens, "
-            f"and after {format_duration(table.seconds)} of steps, when the first of them was there."
+            f"loss, timed: validation losses after {format_count(table.tokens)} tokens, and after "
+            f"{format_duration(table.seconds)} of steps, when the first of them was there."
         )
     rated = [row for row in table.rows if row.of_ceiling is not None and row.point.evaluations]
     near = [row.point.name for row in rated if row.of_ceiling is not None and row.of_ceiling >= 0.95]

@@ -59,7 +59,7 @@ def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     axes.set(xlabel="tokens per second", xlim=(0, 1.28 * max(map(_unexposed, rows))))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if max(lost) > 0.02 * max(speeds):
-        axes.legend(frameon=False, fontsize=9, loc="lower right", handlelength=1)
+        axes.legend(frameon=False, fontsize=9, loc="upper right", handlelength=1)
     axes.set_title("Speed, and times one node", loc="left", fontweight="bold", fontsize=10)
 
 
