@@ -134,7 +134,7 @@ def _option_document(option: Option, commands: Commands) -> dict[str, Any]:
 def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
     if any(not option.lever.is_available for option in advice.options):
         say("* not in shoal yet", style="dim")
-    for words, option in (("to do that", advice.best), ("to train by fewer exchanges", advice.other_training)):
+    for words, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
         if option is not None and (line := commands.get(option.lever)):
             say(f"\n{words}{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")
             say(f"  {escape(line)}", soft_wrap=True)
