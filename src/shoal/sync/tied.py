@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.cost.buckets import touches_few_rows
 from shoal.sync.wires import Bucket, Wire
@@ -94,3 +95,22 @@ class TiedHead:
         both = [group._allgather_base(self._rows, rows), group._allgather_base(self._parts, parts)]
         for work in both:
             work.wait()
+
+
+def take_over(model: nn.Module, tokens: int | None, world: World, wire: Wire) -> TiedHead | None:
+    """DDP is told to leave the weight to us: it would wait for the embedding's part of its gradient."""
+    if tokens is None or not isinstance(model, HasTiedHead):
+        return None
+    weight = model.get_parameter(model.tied_name)
+    if not pays(weight, tokens, world):
+        return None
+    tied = TiedHead(weight, tokens, world, wire)
+    model.take_head = tied.take
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [model.tied_name])
+    return tied
+
+
+def give_back(model: nn.Module) -> None:
+    if isinstance(model, HasTiedHead):
+        model.take_head = None
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [])

@@ -48,6 +48,18 @@ class Stateless:
         check_names({}, state)
 
 
+class WithWire:
+    """What a rank has to remember is in its wire format."""
+
+    _wire: Wire
+
+    def state(self) -> dict[str, Tensor]:
+        return self._wire.state()
+
+    def load_state(self, state: State) -> None:
+        self._wire.load_state(state)
+
+
 def load_tensors(own: Mapping[str, Tensor], state: State) -> None:
     """Nothing at all is a fresh start; anything else must be the whole state of this model."""
     check_names(own, state)
