@@ -64,6 +64,7 @@ def check_whole(text: str) -> None:
         assert [line for line in lines if line.startswith(f"[{rank}]")] == lines_of(rank)
 
 
+@pytest.mark.long
 def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path) -> None:
     run, enough = tmp_path / "run", tmp_path / "enough"
     with ended_afterwards(run):

@@ -158,6 +158,7 @@ def test_every_fault_is_named_and_its_command_cures_it(lab: Lab, name: str, tmp_
     examined(lab, FAULTS[name], tmp_path)
 
 
+@pytest.mark.long
 def test_a_firewall_on_the_highest_address_is_no_fault(lab: Lab) -> None:
     """gloo and our agents dial from there; and what a container engine brings along leads nobody astray."""
     together(firewalls("node3"), sh("node2", *DOCKER0))(lab)

@@ -334,7 +334,7 @@ def same_bits(replicas: Sequence[Arrays]) -> bool:
     return all(one[name].tobytes() == replicas[0][name].tobytes() for one in replicas for name in one)
 
 
-@pytest.mark.parametrize(("measure", "size"), [("hook", 3), ("barrier", 2)])
+@pytest.mark.parametrize(("measure", "size"), [("hook", 3), pytest.param("barrier", 2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMATS)
 def test_training_learns_and_replicas_stay_equal(form: str, measure: str, size: int, tmp_path: Path) -> None:
     results = run_ranks(train, size, tmp_path, form, measure, 40)
