@@ -57,6 +57,7 @@ def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str,
     assert summarize(RunFolder.open(folder).read_all_events()).measured == (15, STEPS)
 
 
+@pytest.mark.long
 def test_a_run_too_short_to_choose_says_so(tmp_path: Path) -> None:
     done = shoal("train", "--out", tmp_path / "run", "--sync", "auto", "--steps", "3", *set_flags(*TINY))
     assert done.returncode == 0, done.stderr
@@ -87,7 +88,7 @@ def resumed(folder: Path, saved: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "chosen",
     [
-        ("diloco", "fp16", 5),
+        pytest.param(("diloco", "fp16", 5), marks=pytest.mark.long),
         pytest.param(("streaming", "fp32", 8), marks=pytest.mark.long),
         pytest.param(("ddp", "int8", 1), marks=pytest.mark.long),
     ],

@@ -199,6 +199,7 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
+@pytest.mark.long
 def test_a_broken_checkpoint_is_set_aside_and_the_one_before_used(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     truncate(run / "checkpoints" / "step-00000003" / "model.safetensors")

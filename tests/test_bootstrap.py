@@ -218,6 +218,7 @@ def test_unreachable_index_is_told_from_other_failures(copy: Copy) -> None:
     assert copy.state.read_text().splitlines()[1] == "incomplete"
 
 
+@pytest.mark.long
 def test_two_bootstraps_at_once_make_it_once(made: Made) -> None:
     _, results = made
     assert [code for code, _ in results] == [0, 0], results

@@ -203,6 +203,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.long
 def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, STUBBORN)) as first:

@@ -173,6 +173,7 @@ def test_a_killed_rank_is_named_and_the_other_folded_beneath(tmp_path: Path) -> 
     assert f"less {tmp_path / 'run' / 'logs' / 'local' / 'rank-1.log'}" in run.error()
 
 
+@pytest.mark.long
 def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         pids = run.pids()
@@ -215,6 +216,7 @@ def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
     assert run.error().startswith("error: interrupted before the first checkpoint\n")
 
 
+@pytest.mark.long
 def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
     """Ranks need seconds to import torch, and could then find themselves alone without ever having had a parent."""
     with training(tmp_path / "run", *LONG) as run:

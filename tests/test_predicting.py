@@ -233,6 +233,7 @@ def test_before_the_run_it_says_what_to_expect() -> None:
 # The whole way
 
 
+@pytest.mark.long
 def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path: Path) -> None:
     nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
     summary = profile.summary.model_copy(update={"nodes": 1})
