@@ -21,7 +21,13 @@ from shoal.train.schedule import learning_rate
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_script.py"
 
 
-@pytest.mark.parametrize("launch", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        [],
+        pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], marks=pytest.mark.long),
+    ],
+)
 def test_the_example_runs_as_it_is(launch: list[str], tmp_path: Path) -> None:
     argv = [sys.executable, *launch, str(EXAMPLE)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)

@@ -209,6 +209,7 @@ def test_what_does_not_fit_is_not_planned(profile: Profile, tmp_path: Path) -> N
     assert modes == ["ddp"]
 
 
+@pytest.mark.long
 def test_a_plan_is_kept_and_confirmed(profile: Profile, tmp_path: Path) -> None:
     nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
     summary = profile.summary.model_copy(update={"nodes": 1})

@@ -83,6 +83,7 @@ def notes(run: Path) -> str:
     return " ".join(event.get("text", "") for event in read_jsonl(run / "keeper.jsonl"))
 
 
+@pytest.mark.long
 def test_two_hosts_train_to_the_same_bits_and_the_run_folder_comes_home(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = set_flags(*TINY, "train.checkpoint_every=4")

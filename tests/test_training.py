@@ -132,6 +132,7 @@ def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Pat
     assert manifest["final_loss"] == runs[2][1]["final_loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
