@@ -34,7 +34,7 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
     checkpoint = folder.load_latest(set_aside=True) if trainer.world.is_main else None
     found = _tell(trainer.world, checkpoint)
     reached(found.progress.step, not found.has_moments)
-    if not found.has_moments and not trainer.outer.drifts:
+    if not found.has_moments and not trainer.config.sync.is_outer:
         raise _parted(found.progress.step)
     _load_common(trainer, checkpoint, found)
     if found.parts is None:
