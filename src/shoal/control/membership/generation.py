@@ -1,0 +1,119 @@
+"""Generations and lineages: the nouns of membership, as messages and files carry them.
+
+A generation is a fixed set of members that trains from a stated state; each change of membership makes the next one.
+A lineage is a line of generations in which nobody else can have gone on at the same time. Both are known by the ballot
+under which they were first proposed, which no two proposals share.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_MEMBERS = 64
+MOST_RANKS = 64
+MOST_FORKS = 64
+
+Member = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Digest = Annotated[str, Field(max_length=128, pattern=r"^[0-9a-f]*$")]
+Ranks = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**16)], ...], Field(max_length=MOST_RANKS)]
+
+
+class Ballot(NamedTuple):
+    """One proposal's own number. A member never uses a number again, so a ballot names one proposal for ever."""
+
+    number: Count
+    proposer: Member
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.proposer}"
+
+
+NEVER = Ballot(0, 0)
+
+
+class Plain(BaseModel):
+    """Immutable, and strict about what comes from outside: nothing is converted, nothing unknown is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class State(Plain):
+    """Where a member's replica stands: the last step it has applied, its digest, and the last step it knows to be
+    committed. An empty digest is one that nobody has computed."""
+
+    step: Count
+    digest: Digest = ""
+    committed: Count = 0
+
+
+class Seat(Plain):
+    """A member of a generation, with the local numbers of the ranks it brings."""
+
+    member: Member
+    ranks: Ranks
+
+
+class Fork(Plain):
+    """Where a lineage left another one: after which generation of it, and the last step that both surely share."""
+
+    lineage: Ballot
+    generation: Ballot
+    step: Count
+
+
+class Lineage(Plain):
+    """`forks` leads from the run's first lineage to this one; only the newest are kept."""
+
+    name: Ballot
+    forks: Annotated[tuple[Fork, ...], Field(max_length=MOST_FORKS)] = ()
+
+    def branch(self, name: Ballot, generation: Ballot, step: int) -> Lineage:
+        fork = Fork(lineage=self.name, generation=generation, step=step)
+        return Lineage(name=name, forks=(*self.forks, fork)[-MOST_FORKS:])
+
+
+class Generation(Plain):
+    """`state` is what all members begin with; whoever has another one copies it from `source`."""
+
+    id: Ballot
+    lineage: Lineage
+    parent: Ballot = NEVER
+    seats: Annotated[tuple[Seat, ...], Field(min_length=1, max_length=MOST_MEMBERS)]
+    state: State
+    source: Member
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(seat.member for seat in self.seats)
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(seat.ranks) for seat in self.seats)
+
+    def first_rank(self, member: int) -> int:
+        """The global rank of a member's first local rank; its others follow."""
+        before = self.seats[: self.members.index(member)]
+        return sum(len(seat.ranks) for seat in before)
+
+
+def founding(seats: tuple[Seat, ...], state: State | None = None, after: Generation | None = None) -> Generation:
+    """The first generation of a launch. A resumed run says which one its checkpoint came from, so that the numbers go
+    on and its lineage is known to be a continuation."""
+    first = min(seat.member for seat in seats)
+    start = state or State(step=0)
+    ballot = Ballot(after.id.number + 1 if after else 1, first)
+    lineage = after.lineage.branch(ballot, after.id, start.committed) if after else Lineage(name=ballot)
+    return Generation(id=ballot, lineage=lineage, seats=seats, state=start, source=first)
+
+
+def next_member(founders: int, sponsor: int, invited: int) -> int:
+    """The id of a new machine that `sponsor` lets in as its `invited`-th guest (from 0), without asking anybody.
+
+    Cantor's pairing gives every pair a number of its own, so no two sponsors ever hand out the same id, not even when
+    they cannot talk to each other.
+    """
+    along = sponsor + invited
+    return founders + along * (along + 1) // 2 + invited

@@ -1,0 +1,85 @@
+"""What an agent must remember over its own end, and the rule by which it votes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+from shoal.control.membership.generation import NEVER, Ballot, Count, Generation, Plain
+from shoal.control.membership.messages import Resign, Vote, Why
+
+
+class Record(Plain):
+    """`highest` is the highest number ever seen: none at or below it is used for a new ballot."""
+
+    generation: Generation | None = None
+    promised: Ballot = NEVER
+    accepted: Vote | None = None
+    resigned: Why | None = None
+    highest: Count = 0
+
+
+class Promises(Protocol):
+    """Where the record is kept. `save` returns when it would survive a power cut, and raises OSError otherwise."""
+
+    def load(self) -> Record: ...
+
+    def save(self, record: Record) -> None: ...
+
+
+class Voter:
+    """One agent's vote: never for a lower ballot than it promised, and written down before it is given."""
+
+    def __init__(self, promises: Promises) -> None:
+        self._promises = promises
+        self.record = promises.load()
+
+    def may_vote(self) -> bool:
+        return self.record.generation is not None and self.record.resigned is None
+
+    def saw(self, number: int) -> None:
+        """Not worth a write: only a number under which a vote was given must not be used again."""
+        if number > self.record.highest:
+            self.record = self.record.model_copy(update={"highest": number})
+
+    def promise(self, ballot: Ballot) -> bool:
+        if ballot <= self.record.promised:
+            return False
+        self.saw(ballot.number)
+        self._keep(promised=ballot)
+        return True
+
+    def accept(self, vote: Vote) -> bool:
+        """Only under the very ballot that was promised last: our ranks stopped for it, and their state is in it."""
+        if vote.ballot != self.record.promised or self.record.generation is None:
+            return False
+        # A fork has a name of its own that nobody else can use: it binds nobody, and must not hide a vote that does.
+        if vote.successor.lineage.name == self.record.generation.lineage.name:
+            self._keep(accepted=vote)
+        return True
+
+    def enter(self, generation: Generation) -> None:
+        self.saw(generation.id.number)
+        self._try_to_keep(generation=generation, promised=NEVER, accepted=None, resigned=None)
+
+    def resign(self, why: Why) -> None:
+        self._try_to_keep(resigned=why)
+
+    def resignation(self) -> Resign | None:
+        record = self.record
+        if record.generation is None or record.resigned is None:
+            return None
+        return Resign(
+            generation=record.generation.id, why=record.resigned, promised=record.promised, accepted=record.accepted
+        )
+
+    def _try_to_keep(self, **changes: object) -> None:
+        """What need not be remembered: after a restart the old record says less, and what it says is still true."""
+        with contextlib.suppress(OSError):
+            self._keep(**changes)
+        self.record = self.record.model_copy(update=changes)
+
+    def _keep(self, **changes: object) -> None:
+        record = self.record.model_copy(update=changes)
+        self._promises.save(record)
+        self.record = record

@@ -1,0 +1,107 @@
+"""Every event of membership as one plain sentence: what happened, to whom, what was done, what it cost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.control.membership.generation import Generation
+
+Name = Callable[[int], str]
+Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere", "ranks changed"]
+
+_CAUSES: dict[Cause, str] = {
+    "leave": "left the run",
+    "ranks": "lost all of its ranks",
+    "suspend": "was put to sleep",
+    "restart": "was started again without its state",
+    "closed": "is gone: its connection closed",
+    "silent": "is silent",
+    "elsewhere": "went on with others",
+    "ranks changed": "has other ranks than before",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one generation to the next, as one member saw it. `since_s`: how long nobody trained, so far."""
+
+    before: Generation
+    after: Generation
+    causes: Mapping[int, Cause]
+    since_s: float
+
+
+def regrouped(change: Change, name: Name) -> str:
+    lost = [f"{name(member)} {_CAUSES[cause]}" for member, cause in sorted(change.causes.items())]
+    joined = [member for member in change.after.members if member not in change.before.members]
+    if joined:
+        lost.append(f"{_all(joined, name)} joined")
+    what = _sentence(lost) or "An exchange failed"
+    step = change.after.state.step
+    who = _all(change.after.members, name)
+    alone = len(change.after.members) == 1
+    own = f" as a lineage of {'its' if alone else 'their'} own, since others may go on too" if _forked(change) else ""
+    return (
+        f"{what}. {who} {'goes' if alone else 'go'} on{own}, as generation {change.after.id.number}, with step "
+        f"{step + 1}; that was agreed after {change.since_s:.1f} s, and no committed step is lost."
+    )
+
+
+def admitted(after: Generation, me: int, name: Name) -> str:
+    return (
+        f"{name(me)} is let in as a member of generation {after.id.number}, copies the state of {name(after.source)} "
+        f"and trains with step {after.state.step + 1}."
+    )
+
+
+def paused(why: str, present: Iterable[int], generation: Generation, name: Name, min_nodes: int) -> str:
+    members = list(present)
+    missing = [member for member in generation.members if member not in members]
+    here = f"{_all(members, name) or 'This machine'} {'has' if len(members) < 2 else 'have'} paused"
+    safe = "the state is kept in memory, and training goes on by itself as soon as they are back"
+    if why == "min_nodes":
+        return f"{here}: fewer than the {min_nodes} machines asked for are left; {safe}."
+    if why == "no state":
+        return (
+            f"{here}: whoever had the state is gone ({_all(missing, name)}); bring one of them back, "
+            "or start from the last checkpoint with --resume."
+        )
+    return f"{here}: {_all(missing, name)} cannot be heard and may go on without us; {safe}."
+
+
+def fenced(mine: Generation | None, me: int, name: Name) -> str:
+    step = f" after step {mine.state.step}" if mine else ""
+    return f"{name(me)} was away and the others went on{step}: it commits nothing more and asks to be let in again."
+
+
+def abandoned(ours: Generation, theirs: Generation, committed: int, shared: int, name: Name) -> str:
+    given_up = max(0, committed - shared)
+    what = f"at most {given_up} of its steps are marked abandoned" if given_up else "no step is given up"
+    who = _all(ours.members, name)
+    others = _all([member for member in theirs.members if member not in ours.members] or theirs.members, name)
+    return (
+        f"{who} and {others} had trained apart since step {shared}. The lineage of {others} has more committed steps "
+        f"and stays; the other one goes back: {what}."
+    )
+
+
+def cannot_promise(me: int, error: OSError, name: Name) -> str:
+    return (
+        f"{name(me)} cannot write down its vote ({error.strerror or error}), so it gives none: free some space there, "
+        "or the next fault may leave the others waiting."
+    )
+
+
+def _forked(change: Change) -> bool:
+    return change.before.lineage.name != change.after.lineage.name
+
+
+def _all(members: Iterable[int], name: Name) -> str:
+    names = [name(member) for member in members]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
+
+
+def _sentence(parts: list[str]) -> str:
+    return "; ".join(parts)

@@ -1,0 +1,115 @@
+"""What one agent knows of the others: whom it hears, what they said last, who gave up a vote."""
+
+from __future__ import annotations
+
+from shoal.control.membership.generation import Ballot, Generation
+from shoal.control.membership.lineages import standing
+from shoal.control.membership.messages import Beat, Resign
+from shoal.control.membership.rules import Rules
+from shoal.control.membership.sentences import Cause
+from shoal.control.membership.succession import Electorate, Guest
+from shoal.control.membership.watch import Standing, Watch
+
+
+class View:
+    def __init__(self, me: int, rules: Rules, now: float) -> None:
+        self.me = me
+        self.watch = Watch(rules, now)
+        self.linked: set[int] = set()
+        self.beats: dict[int, Beat] = {}
+        self.resignations: dict[int, Resign] = {}
+        self.generations: dict[int, Generation] = {}
+
+    def hears(self) -> tuple[int, ...]:
+        return tuple(member for member in sorted(self.linked) if self.watch.standing(member) is Standing.HERE)
+
+    def usable(self, member: int) -> bool:
+        """We hear each other. Who does not hear us will form no group with us, whatever we hear of it."""
+        if member == self.me:
+            return True
+        beat = self.beats.get(member)
+        heard = member in self.linked and self.watch.standing(member) is Standing.HERE
+        return heard and (beat is None or self.me in beat.hears)
+
+    def has_resigned(self, member: int, generation: Generation) -> bool:
+        word = self.resignations.get(member)
+        return word is not None and word.generation == generation.id
+
+    def is_elsewhere(self, member: int, generation: Generation) -> bool:
+        """It is in another generation by now, or belongs to none any more."""
+        beat = self.beats.get(member)
+        return beat is not None and (beat.generation != generation.id or not beat.votes)
+
+    def electorate(self, generation: Generation) -> Electorate:
+        members = frozenset(generation.members)
+        resigned = {member for member in members if self.has_resigned(member, generation)}
+        closed = {member for member in members if self.watch.standing(member) is Standing.GONE}
+        return Electorate(members, frozenset(resigned), frozenset((closed | self._empty_handed(members)) - {self.me}))
+
+    def guests(self, generation: Generation) -> dict[int, Guest]:
+        """Those who ask to be let in and bring ranks; members that have resigned may come back this way."""
+        asking = {
+            member: beat
+            for member, beat in self.beats.items()
+            if beat.asks == generation.lineage.name and beat.ranks and self.usable(member)
+        }
+        return {
+            member: Guest(beat.ranks, beat.hears)
+            for member, beat in asking.items()
+            if member not in generation.members or self.is_elsewhere(member, generation)
+        }
+
+    def welcome(self, generation: Generation, present: list[int]) -> bool:
+        """Whether a guest could come in now: everybody present hears it, and it hears everybody."""
+        return any(
+            all(other == self.me or member in self.beats[other].hears for other in present if other in self.beats)
+            and set(present) <= set(guest.hears)
+            for member, guest in self.guests(generation).items()
+        )
+
+    def best_lineage(self, mine: Generation | None, committed: int) -> Ballot | None:
+        """The lineage that should stand, of those whose members we could all reach, and of our own."""
+        reach = [
+            beat
+            for member, beat in self.beats.items()
+            if beat.votes and self.usable(member) and (mine is None or self._reaches_all(member, mine))
+        ]
+        known: dict[Ballot, int] = {} if mine is None else {mine.lineage.name: committed}
+        for beat in reach:
+            if beat.lineage is not None:
+                known[beat.lineage] = max(known.get(beat.lineage, 0), beat.committed)
+        return standing(known) if known else None
+
+    def is_overtaken(self, mine: Generation) -> bool:
+        """Our lineage has gone on without us, and whoever did so can be heard. That it was told of a successor that
+        has us in it only means that the same news is on its way to us."""
+        return any(
+            later.lineage.name == mine.lineage.name and later.id > mine.id and self.me not in later.members
+            for member in self.hears()
+            if (later := self._generation_of(member)) is not None
+        )
+
+    def cause(self, member: int, generation: Generation) -> Cause:
+        if self.has_resigned(member, generation):
+            return self.resignations[member].why
+        if self.watch.standing(member) is Standing.GONE:
+            return "closed"
+        if self.watch.standing(member) is Standing.HERE and self.is_elsewhere(member, generation):
+            return "elsewhere"
+        return "silent"
+
+    def _reaches_all(self, member: int, mine: Generation) -> bool:
+        """To stop our own training for a lineage that could not take us in would help nobody."""
+        if self.beats[member].lineage == mine.lineage.name:
+            return True
+        theirs = self._generation_of(member)
+        return theirs is not None and all(map(self.usable, theirs.members))
+
+    def _generation_of(self, member: int) -> Generation | None:
+        """The one it may vote in, if it has told us what that is."""
+        beat, told = self.beats.get(member), self.generations.get(member)
+        return told if beat and told and beat.votes and told.id == beat.generation else None
+
+    def _empty_handed(self, members: frozenset[int]) -> set[int]:
+        """Those that belong to no generation any more: they lost what they had trained on."""
+        return {member for member in members if member in self.beats and not self.beats[member].votes}

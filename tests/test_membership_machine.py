@@ -1,0 +1,123 @@
+"""Membership under anything that can happen: kills, freezes, cuts, joins and heals, in any order.
+
+The simulated cluster holds every commit and every generation against docs/faults.md as it happens; the rules below add
+what must be true once everything is healed.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from shoal.control.membership.generation import next_member
+from shoal.control.membership.rules import Rules
+from tests.membership_sim import Cluster
+
+# After everything is healed: to wake up, to be noticed, to yield, to be let in, and a group that did not form at first.
+TOGETHER_WITHIN_S = 25.0
+
+
+class Membership(RuleBasedStateMachine):
+    cluster: Cluster
+
+    @initialize(
+        size=st.integers(1, 5),
+        tie=st.sampled_from(["continue", "pause"]),
+        seed=st.integers(0, 2**16),
+        delay_s=st.sampled_from([0.005, 0.02]),
+    )
+    def begin(self, size: int, tie: str, seed: int, delay_s: float) -> None:
+        rules = Rules(on_silent_tie=tie)  # type: ignore[arg-type]
+        self.cluster = Cluster(size, rules, seed, delay_s)
+        self.founders = size
+        self.guests = 0
+
+    def member(self, pick: int) -> int:
+        members = sorted(self.cluster.machines)
+        return members[pick % len(members)]
+
+    @rule(seconds=st.sampled_from([0.05, 0.1, 0.3, 1.0, 3.0, 7.0]))
+    def wait(self, seconds: float) -> None:
+        self.cluster.run(seconds)
+
+    @rule(pick=st.integers(0, 5))
+    def kill(self, pick: int) -> None:
+        self.cluster.kill(self.member(pick))
+
+    @rule(pick=st.integers(0, 5))
+    def power_cut(self, pick: int) -> None:
+        self.cluster.power_cut(self.member(pick))
+
+    @rule(pick=st.integers(0, 5))
+    def kill_rank(self, pick: int) -> None:
+        self.cluster.kill_rank(self.member(pick))
+
+    @rule(pick=st.integers(0, 5))
+    def restart(self, pick: int) -> None:
+        self.cluster.restart(self.member(pick))
+
+    @rule(pick=st.integers(0, 5))
+    def freeze(self, pick: int) -> None:
+        self.cluster.freeze(self.member(pick))
+
+    @rule(pick=st.integers(0, 5))
+    def thaw(self, pick: int) -> None:
+        self.cluster.thaw(self.member(pick))
+
+    @rule(sides=st.lists(st.integers(0, 2), min_size=6, max_size=6))
+    def split(self, sides: list[int]) -> None:
+        members = sorted(self.cluster.machines)
+        groups = [{member for place, member in enumerate(members) if sides[place % 6] == side} for side in range(3)]
+        self.cluster.split(*groups)
+
+    @rule(one=st.integers(0, 5), other=st.integers(0, 5))
+    def block_one_way(self, one: int, other: int) -> None:
+        self.cluster.block(self.member(one), self.member(other))
+
+    @rule()
+    def heal(self) -> None:
+        self.cluster.heal()
+
+    @precondition(lambda self: len(self.cluster.machines) < 6)
+    @rule()
+    def join(self) -> None:
+        self.cluster.join(next_member(self.founders, 0, self.guests))
+        self.guests += 1
+
+    @rule()
+    def everything_heals(self) -> None:
+        """Exactly one lineage stands, everybody is in it, and it has every step that was committed in it."""
+        cluster = self.cluster
+        cluster.heal()
+        for member in cluster.machines:
+            cluster.thaw(member)
+            cluster.restart(member)
+        cluster.run(TOGETHER_WITHIN_S)
+        if not cluster.somebody_can_go_on():
+            # Nobody has the state any more; all wait for somebody who resumes from a checkpoint.
+            assert not any(machine.running for machine in cluster.machines.values())
+            return
+        before = cluster.committed()
+        cluster.run(1.0)
+        assert cluster.are_one(), cluster.describe()
+        assert cluster.committed() > before, cluster.describe()
+        cluster.check_ledgers()
+
+    def teardown(self) -> None:
+        if hasattr(self, "cluster"):
+            self.everything_heals()
+
+
+QUICK = settings(max_examples=4, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def test_membership_keeps_its_promises() -> None:
+    run_state_machine_as_test(Membership, settings=QUICK)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_membership_keeps_its_promises_for_long() -> None:
+    run_state_machine_as_test(Membership, settings=settings(QUICK, max_examples=300, stateful_step_count=30))
