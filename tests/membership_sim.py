@@ -405,8 +405,9 @@ class Cluster:
             return
         source = self.machines[generation.source]
         state = source.state()
-        assert state is not None
-        assert source.history is not None
+        if state is None or source.history is None:
+            self._time_out(generation, inside)
+            return
         assert (state.step, state.digest) == (generation.state.step, generation.state.digest or state.digest)
         for machine in inside:
             machine.arrived = True
@@ -439,7 +440,7 @@ class Cluster:
             assert not follows or step <= other.state.step, f"stale {generation.id} committed {step} after {other.id}"
         machine.ledger = step
         self.commit_times.append((self.now, generation.id, step, machine.id))
-        self.obey(machine, council.committed(step, self.now))
+        council.committed(step)
 
     def _check_generation(self, generation: Generation) -> None:
         known = self.generations.setdefault(generation.id, generation)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from shoal.control.membership import lineages, sentences
 from shoal.control.membership.actions import Abandon, Action, Pause, Send, Start, Tell
-from shoal.control.membership.generation import Ballot, Generation, Ranks, State
+from shoal.control.membership.generation import NEVER, Ballot, Generation, Ranks, State
 from shoal.control.membership.messages import (
     Accept,
     Accepted,
@@ -125,11 +125,9 @@ class Council:
 
         return self._take(now, offer)
 
-    def committed(self, step: int, now: float) -> list[Action]:
-        def count() -> None:
-            self._ranks.committed = max(self._ranks.committed, step)
-
-        return self._take(now, count)
+    def committed(self, step: int) -> None:
+        """Our ranks' progress; nothing follows from it but what the next heartbeat says."""
+        self._ranks.committed = max(self._ranks.committed, step)
 
     def failed(self, generation: Ballot, now: float) -> list[Action]:
         """Our ranks cannot go on in this generation: an exchange failed, a rank died, the group did not form."""
@@ -223,9 +221,10 @@ class Council:
             case Announce():
                 self._view.generations[sender] = message.generation
                 self._learn(message.generation)
+                self._decline(sender, message.generation)
             case Resign():
                 self._voter.saw(message.promised.number)
-                self._view.resignations[sender] = message
+                self._view.resignations[sender, message.generation] = message
             case Alarm() if self._is_current(message.generation):
                 self._alarm = True
             case Prepare():
@@ -237,6 +236,8 @@ class Council:
 
     def _on_beat(self, sender: int, beat: Beat) -> None:
         self._view.beats[sender] = beat
+        # Numbers rise for everybody who may ever belong to one generation, so nobody enters an old one again.
+        self._voter.saw(beat.generation.number if beat.generation else 0)
         current = self.generation
         if current and self._voter.may_vote() and beat.generation != current.id:
             self._post(sender, Announce(generation=current))
@@ -250,6 +251,8 @@ class Council:
             return
         self._due = prepare
         self._promised_at = self._now
+        if proposer != self._me:
+            self._round = None
 
     def _on_accept(self, proposer: int, accept: Accept) -> None:
         if not self._may_answer(proposer, accept.generation):
@@ -368,10 +371,10 @@ class Council:
         if missing:
             round.hurry(self._now)
         late = self._now - round.began_at > (self._rules.edge_s if round.at_edge else self._rules.answer_s)
-        if round.outcome is None:
-            if self._me in round.promises and (late or not round.waits_for(self._present(round.base))):
+        if round.outcome is None and self._me in round.promises:
+            if late or not round.waits_for(self._present(round.base)):
                 self._choose_successor(round)
-        elif round.is_decided() and round.outcome.successor:
+        elif round.outcome and round.outcome.successor and round.is_decided():
             self._tell_all(Announce(generation=round.outcome.successor))
             self._learn(round.outcome.successor)
         elif late:
@@ -380,7 +383,7 @@ class Council:
     def _choose_successor(self, round: Round) -> None:
         view, base = self._view, round.base
         electorate = view.electorate(base)
-        words = {member: view.resignations[member] for member in electorate.resigned}
+        words = {member: view.resignations[member, base.id] for member in electorate.resigned}
         if round.outbid_by(words.values()):
             self._drop_round()
             return
@@ -418,14 +421,20 @@ class Council:
             self._enter(generation)
 
     def _follows(self, generation: Generation) -> bool:
-        """Whether it is for us: it grew out of ours, or we asked for it."""
+        """Whether it is for us: it grew out of ours, or we asked for it. Never one that we may have left before."""
         current = self.generation
-        if current is None or self._asks == generation.lineage.name:
-            return self._asks is not None
-        if not self._voter.may_vote():
+        if current is not None and generation.id <= current.id:
             return False
-        ours = generation.lineage.name == current.lineage.name and generation.id > current.id
-        return ours or generation.parent == current.id
+        if self._asks == generation.lineage.name:
+            return True
+        if current is None or not self._voter.may_vote():
+            return False
+        return generation.lineage.name == current.lineage.name or generation.parent == current.id
+
+    def _decline(self, sender: int, generation: Generation) -> None:
+        """We asked once and went another way before they let us in: they need not wait for our vote."""
+        if self._me in generation.members and self._voter.missed(generation):
+            self._post(sender, Resign(generation=generation.id, why="elsewhere", promised=NEVER))
 
     def _enter(self, generation: Generation) -> None:
         before = self.generation
@@ -433,10 +442,13 @@ class Council:
             self._account(before, generation)
         self._voter.enter(generation)
         self._round = self._due = self._asks = self._need_since = None
-        self._alarm = self._paused = False
+        self._paused = False
+        # Others are to copy from us what we have lost since we promised it.
+        self._alarm = generation.source == self._me and self._ranks.state is None and generation.parent != NEVER
         self._began_at = self._now
         for member in generation.members:
             self._view.watch.expect(member)
+        self._view.forget_before(generation.id)
         self._ranks.phase = Phase.TRAINING
         self._ranks.committed = generation.state.committed
         self._out.append(Start(generation))

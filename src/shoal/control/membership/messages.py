@@ -94,7 +94,7 @@ class Announce(Plain):
     generation: Generation
 
 
-Why = Literal["leave", "ranks", "suspend", "restart"]
+Why = Literal["leave", "ranks", "suspend", "restart", "elsewhere"]
 
 
 class Resign(Plain):

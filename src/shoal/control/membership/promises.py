@@ -8,15 +8,19 @@ from typing import Protocol
 from shoal.control.membership.generation import NEVER, Ballot, Count, Generation, Plain
 from shoal.control.membership.messages import Resign, Vote, Why
 
+_MOST_ENTERED = 64
+
 
 class Record(Plain):
-    """`highest` is the highest number ever seen: none at or below it is used for a new ballot."""
+    """`highest` is the highest number ever seen: none at or below it is used for a new ballot. `entered` are the newest
+    generations that the agent was in."""
 
     generation: Generation | None = None
     promised: Ballot = NEVER
     accepted: Vote | None = None
     resigned: Why | None = None
     highest: Count = 0
+    entered: tuple[Ballot, ...] = ()
 
 
 class Promises(Protocol):
@@ -60,7 +64,15 @@ class Voter:
 
     def enter(self, generation: Generation) -> None:
         self.saw(generation.id.number)
-        self._try_to_keep(generation=generation, promised=NEVER, accepted=None, resigned=None)
+        entered = (*self.record.entered, generation.id)[-_MOST_ENTERED:]
+        self._try_to_keep(generation=generation, promised=NEVER, accepted=None, resigned=None, entered=entered)
+
+    def missed(self, generation: Generation) -> bool:
+        """It had a seat for us, we never took it, and never will: only later ones are entered."""
+        record = self.record
+        past = record.generation is not None and generation.id < record.generation.id
+        known = len(record.entered) < _MOST_ENTERED or generation.id > record.entered[0]
+        return past and known and generation.id not in record.entered
 
     def resign(self, why: Why) -> None:
         self._try_to_keep(resigned=why)

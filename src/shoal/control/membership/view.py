@@ -17,8 +17,12 @@ class View:
         self.watch = Watch(rules, now)
         self.linked: set[int] = set()
         self.beats: dict[int, Beat] = {}
-        self.resignations: dict[int, Resign] = {}
+        self.resignations: dict[tuple[int, Ballot], Resign] = {}
         self.generations: dict[int, Generation] = {}
+
+    def forget_before(self, generation: Ballot) -> None:
+        """Votes on what followed older generations than ours are of no use any more."""
+        self.resignations = {key: word for key, word in self.resignations.items() if key[1] >= generation}
 
     def hears(self) -> tuple[int, ...]:
         return tuple(member for member in sorted(self.linked) if self.watch.standing(member) is Standing.HERE)
@@ -32,8 +36,7 @@ class View:
         return heard and (beat is None or self.me in beat.hears)
 
     def has_resigned(self, member: int, generation: Generation) -> bool:
-        word = self.resignations.get(member)
-        return word is not None and word.generation == generation.id
+        return (member, generation.id) in self.resignations
 
     def is_elsewhere(self, member: int, generation: Generation) -> bool:
         """It is in another generation by now, or belongs to none any more."""
@@ -91,7 +94,7 @@ class View:
 
     def cause(self, member: int, generation: Generation) -> Cause:
         if self.has_resigned(member, generation):
-            return self.resignations[member].why
+            return self.resignations[member, generation.id].why
         if self.watch.standing(member) is Standing.GONE:
             return "closed"
         if self.watch.standing(member) is Standing.HERE and self.is_elsewhere(member, generation):
