@@ -411,6 +411,8 @@ class Cluster:
         assert (state.step, state.digest) == (generation.state.step, generation.state.digest or state.digest)
         for machine in inside:
             machine.arrived = True
+            if machine.council:
+                machine.council.formed(generation.id)
             if machine.state() is None or digest(machine.history or []) != state.digest:
                 machine.history = list(source.history)
             machine.ledger = max(machine.ledger, source.ledger) if machine.history else source.ledger

@@ -50,10 +50,12 @@ class Council:
         self._round: Round | None = None
         self._due: Prepare | None = None
         self._asks: Ballot | None = None
-        self._alarm = self._paused = self._leaving = self._complained = False
+        self._passed: Generation | None = None
+        self._alarm = self._paused = self._formed = self._leaving = self._complained = False
         self._began_at = self._beat_at = self._next_try = self._promised_at = now
         self._need_since: float | None = None
         self._scene: object = None
+        self._announced_at: dict[int, float] = {}
         self._inbox: list[Message] = []
         self._out: list[Action] = []
         # Whoever comes back has lost its state, and with it the right to say what follows.
@@ -91,6 +93,7 @@ class Council:
     def connected(self, member: int, now: float) -> list[Action]:
         def greet() -> None:
             self._view.linked.add(member)
+            self._announced_at.pop(member, None)
             self._view.watch.heard(member)
             self._introduce(member)
 
@@ -114,16 +117,22 @@ class Council:
 
     def found(self, generation: Generation, ranks: Ranks, now: float) -> list[Action]:
         """The first generation of a launch, of which all agents were told the same."""
-        self._ranks.numbers = ranks
+        self._ranks.numbers, self._ranks.holds = ranks, True
         return self._take(now, lambda: self._enter(generation))
 
-    def ready(self, ranks: Ranks, now: float) -> list[Action]:
-        """New ranks wait to be let in."""
+    def ready(self, ranks: Ranks, now: float, committed: int = 0) -> list[Action]:
+        """New ranks wait to be let in; `committed` is the last step of the ledger they found."""
 
         def offer() -> None:
             self._ranks.numbers = ranks
+            self._ranks.committed = max(self._ranks.committed, committed)
 
         return self._take(now, offer)
+
+    def formed(self, generation: Ballot) -> None:
+        """Our ranks have met the others in this generation and hold its state, copied where theirs differed."""
+        if self._is_current(generation) and self._ranks.phase is not Phase.STOPPED:
+            self._ranks.holds = self._formed = True
 
     def committed(self, step: int) -> None:
         """Our ranks' progress; nothing follows from it but what the next heartbeat says."""
@@ -200,6 +209,7 @@ class Council:
             committed=self._ranks.committed,
             hears=self._view.hears(),
             votes=self._voter.may_vote(),
+            holds=self._ranks.holds,
             asks=self._asks,
             ranks=self._ranks.numbers,
         )
@@ -240,7 +250,13 @@ class Council:
         self._voter.saw(beat.generation.number if beat.generation else 0)
         current = self.generation
         if current and self._voter.may_vote() and beat.generation != current.id:
-            self._post(sender, Announce(generation=current))
+            self._announce(sender, current)
+
+    def _announce(self, to: int, current: Generation) -> None:
+        """Not to every one of the heartbeats that piled up while one of us slept."""
+        if self._now - self._announced_at.get(to, float("-inf")) >= self._rules.beat_s:
+            self._announced_at[to] = self._now
+            self._post(to, Announce(generation=current))
 
     def _on_prepare(self, proposer: int, prepare: Prepare) -> None:
         self._voter.saw(prepare.ballot.number)
@@ -266,7 +282,7 @@ class Council:
         """Who wants to leave a lineage does not say how it goes on; who is ahead tells who is behind."""
         current = self.generation
         if current and self._voter.may_vote() and current.id != generation:
-            self._post(proposer, Announce(generation=current))
+            self._announce(proposer, current)
         return self._is_current(generation) and self._voter.may_vote() and self._asks is None
 
     def _vote(self, cast: Callable[[], bool]) -> bool:
@@ -314,9 +330,10 @@ class Council:
     def _choose_lineage(self) -> None:
         current, votes = self.generation, self._voter.may_vote()
         mine = current if votes else None
-        best = None if self._leaving else self._view.best_lineage(mine, self._ranks.committed)
+        held = mine if self._ranks.holds else None
+        best = None if self._leaving else self._view.best_lineage(held, self._ranks.committed)
         overtaken = mine is not None and self._view.is_overtaken(mine)
-        asks = best if mine is None or best != mine.lineage.name or overtaken else None
+        asks = best if mine is None or overtaken or best != mine.lineage.name else None
         if asks != self._asks:
             self._asks = asks
             self._beat()
@@ -375,6 +392,7 @@ class Council:
             if late or not round.waits_for(self._present(round.base)):
                 self._choose_successor(round)
         elif round.outcome and round.outcome.successor and round.is_decided():
+            self._drop_round()
             self._tell_all(Announce(generation=round.outcome.successor))
             self._learn(round.outcome.successor)
         elif late:
@@ -387,9 +405,10 @@ class Council:
         if round.outbid_by(words.values()):
             self._drop_round()
             return
-        outcome = round.bound_to(electorate, words) or succeed(
-            base, round.ballot, electorate, round.promises, view.guests(base), self._rules
-        )
+        bound = None if self._passed else round.bound_to(electorate, words)
+        if self._passed:
+            electorate = electorate.passed_by(self._passed)
+        outcome = bound or succeed(base, round.ballot, electorate, round.promises, view.guests(base), self._rules)
         if outcome.successor is None:
             self._pause(round, outcome.why)
             return
@@ -417,8 +436,11 @@ class Council:
         current = self.generation
         if current is not None and generation.id == current.id:
             return
-        if self._me in generation.members and self._follows(generation):
-            self._enter(generation)
+        if self._me in generation.members:
+            if self._follows(generation):
+                self._enter(generation)
+        elif current and generation.lineage.name == current.lineage.name and generation.id > current.id:
+            self._passed = generation
 
     def _follows(self, generation: Generation) -> bool:
         """Whether it is for us: it grew out of ours, or we asked for it. Never one that we may have left before."""
@@ -441,10 +463,12 @@ class Council:
         if before is not None:
             self._account(before, generation)
         self._voter.enter(generation)
-        self._round = self._due = self._asks = self._need_since = None
-        self._paused = False
         # Others are to copy from us what we have lost since we promised it.
-        self._alarm = generation.source == self._me and self._ranks.state is None and generation.parent != NEVER
+        self._alarm = generation.source == self._me and not self._ranks.holds
+        # Whoever was let in has nothing to train on from before its copy has arrived.
+        self._ranks.holds &= self._asks is None
+        self._round = self._due = self._asks = self._need_since = self._passed = None
+        self._paused = self._formed = False
         self._began_at = self._now
         for member in generation.members:
             self._view.watch.expect(member)
@@ -457,14 +481,12 @@ class Council:
     def _account(self, before: Generation, after: Generation) -> None:
         """What the user is told; and what our ledger gives up, where we change sides."""
         old, new = before.lineage, after.lineage
-        is_child = any(fork.generation == before.id and fork.lineage == old.name for fork in new.forks)
-        if self._asks is not None and old.name == new.name:
-            self._say(sentences.admitted(after, self._me, self._name), after.id)
-            return
-        if old.name != new.name and not is_child:
+        if self._asks is not None:
             shared = lineages.shared_step(old, new)
-            text = sentences.abandoned(before, after, self._ranks.committed, shared, self._name)
-            self._out.append(Abandon(old.name, new.name, shared, text))
+            if old.name != new.name and self._ranks.committed > shared:
+                text = sentences.abandoned(before, after, self._ranks.committed, shared, self._name)
+                self._out.append(Abandon(old.name, new.name, shared, text))
+            self._say(sentences.admitted(after, self._me, self._name), after.id)
             return
         left = [member for member in before.members if member not in after.members]
         causes = {member: self._view.cause(member, before) for member in left}
@@ -505,8 +527,9 @@ class Council:
         return self._alarm or len(self._present(current)) < len(current.members)
 
     def _is_welcome(self, current: Generation) -> bool:
+        """Not before the last change is through: a new group that is stopped at once helps nobody."""
         room = len(current.members) < self._rules.max_nodes
-        return room and self._view.welcome(current, self._present(current))
+        return room and self._formed and self._view.welcome(current, self._present(current))
 
     def _scene_changed(self) -> bool:
         beats = {member: (beat.hears, beat.asks) for member, beat in self._view.beats.items()}

@@ -25,7 +25,8 @@ class Vote(Plain):
 
 class Beat(Plain):
     """Every quarter of a second, to everybody. `hears`: whom the sender holds for here. `votes`: it may vote on what
-    follows its generation. `asks`: the lineage it wants to be let into, with these ranks."""
+    follows its generation. `holds`: its ranks have a state to train on from. `asks`: the lineage it wants to be let
+    into, with these ranks."""
 
     type: Literal["member-beat"] = "member-beat"
     generation: Ballot | None
@@ -33,6 +34,7 @@ class Beat(Plain):
     committed: Count
     hears: Members
     votes: bool
+    holds: bool
     asks: Ballot | None = None
     ranks: Ranks = ()
 

@@ -20,6 +20,7 @@ class OwnRanks:
     numbers: Ranks = ()
     state: State | None = None
     committed: int = 0
+    holds: bool = False
     phase: Phase = Phase.STOPPED
     at_edge: bool = False
 
@@ -33,8 +34,9 @@ class OwnRanks:
 
     def halted(self, state: State | None, numbers: Ranks) -> None:
         self.phase, self.state, self.numbers = Phase.STOPPED, state, numbers
+        self.holds = state is not None
         if state is not None:
             self.committed = max(self.committed, state.committed)
 
     def lose_all(self) -> None:
-        self.phase, self.state, self.numbers = Phase.STOPPED, None, ()
+        self.phase, self.state, self.numbers, self.holds = Phase.STOPPED, None, (), False

@@ -25,11 +25,12 @@ class Verdict(Enum):
 class Electorate:
     """The last generation, seen by one who wants to follow it. `resigned` gave their vote up by their own word, so it
     can never be cast elsewhere. `away` are gone by other signs: enough to go on without them, but no proof that they
-    don't go on themselves."""
+    don't go on themselves. `closed`: the lineage has gone on already, so that nobody else can continue it."""
 
     members: frozenset[int]
     resigned: frozenset[int] = frozenset()
     away: frozenset[int] = frozenset()
+    closed: bool = False
 
     @property
     def voters(self) -> frozenset[int]:
@@ -39,11 +40,16 @@ class Electorate:
     def quorum(self) -> int:
         return len(self.voters) // 2 + 1
 
+    def passed_by(self, successor: Generation) -> Electorate:
+        """Left behind by a successor whose members have lost what they had. Those of whom that is not known count."""
+        inside = frozenset(successor.members)
+        return Electorate(self.members | inside, self.resigned - inside, self.away, closed=True)
+
 
 def judge(electorate: Electorate, votes: frozenset[int], on_silent_tie: str) -> Verdict:
     cast = votes & electorate.voters
     if len(cast) >= electorate.quorum:
-        return Verdict.CONTINUE
+        return Verdict.FORK if electorate.closed else Verdict.CONTINUE
     rest = electorate.voters - (electorate.away - cast)
     if 2 * len(cast) > len(rest):
         return Verdict.FORK

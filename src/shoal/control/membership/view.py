@@ -47,7 +47,9 @@ class View:
         members = frozenset(generation.members)
         resigned = {member for member in members if self.has_resigned(member, generation)}
         closed = {member for member in members if self.watch.standing(member) is Standing.GONE}
-        return Electorate(members, frozenset(resigned), frozenset((closed | self._empty_handed(members)) - {self.me}))
+        return Electorate(
+            members, frozenset(resigned), frozenset((closed | self._empty_handed(generation)) - {self.me})
+        )
 
     def guests(self, generation: Generation) -> dict[int, Guest]:
         """Those who ask to be let in and bring ranks; members that have resigned may come back this way."""
@@ -75,7 +77,7 @@ class View:
         reach = [
             beat
             for member, beat in self.beats.items()
-            if beat.votes and self.usable(member) and (mine is None or self._reaches_all(member, mine))
+            if beat.votes and beat.holds and self.usable(member) and (mine is None or self._reaches_all(member, mine))
         ]
         known: dict[Ballot, int] = {} if mine is None else {mine.lineage.name: committed}
         for beat in reach:
@@ -109,10 +111,14 @@ class View:
         return theirs is not None and all(map(self.usable, theirs.members))
 
     def _generation_of(self, member: int) -> Generation | None:
-        """The one it may vote in, if it has told us what that is."""
+        """The one whose state it has and may vote in, if it has told us what that is."""
         beat, told = self.beats.get(member), self.generations.get(member)
-        return told if beat and told and beat.votes and told.id == beat.generation else None
+        return told if beat and told and beat.votes and beat.holds and told.id == beat.generation else None
 
-    def _empty_handed(self, members: frozenset[int]) -> set[int]:
-        """Those that belong to no generation any more: they lost what they had trained on."""
-        return {member for member in members if member in self.beats and not self.beats[member].votes}
+    def _empty_handed(self, generation: Generation) -> set[int]:
+        """Those that went on, or belong to no generation any more, and have lost what they had trained on."""
+        return {
+            member
+            for member in generation.members
+            if self.is_elsewhere(member, generation) and not (self.beats[member].holds and self.beats[member].votes)
+        }
