@@ -56,6 +56,7 @@ class Council:
         self._need_since: float | None = None
         self._scene: object = None
         self._announced_at: dict[int, float] = {}
+        self._unsure: set[int] = set()
         self._inbox: list[Message] = []
         self._out: list[Action] = []
         # Whoever comes back has lost its state, and with it the right to say what follows.
@@ -79,11 +80,10 @@ class Council:
         return self._asks
 
     def may_commit(self, generation: Ballot) -> bool:
-        """The fence: only ranks of the newest generation, that nobody has asked to stop for good, may commit, write a
-        checkpoint or move `latest`."""
-        current = self.generation
+        """The fence: only ranks of the newest generation that have not stopped may commit, write a checkpoint or move
+        `latest`; and whoever slept not before it has heard from all others that the generation still is the newest."""
         stopped = self._ranks.phase is Phase.STOPPED
-        return current is not None and self._voter.may_vote() and current.id == generation and not stopped
+        return self._is_current(generation) and self._voter.may_vote() and not stopped and not self._unsure
 
     # Inputs from the clock and the connections.
 
@@ -179,7 +179,8 @@ class Council:
 
     def _take(self, now: float, change: Callable[[], None]) -> list[Action]:
         self._now = now
-        self._view.watch.note(now)
+        if self._view.watch.note(now) and self.generation:
+            self._unsure = set(self.generation.members) - {self._me}
         change()
         self._consider()
         while self._inbox:
@@ -246,6 +247,8 @@ class Council:
 
     def _on_beat(self, sender: int, beat: Beat) -> None:
         self._view.beats[sender] = beat
+        if self._is_current(beat.generation or NEVER) and self._view.watch.awake_s() >= 2 * self._rules.beat_s:
+            self._unsure.discard(sender)
         # Numbers rise for everybody who may ever belong to one generation, so nobody enters an old one again.
         self._voter.saw(beat.generation.number if beat.generation else 0)
         current = self.generation
@@ -467,6 +470,7 @@ class Council:
         self._alarm = generation.source == self._me and not self._ranks.holds
         # Whoever was let in has nothing to train on from before its copy has arrived.
         self._ranks.holds &= self._asks is None
+        self._unsure = set()
         self._round = self._due = self._asks = self._need_since = self._passed = None
         self._paused = self._formed = False
         self._began_at = self._now
@@ -527,9 +531,10 @@ class Council:
         return self._alarm or len(self._present(current)) < len(current.members)
 
     def _is_welcome(self, current: Generation) -> bool:
-        """Not before the last change is through: a new group that is stopped at once helps nobody."""
+        """Not before the last change has paid: guests that come and go must not keep the others from training."""
         room = len(current.members) < self._rules.max_nodes
-        return room and self._formed and self._view.welcome(current, self._present(current))
+        paid = self._formed and (self._ranks.committed > current.state.committed or self._is_settled())
+        return room and paid and self._view.welcome(current, self._present(current))
 
     def _scene_changed(self) -> bool:
         beats = {member: (beat.hears, beat.asks) for member, beat in self._view.beats.items()}

@@ -25,13 +25,19 @@ class Watch:
         self._heard_at: dict[int, float] = {}
         self._gone: set[int] = set()
 
-    def note(self, now: float) -> None:
-        """Every input begins with this. After a gap in our own time we know nothing of the others: everybody gets a
-        fresh grace, or a woken machine would take its live peers for silent ones."""
-        if now - self._now > self._rules.away_after_s:
+    def note(self, now: float) -> bool:
+        """Every input begins with this; whether we have just woken up. After a gap in our own time we know nothing of
+        the others: everybody gets a fresh grace, or a woken machine would take its live peers for silent ones."""
+        was_away = now - self._now > self._rules.away_after_s
+        if was_away:
             self._awake_since = now
             self._heard_at = dict.fromkeys(self._heard_at, now)
         self._now = now
+        return was_away
+
+    def awake_s(self) -> float:
+        """What arrives right after waking was said while we slept."""
+        return self._now - self._awake_since
 
     def expect(self, member: int) -> None:
         """Its time to be heard of begins now, unless we heard of it before."""
@@ -45,7 +51,7 @@ class Watch:
         """Only a closing right after a heartbeat proves anything, and not to somebody who has just woken up: peers that
         gave it up closed their connections while it slept, and are all alive."""
         heard_at = self._heard_at.get(member, float("-inf"))
-        settled = self._now - self._awake_since >= self._rules.silent_after_s
+        settled = self.awake_s() >= self._rules.silent_after_s
         if settled and self._now - heard_at <= self._rules.closed_within_s:
             self._gone.add(member)
 

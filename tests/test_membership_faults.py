@@ -1,0 +1,286 @@
+"""The rows of the fault table that membership decides, in simulated seconds: a message takes one or two ticks of 50 ms,
+a rank stops within 0.2 s, forming a group and copying a state take 0.2 s."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.control.membership.rules import Rules
+from tests.membership_sim import COPY_S, Cluster
+
+PAUSE = Rules(on_silent_tie="pause")
+
+
+def lan(size: int, rules: Rules | None = None, seed: int = 0) -> Cluster:
+    return Cluster(size, rules, seed, delay_s=0.002)
+
+
+def next_commit_s(cluster: Cluster, members: set[int], limit_s: float = 12.0) -> float:
+    """From now until these members have committed a step in another generation than before."""
+    began, known = cluster.now, set(cluster.generations)
+    while cluster.now - began < limit_s:
+        cluster.run(0.05)
+        if any(by not in known and member in members for _, by, _, member in cluster.commit_times):
+            return cluster.now - began
+    raise AssertionError(f"no commit within {limit_s} s\n{cluster.describe()}")
+
+
+def generations_started(cluster: Cluster) -> int:
+    return len(cluster.generations)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_row_1_a_killed_rank_costs_the_others_a_second(victim: int) -> None:
+    cluster = lan(3)
+    cluster.kill_rank(victim)
+    assert next_commit_s(cluster, {0, 1, 2} - {victim}) <= 1.0
+    cluster.run(3)
+    assert cluster.are_one()
+    assert f"machine {victim} lost all of its ranks" in cluster.machines[(victim + 1) % 3].told[0]
+
+
+def test_row_2_the_next_member_leads_when_the_first_is_killed() -> None:
+    cluster = lan(3)
+    cluster.kill(0)
+    assert next_commit_s(cluster, {1, 2}) <= 1.5
+    assert {council.generation.members for council in cluster.councils() if council.generation} == {(1, 2)}
+
+
+def test_row_3_a_pulled_cable_costs_four_seconds() -> None:
+    cluster = lan(3)
+    cluster.power_cut(2)
+    assert next_commit_s(cluster, {0, 1}) <= 4.0
+    assert "machine 2 is silent" in cluster.machines[0].told[0]
+
+
+def test_row_4_the_last_of_three_goes_on_when_the_others_are_gone() -> None:
+    cluster = lan(3)
+    cluster.kill(0)
+    cluster.kill(1)
+    assert next_commit_s(cluster, {2}) <= 5.0
+    [council] = cluster.councils({2})
+    assert council.generation
+    # Nobody said so itself: a lineage of its own, in case they are still there.
+    assert len(council.generation.lineage.forks) == 1
+
+
+def test_row_4_the_last_of_three_pauses_when_fewer_are_not_wanted() -> None:
+    cluster = lan(3, Rules(min_nodes=2))
+    cluster.kill(0)
+    cluster.kill(1)
+    cluster.run(5)
+    before = cluster.committed()
+    cluster.run(5)
+    assert cluster.committed() == before
+    assert "fewer than the 2 machines" in cluster.machines[2].paused[0]
+    cluster.restart(0)
+    cluster.run(4)
+    assert cluster.committed() > before
+
+
+def test_row_4_the_last_of_three_pauses_when_the_others_are_only_silent() -> None:
+    cluster = lan(3)
+    cluster.power_cut(0)
+    cluster.power_cut(1)
+    cluster.run(6)
+    before = cluster.committed()
+    cluster.run(5)
+    assert cluster.committed() == before
+    assert len(cluster.machines[2].paused) == 1
+    for member in (0, 1):
+        cluster.restart(member)
+    cluster.run(5)
+    assert cluster.are_one()
+    assert cluster.committed() > before
+
+
+def test_row_5_a_freeze_of_one_and_a_half_seconds_changes_nothing() -> None:
+    for victim in range(3):
+        cluster = lan(3, seed=victim)
+        cluster.freeze(victim)
+        cluster.run(1.5)
+        cluster.thaw(victim)
+        before = cluster.committed()
+        cluster.run(5)
+        assert generations_started(cluster) == 1
+        assert cluster.committed() > before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_row_6_a_woken_machine_is_fenced_and_comes_back(size: int) -> None:
+    cluster = lan(size)
+    stale = cluster.machines[0].running
+    assert stale
+    cluster.freeze(0)
+    assert next_commit_s(cluster, set(range(1, size))) <= 4.0
+    cluster.run(26)
+    cluster.thaw(0)
+    woken_at = cluster.now
+    while not cluster.are_one() and cluster.now - woken_at < 10:
+        cluster.run(0.05)
+    assert cluster.now - woken_at <= 2.0 + COPY_S
+    late = [step for at, by, step, member in cluster.commit_times if at > woken_at and by == stale.id]
+    assert late == []
+    assert generations_started(cluster) == 3
+    assert cluster.machines[0].abandons == []
+
+
+def test_row_7_two_against_one_the_minority_pauses() -> None:
+    cluster = lan(3)
+    cluster.split({0}, {1, 2})
+    assert next_commit_s(cluster, {1, 2}) <= 5.0
+    paused_at = cluster.committed({0})
+    cluster.run(10)
+    assert cluster.committed({0}) == paused_at
+    assert "cannot be heard and may go on without us" in cluster.machines[0].paused[0]
+    cluster.heal()
+    cluster.run(5)
+    assert cluster.are_one()
+    # A majority went on: the lineage is the first one still, and nothing was abandoned.
+    assert {council.generation.lineage.forks for council in cluster.councils() if council.generation} == {()}
+    assert cluster.machines[0].abandons == []
+
+
+def test_row_7_one_against_one_both_go_on_and_one_gives_way() -> None:
+    cluster = lan(2)
+    cluster.split({0}, {1})
+    cluster.run(4)
+    assert len({council.generation.lineage.name for council in cluster.councils() if council.generation}) == 2
+    cluster.freeze(1)
+    cluster.run(3)
+    cluster.thaw(1)
+    cluster.run(3)
+    ahead, behind = cluster.committed({0}), cluster.committed({1})
+    assert ahead > behind
+    cluster.heal()
+    cluster.run(5)
+    assert cluster.are_one()
+    assert cluster.committed() > ahead
+    [given_up] = cluster.machines[1].abandons
+    assert given_up.shared_step < behind
+    assert "has more committed steps and stays" in given_up.text
+    assert cluster.machines[0].abandons == []
+    cluster.check_ledgers()
+
+
+def test_row_7_one_against_one_both_pause_if_asked_to() -> None:
+    cluster = lan(2, PAUSE)
+    cluster.split({0}, {1})
+    cluster.run(4)
+    before = cluster.committed()
+    cluster.run(8)
+    assert cluster.committed() == before
+    cluster.heal()
+    cluster.run(5)
+    assert cluster.are_one()
+    assert cluster.committed() > before
+    assert {council.generation.lineage.forks for council in cluster.councils() if council.generation} == {()}
+
+
+def test_row_8_a_one_way_block_ends_with_one_of_both_sides_training() -> None:
+    cluster = lan(3)
+    cluster.block(2, 0)
+    assert next_commit_s(cluster, {0, 1}) <= 5.0
+    generations = generations_started(cluster)
+    cluster.run(10)
+    # Who cannot be heard by everybody is not let in, so it does not disturb the others again and again.
+    assert generations_started(cluster) == generations
+    cluster.heal()
+    cluster.run(6)
+    assert cluster.are_one()
+
+
+def test_row_9_half_a_second_without_a_link_changes_nothing() -> None:
+    cluster = lan(3)
+    cluster.split({0}, {1, 2})
+    cluster.run(0.5)
+    cluster.heal()
+    cluster.run(5)
+    assert generations_started(cluster) == 1
+
+
+def test_row_9_five_seconds_without_a_link_are_a_loss_and_a_return() -> None:
+    cluster = lan(3)
+    cluster.split({2}, {0, 1})
+    assert next_commit_s(cluster, {0, 1}) <= 4.0
+    cluster.run(1.5)
+    cluster.heal()
+    cluster.run(4)
+    assert cluster.are_one()
+    assert generations_started(cluster) == 3
+
+
+def test_row_12_a_new_machine_joins_at_a_steps_edge() -> None:
+    cluster = lan(2)
+    cluster.join(7)
+    cluster.run(3)
+    assert cluster.are_one()
+    assert generations_started(cluster) == 2
+    gaps = [after - before for before, after in zip(commits(cluster), commits(cluster)[1:], strict=False)]
+    # Agreement, the group and the copy; nothing is trained twice.
+    assert max(gaps) <= 1.0
+    assert "machine 7 joined" in cluster.machines[0].told[0]
+
+
+def commits(cluster: Cluster) -> list[float]:
+    """When each step was committed first."""
+    first: dict[int, float] = {}
+    for at, _, step, _ in cluster.commit_times:
+        first.setdefault(step, at)
+    return sorted(first.values())
+
+
+def test_no_more_machines_than_wanted_are_let_in() -> None:
+    cluster = lan(2, Rules(max_nodes=2))
+    cluster.join(7)
+    cluster.run(3)
+    assert generations_started(cluster) == 1
+    cluster.kill(1)
+    cluster.run(3)
+    assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
+
+
+def test_a_machine_that_leaves_costs_no_lineage() -> None:
+    """It gave its vote up by its own word, so the one that is left continues what both began."""
+    cluster = lan(2, PAUSE)
+    leaver = cluster.machines[1]
+    assert leaver.council
+    cluster.obey(leaver, leaver.council.leave(cluster.now))
+    assert next_commit_s(cluster, {0}) <= 1.0
+    [council] = cluster.councils({0})
+    assert council.generation
+    assert council.generation.members == (0,)
+    assert council.generation.lineage.forks == ()
+    assert cluster.machines[0].told == [
+        "machine 1 left the run. machine 0 goes on, as generation 2, with step 9; that was agreed after "
+        f"{cluster.machines[0].told[0].split('agreed after ')[1]}"
+    ]
+
+
+def test_a_suspended_laptop_says_so_and_comes_back() -> None:
+    cluster = lan(2, PAUSE)
+    laptop = cluster.machines[1]
+    assert laptop.council
+    cluster.obey(laptop, laptop.council.suspend(cluster.now))
+    assert next_commit_s(cluster, {0}) <= 1.0
+    cluster.freeze(1)
+    cluster.run(20)
+    cluster.thaw(1)
+    cluster.run(4)
+    assert cluster.are_one()
+
+
+def test_a_full_disk_gives_no_vote_and_stops_no_training() -> None:
+    cluster = lan(3)
+    cluster.machines[1].disk.full = True
+    before = cluster.committed()
+    cluster.run(2)
+    assert cluster.committed() > before
+    cluster.kill(2)
+    cluster.run(5)
+    assert "cannot write down its vote (No space left on device)" in cluster.machines[1].told[0]
+    cluster.machines[1].disk.full = False
+    cluster.run(8)
+    before = cluster.committed()
+    cluster.run(2)
+    assert cluster.committed() > before
