@@ -42,5 +42,7 @@ class Round:
         newest: Vote = max(known, key=lambda vote: vote.ballot)
         return Outcome(Verdict.CONTINUE, newest.successor, electorate.voters, electorate.quorum)
 
-    def is_decided(self) -> bool:
-        return self.outcome is not None and len(self.accepts & self.outcome.electors) >= self.outcome.quorum
+    def decided(self) -> Generation | None:
+        outcome = self.outcome
+        enough = outcome is not None and len(self.accepts & outcome.electors) >= outcome.quorum
+        return outcome.successor if outcome and enough else None

@@ -1,0 +1,149 @@
+"""How one agent proposes what follows its generation, when that falls to it."""
+
+from __future__ import annotations
+
+from shoal.control.membership import sentences
+from shoal.control.membership.actions import Pause
+from shoal.control.membership.desk import Desk
+from shoal.control.membership.elector import Elector
+from shoal.control.membership.generation import Ballot, Generation
+from shoal.control.membership.messages import Accept, Accepted, Alarm, Prepare, Promise, Refuse
+from shoal.control.membership.ownranks import Phase
+from shoal.control.membership.round import Round
+from shoal.control.membership.succession import succeed
+
+# A pause is looked at again this often, even when nothing seems to have changed.
+_AGAIN_S = 1.0
+
+
+class Chair:
+    def __init__(self, desk: Desk, elector: Elector) -> None:
+        self._desk = desk
+        self._elector = elector
+        self._round: Round | None = None
+        self._need_since: float | None = None
+        self._next_try = desk.now
+        self._paused = False
+        self._scene: object = None
+
+    @property
+    def needed_s(self) -> float:
+        """How long a successor has been sought."""
+        return 0.0 if self._need_since is None else self._desk.now - self._need_since
+
+    def reset(self) -> None:
+        """A new generation, and everybody trains."""
+        self.step_down()
+        self._paused = False
+
+    def step_down(self) -> None:
+        self._round = self._need_since = None
+
+    def yield_to(self, proposer: int) -> None:
+        """We promised ourselves to somebody else's ballot."""
+        if proposer != self._desk.me:
+            self._round = None
+
+    def on_answer(self, sender: int, answer: Promise | Accepted | Refuse) -> None:
+        round = self._round
+        if round is None or round.base.id != answer.generation:
+            return
+        if isinstance(answer, Refuse):
+            self._desk.voter.saw(answer.ballot.number)
+            if answer.ballot > round.ballot:
+                self._drop_round()
+        elif answer.ballot == round.ballot and isinstance(answer, Promise):
+            round.promises[sender] = answer
+        elif answer.ballot == round.ballot:
+            round.accepts.add(sender)
+
+    def preside(self, current: Generation, missing: bool) -> Generation | None:
+        """Does what our turn asks for now; a successor once it is decided."""
+        desk = self._desk
+        if self._round is not None:
+            return self._conclude(self._round, missing)
+        if missing or desk.ranks.phase is not Phase.TRAINING or desk.is_welcome(current):
+            self._seek(current, missing)
+        else:
+            self._need_since = None
+        return None
+
+    def _seek(self, current: Generation, missing: bool) -> None:
+        desk = self._desk
+        if self._need_since is None:
+            self._need_since = self._next_try = desk.now
+            if missing:
+                desk.tell_all(Alarm(generation=current.id))
+        if self._scene_changed():
+            self._next_try = min(self._next_try, desk.now)
+        if desk.now >= max(self._next_try, self._my_turn(current, missing)):
+            self._propose(current, at_edge=not missing and desk.ranks.phase is Phase.TRAINING)
+
+    def _my_turn(self, current: Generation, missing: bool) -> float:
+        """When it falls to us: after those before us, and after whoever we made a promise to, if it is there."""
+        desk, rules = self._desk, self._desk.rules
+        present = desk.present(current)
+        turn = present.index(desk.me) * rules.turn_s
+        promised = desk.voter.record.promised
+        if promised.number and promised.proposer != desk.me and promised.proposer in present:
+            patience = rules.edge_s if desk.ranks.at_edge and not missing else rules.answer_s
+            return self._elector.promised_at + patience + turn
+        return (desk.now if self._need_since is None else self._need_since) + turn
+
+    def _propose(self, current: Generation, at_edge: bool) -> None:
+        desk = self._desk
+        ballot = Ballot(desk.voter.record.highest + 1, desk.me)
+        self._round = Round(current, ballot, at_edge, desk.now)
+        for member in current.members:
+            desk.post(member, Prepare(generation=current.id, ballot=ballot, at_edge=at_edge))
+
+    def _conclude(self, round: Round, missing: bool) -> Generation | None:
+        desk = self._desk
+        if missing:
+            round.hurry(desk.now)
+        late = desk.now - round.began_at > (desk.rules.edge_s if round.at_edge else desk.rules.answer_s)
+        if round.outcome is None and desk.me in round.promises:
+            if late or not round.waits_for(desk.present(round.base)):
+                self._choose(round)
+        elif late or round.decided():
+            self._drop_round()
+        return round.decided()
+
+    def _choose(self, round: Round) -> None:
+        desk, view, base = self._desk, self._desk.view, round.base
+        electorate = view.electorate(base)
+        words = {member: view.resignations[member, base.id] for member in electorate.resigned}
+        if round.outbid_by(words.values()):
+            self._drop_round()
+            return
+        bound = None if desk.passed else round.bound_to(electorate, words)
+        if desk.passed:
+            electorate = electorate.passed_by(desk.passed)
+        outcome = bound or succeed(base, round.ballot, electorate, round.promises, view.guests(base), desk.rules)
+        if outcome.successor is None:
+            self._pause(round, outcome.why)
+            return
+        round.outcome, round.began_at = outcome, desk.now
+        accept = Accept(generation=base.id, ballot=round.ballot, successor=outcome.successor)
+        for member in round.promises:
+            desk.post(member, accept)
+
+    def _pause(self, round: Round, why: str) -> None:
+        desk = self._desk
+        self._round = None
+        self._next_try = desk.now + _AGAIN_S
+        if not self._paused:
+            self._paused = True
+            text = sentences.paused(why, sorted(round.promises), round.base, desk.name, desk.rules.min_nodes)
+            desk.actions.append(Pause(text))
+
+    def _drop_round(self) -> None:
+        self._round = None
+        self._next_try = self._desk.now + self._desk.rules.turn_s
+
+    def _scene_changed(self) -> bool:
+        view = self._desk.view
+        beats = {member: (beat.hears, beat.asks) for member, beat in view.beats.items()}
+        scene = (view.hears(), beats, dict(view.resignations))
+        changed, self._scene = scene != self._scene, scene
+        return changed

@@ -1,0 +1,114 @@
+"""What the parts of one agent's council share: what it knows, what time it is, and what is to be sent and done."""
+
+from __future__ import annotations
+
+from shoal.control.membership.actions import Action, Send, Tell
+from shoal.control.membership.generation import NEVER, Ballot, Generation
+from shoal.control.membership.messages import Announce, Beat, Message
+from shoal.control.membership.ownranks import OwnRanks
+from shoal.control.membership.promises import Promises, Voter
+from shoal.control.membership.rules import Rules
+from shoal.control.membership.sentences import Name
+from shoal.control.membership.view import View
+
+
+class Desk:
+    """`asks`: the lineage we want to be let into. `passed`: a later generation of our lineage that has no seat for us.
+    `alarm`: this generation cannot go on as it is. `unsure`: whom we have to hear before we trust our generation again.
+    """
+
+    def __init__(self, me: int, rules: Rules, promises: Promises, now: float, name: Name) -> None:
+        self.me = me
+        self.rules = rules
+        self.name = name
+        self.voter = Voter(promises)
+        self.view = View(me, rules, now)
+        self.ranks = OwnRanks()
+        self.now = self.began_at = self._beat_at = now
+        self.asks: Ballot | None = None
+        self.passed: Generation | None = None
+        self.unsure: set[int] = set()
+        self.alarm = self.formed = False
+        self.inbox: list[Message] = []
+        self.actions: list[Action] = []
+        self._announced_at: dict[int, float] = {}
+
+    @property
+    def generation(self) -> Generation | None:
+        return self.voter.record.generation
+
+    # To others.
+
+    def post(self, to: int, message: Message) -> None:
+        if to == self.me:
+            self.inbox.append(message)
+        elif to in self.view.linked:
+            self.actions.append(Send(to, message))
+
+    def tell_all(self, message: Message) -> None:
+        for member in sorted(self.view.linked):
+            self.post(member, message)
+
+    def say(self, text: str, generation: Ballot | None = None) -> None:
+        self.actions.append(Tell(generation, text))
+
+    def beat(self, at_once: bool = True) -> None:
+        if not at_once and self.now - self._beat_at < self.rules.beat_s:
+            return
+        self._beat_at = self.now
+        current = self.generation
+        beat = Beat(
+            generation=current.id if current else None,
+            lineage=current.lineage.name if current else None,
+            committed=self.ranks.committed,
+            hears=self.view.hears(),
+            votes=self.voter.may_vote(),
+            holds=self.ranks.holds,
+            asks=self.asks,
+            ranks=self.ranks.numbers,
+        )
+        self.tell_all(beat)
+
+    def introduce(self, member: int) -> None:
+        """Connections break and are made again: what was said over an old one may not have arrived."""
+        self._announced_at.pop(member, None)
+        if word := self.voter.resignation():
+            self.post(member, word)
+        else:
+            self.announce(member)
+
+    def announce(self, to: int) -> None:
+        """Which generation we may vote in; not in answer to each heartbeat that piled up while one of us slept."""
+        since_s = self.now - self._announced_at.get(to, float("-inf"))
+        if self.generation and self.voter.may_vote() and since_s >= self.rules.beat_s:
+            self._announced_at[to] = self.now
+            self.post(to, Announce(generation=self.generation))
+
+    # Small questions.
+
+    def is_current(self, generation: Ballot | None) -> bool:
+        return self.generation is not None and self.generation.id == (generation or NEVER)
+
+    def is_settled(self) -> bool:
+        """Everybody has had the time to hear of our generation: who is elsewhere now wants to be."""
+        return self.now - self.began_at > self.rules.answer_s
+
+    def present(self, current: Generation) -> list[int]:
+        """Members of our generation that will answer, ourselves included, lowest first."""
+        return [member for member in sorted(current.members) if member == self.me or not self._is_out(member, current)]
+
+    def is_missing(self, current: Generation) -> bool:
+        return self.alarm or len(self.present(current)) < len(current.members)
+
+    def is_welcome(self, current: Generation) -> bool:
+        """Whether a guest can come in. Not before the last change has paid: guests that come and go must not keep the
+        others from training."""
+        room = len(current.members) < self.rules.max_nodes
+        paid = self.formed and (self.ranks.committed > current.state.committed or self.is_settled())
+        return room and paid and self.view.welcome(current, self.present(current))
+
+    def _is_out(self, member: int, current: Generation) -> bool:
+        view, beat = self.view, self.view.beats.get(member)
+        leaves = beat is not None and beat.generation == current.id and beat.asks is not None
+        elsewhere = self.is_settled() and view.is_elsewhere(member, current)
+        return leaves or elsewhere or view.has_resigned(member, current) or not view.usable(member)
