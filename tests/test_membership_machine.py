@@ -26,7 +26,7 @@ class Membership(RuleBasedStateMachine):
         size=st.integers(1, 5),
         tie=st.sampled_from(["continue", "pause"]),
         seed=st.integers(0, 2**16),
-        delay_s=st.sampled_from([0.005, 0.02]),
+        delay_s=st.sampled_from([0.005, 0.02, 0.05]),
     )
     def begin(self, size: int, tie: str, seed: int, delay_s: float) -> None:
         rules = Rules(on_silent_tie=tie)  # type: ignore[arg-type]

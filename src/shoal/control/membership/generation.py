@@ -7,7 +7,6 @@ under which they were first proposed, which no two proposals share.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -86,7 +85,7 @@ class Generation(Plain):
     state: State
     source: Member
 
-    @cached_property
+    @property
     def members(self) -> tuple[int, ...]:
         return tuple(seat.member for seat in self.seats)
 

@@ -77,13 +77,12 @@ def fenced(mine: Generation | None, me: int, name: Name) -> str:
 
 
 def abandoned(ours: Generation, theirs: Generation, committed: int, shared: int, name: Name) -> str:
-    given_up = max(0, committed - shared)
-    what = f"at most {given_up} of its steps are marked abandoned" if given_up else "no step is given up"
-    who = _all(ours.members, name)
-    others = _all([member for member in theirs.members if member not in ours.members] or theirs.members, name)
+    others = [member for member in theirs.members if member not in ours.members] or theirs.members
+    verb = "goes" if len(ours.members) == 1 else "go"
     return (
-        f"{who} and {others} had trained apart since step {shared}. The lineage of {others} has more committed steps "
-        f"and stays; the other one goes back: {what}."
+        f"{_all(ours.members, name)} had trained apart from {_all(others, name)} since step {shared}. The lineage of "
+        f"{_all(others, name)} stays, with {theirs.state.committed} committed steps against {committed}; "
+        f"{_all(ours.members, name)} {verb} back, and up to {committed - shared} steps are marked abandoned."
     )
 
 

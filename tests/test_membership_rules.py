@@ -1,0 +1,342 @@
+"""The pure rules of membership, one by one: who is silent, who may go on, which lineage stays, what may be said."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shoal.control.membership.generation import (
+    NEVER,
+    Ballot,
+    Fork,
+    Generation,
+    Lineage,
+    Seat,
+    State,
+    founding,
+    next_member,
+)
+from shoal.control.membership.lineages import abandoned, shared_step, standing
+from shoal.control.membership.messages import Announce, Beat, Message, Promise, Resign, Vote, decode, encode
+from shoal.control.membership.promises import Record, Voter
+from shoal.control.membership.rules import Rules
+from shoal.control.membership.succession import Electorate, Guest, Verdict, judge, mutual, succeed
+from shoal.control.membership.watch import Standing, Watch
+from shoal.errors import ControlError
+from tests.membership_sim import Disk
+
+RULES = Rules()
+
+
+def seats(*members: int) -> tuple[Seat, ...]:
+    return tuple(Seat(member=member, ranks=(0,)) for member in members)
+
+
+# Who is here.
+
+
+def watch_of(member: int) -> Watch:
+    watch = Watch(RULES, now=0.0)
+    watch.heard(member)
+    return watch
+
+
+def go_to(watch: Watch, until: float, since: float = 0.0) -> None:
+    """Awake all the while."""
+    for tick in range(round(since * 10) + 1, round(until * 10) + 1):
+        watch.note(tick / 10)
+
+
+def test_a_member_is_silent_after_two_and_a_half_seconds() -> None:
+    watch = watch_of(1)
+    go_to(watch, 2.5)
+    assert watch.standing(1) is Standing.HERE
+    go_to(watch, 2.6, 2.5)
+    assert watch.standing(1) is Standing.SILENT
+    watch.heard(1)
+    assert watch.standing(1) is Standing.HERE
+
+
+@pytest.mark.parametrize(("after_s", "standing_then"), [(0.4, Standing.GONE), (0.6, Standing.HERE)])
+def test_a_connection_that_closes_right_after_a_heartbeat_means_gone(after_s: float, standing_then: Standing) -> None:
+    watch = watch_of(1)
+    go_to(watch, after_s)
+    watch.closed(1)
+    assert watch.standing(1) is standing_then
+
+
+def test_who_slept_judges_nobody_by_its_own_gap() -> None:
+    watch = watch_of(1)
+    assert watch.note(30.0)
+    assert watch.standing(1) is Standing.HERE
+    watch.closed(1)
+    assert watch.standing(1) is Standing.HERE
+    go_to(watch, 32.6, 30.0)
+    assert watch.standing(1) is Standing.SILENT
+
+
+def test_a_short_gap_is_not_sleep() -> None:
+    watch = watch_of(1)
+    assert not watch.note(0.9)
+
+
+# Who may go on.
+
+
+def electorate(members: int, resigned: int = 0, away: int = 0) -> Electorate:
+    """The last ones have resigned, those before them are away."""
+    last = range(members - resigned, members)
+    return Electorate(
+        frozenset(range(members)), frozenset(last), frozenset(range(members - resigned - away, members - resigned))
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "votes", "expected"),
+    [
+        (electorate(3), 2, Verdict.CONTINUE),
+        (electorate(3), 1, Verdict.PAUSE),
+        (electorate(4), 2, Verdict.FORK),
+        (electorate(5), 2, Verdict.PAUSE),
+        (electorate(2, resigned=1), 1, Verdict.CONTINUE),
+        (electorate(3, away=2), 1, Verdict.FORK),
+        (electorate(3, resigned=1, away=1), 1, Verdict.FORK),
+        (electorate(3, away=1), 1, Verdict.FORK),
+        (electorate(1), 1, Verdict.CONTINUE),
+        (electorate(3), 0, Verdict.PAUSE),
+    ],
+)
+def test_the_rule_of_succession(last: Electorate, votes: int, expected: Verdict) -> None:
+    assert judge(last, frozenset(range(votes)), "continue") is expected
+
+
+def test_a_tie_pauses_if_asked_to() -> None:
+    assert judge(electorate(2), frozenset({0}), "pause") is Verdict.PAUSE
+    # Not a tie: the other one is gone.
+    assert judge(electorate(2, away=1), frozenset({0}), "pause") is Verdict.FORK
+
+
+members = st.frozensets(st.integers(0, 6), min_size=1)
+
+
+@given(members, members, members, members, members, members, st.sampled_from(["continue", "pause"]))
+def test_no_two_sides_continue_one_lineage(
+    last: frozenset[int],
+    one: frozenset[int],
+    other: frozenset[int],
+    resigned: frozenset[int],
+    away_to_one: frozenset[int],
+    away_to_other: frozenset[int],
+    tie: str,
+) -> None:
+    """Whatever each side thinks of who is away: if they have no voter in common, at most one continues."""
+    first, second = one - other, other - one
+    verdicts = [
+        judge(Electorate(last, resigned & last, away_to_one & last), first, tie),
+        judge(Electorate(last, resigned & last, away_to_other & last), second, tie),
+    ]
+    assert verdicts.count(Verdict.CONTINUE) <= 1
+
+
+@given(st.dictionaries(st.integers(0, 6), st.frozensets(st.integers(0, 6)), max_size=6))
+def test_those_who_go_on_together_all_hear_each_other(hears: dict[int, frozenset[int]]) -> None:
+    together = mutual(hears)
+    assert all(other in hears[one] for one in together for other in together - {one})
+    assert bool(together) == bool(hears)
+
+
+def promise(base: Generation, ballot: Ballot, step: int, hears: tuple[int, ...], digest: str = "aa") -> Promise:
+    state = State(step=step, digest=digest, committed=max(step - 1, 0))
+    return Promise(generation=base.id, ballot=ballot, state=state, ranks=(0,), hears=hears)
+
+
+def test_a_successor_begins_with_the_replica_that_is_furthest() -> None:
+    base, ballot = founding(seats(0, 1, 2)), Ballot(2, 0)
+    promises = {0: promise(base, ballot, 6, (1, 2)), 1: promise(base, ballot, 7, (0, 2), "bb")}
+    outcome = succeed(base, ballot, electorate(3), promises, {}, RULES)
+    assert outcome.verdict is Verdict.CONTINUE
+    assert outcome.successor is not None
+    assert (outcome.successor.members, outcome.successor.source) == ((0, 1), 1)
+    assert outcome.successor.state == State(step=7, digest="bb", committed=6)
+    assert outcome.successor.lineage == base.lineage
+
+
+def test_of_several_digests_the_most_frequent_is_copied() -> None:
+    base, ballot = founding(seats(0, 1, 2)), Ballot(2, 0)
+    promises = {m: promise(base, ballot, 7, (0, 1, 2), "bb" if m else "aa") for m in range(3)}
+    outcome = succeed(base, ballot, electorate(3), promises, {}, RULES)
+    assert outcome.successor
+    assert outcome.successor.source == 1
+
+
+def test_nobody_goes_on_without_a_state_or_with_one_from_long_ago() -> None:
+    ballot = Ballot(2, 0)
+    base = founding(seats(0, 1), State(step=90, committed=90))
+    without = promise(base, ballot, 50, (1,)).model_copy(update={"state": None})
+    for early in (without, promise(base, ballot, 50, (1,))):
+        outcome = succeed(base, ballot, electorate(2, resigned=1), {0: early}, {}, RULES)
+        assert (outcome.verdict, outcome.why) == (Verdict.PAUSE, "no state")
+
+
+def test_a_guest_comes_in_where_everybody_hears_it() -> None:
+    base, ballot = founding(seats(0, 1)), Ballot(2, 0)
+    promises = {0: promise(base, ballot, 7, (1, 5, 6)), 1: promise(base, ballot, 7, (0, 5))}
+    guests = {5: Guest((0, 1), (0, 1)), 6: Guest((0,), (0, 1))}
+    outcome = succeed(base, ballot, electorate(2), promises, guests, RULES)
+    assert outcome.successor
+    assert outcome.successor.members == (0, 1, 5)
+    assert (outcome.successor.world_size, outcome.successor.first_rank(5)) == (4, 2)
+    # The guest has no say in whether it comes in.
+    assert outcome.electors == {0, 1}
+
+
+# A vote.
+
+
+def test_a_vote_is_given_once_and_survives_a_restart() -> None:
+    disk, generation = Disk(), founding(seats(0, 1))
+    voter = Voter(disk)
+    voter.enter(generation)
+    assert voter.promise(Ballot(2, 1))
+    assert not voter.promise(Ballot(2, 0))
+    assert not voter.promise(Ballot(2, 1))
+    successor = generation.model_copy(update={"id": Ballot(2, 1), "parent": generation.id})
+    assert not voter.accept(Vote(ballot=Ballot(2, 0), successor=successor))
+    assert voter.accept(Vote(ballot=Ballot(2, 1), successor=successor))
+    again = Voter(disk)
+    assert again.record == voter.record
+    assert not again.promise(Ballot(2, 0))
+    again.resign("restart")
+    word = again.resignation()
+    assert word is not None
+    assert word.accepted == Vote(ballot=Ballot(2, 1), successor=successor)
+
+
+def test_a_vote_that_cannot_be_written_is_not_given() -> None:
+    disk = Disk()
+    voter = Voter(disk)
+    voter.enter(founding(seats(0, 1)))
+    disk.full = True
+    with pytest.raises(OSError, match="No space"):
+        voter.promise(Ballot(2, 1))
+    assert voter.record.promised == NEVER
+
+
+# Which lineage stays.
+
+ROOT = Lineage(name=Ballot(1, 0))
+
+
+def test_the_lineage_with_more_committed_steps_stays() -> None:
+    assert standing({Ballot(1, 0): 50, Ballot(7, 2): 51}) == Ballot(7, 2)
+    assert standing({Ballot(1, 0): 50, Ballot(7, 2): 50}) == Ballot(7, 2)
+    assert standing({Ballot(7, 1): 50, Ballot(7, 2): 50}) == Ballot(7, 1)
+
+
+def test_two_lineages_share_what_was_committed_before_they_parted() -> None:
+    one = ROOT.branch(Ballot(5, 0), Ballot(4, 0), 40)
+    other = ROOT.branch(Ballot(5, 1), Ballot(4, 0), 41)
+    later = one.branch(Ballot(9, 0), Ballot(8, 0), 90)
+    assert shared_step(one, other) == shared_step(other, one) == 40
+    assert shared_step(later, other) == 40
+    assert shared_step(later, one) == 90
+    assert shared_step(ROOT, other) == 41
+    assert shared_step(one, Lineage(name=Ballot(3, 3))) == 0
+
+
+def test_only_the_newest_forks_are_kept() -> None:
+    lineage = ROOT
+    for number in range(2, 102):
+        lineage = lineage.branch(Ballot(number, 0), Ballot(number - 1, 0), number)
+    assert len(lineage.forks) == 64
+    assert lineage.forks[-1] == Fork(lineage=Ballot(100, 0), generation=Ballot(100, 0), step=101)
+
+
+def test_what_the_standing_ledger_lacks_is_abandoned() -> None:
+    first, second = Ballot(1, 0), Ballot(2, 1)
+    ours = [(1, first), (2, first), (3, second), (4, second)]
+    assert abandoned(ours, [(1, first), (2, first), (3, Ballot(2, 0))]) == [(3, second), (4, second)]
+
+
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), unique=True, max_size=30))
+def test_no_two_guests_get_one_id(founders: int, invitations: list[tuple[int, int]]) -> None:
+    ids = [next_member(founders, sponsor, invited) for sponsor, invited in invitations]
+    assert len({*ids, *range(founders)}) == len(ids) + founders
+
+
+def test_a_resumed_run_goes_on_counting() -> None:
+    first = founding(seats(0, 1))
+    resumed = founding(seats(1, 2), State(step=40, committed=40), after=first)
+    assert resumed.id > first.id
+    assert shared_step(resumed.lineage, first.lineage) == 40
+
+
+# What may be said.
+
+
+def samples() -> list[Message]:
+    generation = founding(seats(0, 1))
+    vote = Vote(ballot=Ballot(3, 1), successor=generation)
+    return [
+        Beat(generation=Ballot(1, 0), lineage=Ballot(1, 0), committed=7, hears=(1, 2), votes=True, holds=True),
+        Beat(generation=None, lineage=None, committed=0, hears=(), votes=False, holds=False, asks=Ballot(1, 0)),
+        Announce(generation=generation),
+        promise(generation, Ballot(2, 0), 7, (1,)).model_copy(update={"accepted": vote}),
+        Resign(generation=Ballot(1, 0), why="leave", promised=NEVER, accepted=vote),
+    ]
+
+
+@pytest.mark.parametrize("message", samples(), ids=lambda message: message.type)
+def test_a_message_comes_through_as_it_was(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "member-unknown"},
+        {"extra": 1},
+        {"committed": -1},
+        {"committed": "7"},
+        {"committed": True},
+        {"committed": 7.5},
+        {"generation": [1]},
+        {"generation": [1, 2, 3]},
+        {"generation": [1, 2**40]},
+        {"hears": list(range(1000))},
+        {"hears": None},
+        {"votes": 1},
+        {"asks": "1-0"},
+        {"ranks": "x" * 300_000},
+    ],
+)
+def test_what_we_would_not_have_said_is_refused(change: dict[str, object]) -> None:
+    document = encode(samples()[0]) | change
+    with pytest.raises(ControlError, match="cannot be read"):
+        decode(document)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.integers(0, 4), st.data())
+def test_garbage_is_refused_and_nothing_else_happens(which: int, data: st.DataObject) -> None:
+    document = encode(samples()[which])
+    field = data.draw(st.sampled_from(sorted(document)))
+    document[field] = data.draw(json_values)
+    try:
+        message = decode(document)
+    except ControlError:
+        return
+    assert encode(message) == document
+
+
+def test_a_record_is_as_strict_as_a_message() -> None:
+    assert Record.model_validate_json(Record().model_dump_json()) == Record()
+    with pytest.raises(ValueError, match="extra"):
+        Record.model_validate_json('{"more": 1}')

@@ -1,0 +1,98 @@
+"""What membership keeps on disk, and what it says to people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.control.membership import sentences
+from shoal.control.membership.generation import Ballot, Seat, State, founding
+from shoal.control.membership.promisefile import PromiseFile
+from shoal.control.membership.promises import Record, Voter
+from shoal.control.membership.sentences import Change
+from shoal.errors import ControlError
+
+
+def seats(*members: int) -> tuple[Seat, ...]:
+    return tuple(Seat(member=member, ranks=(0,)) for member in members)
+
+
+FIRST = founding(seats(0, 1, 2))
+SECOND = FIRST.model_copy(update={"id": Ballot(2, 0), "seats": seats(0, 1), "state": State(step=120, committed=119)})
+
+
+def name(member: int) -> str:
+    return ("anna", "ben", "cleo")[member]
+
+
+def test_votes_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "votes.json"
+    voter = Voter(PromiseFile(path))
+    assert voter.record == Record()
+    voter.enter(FIRST)
+    assert voter.promise(Ballot(4, 2))
+    assert Voter(PromiseFile(path)).record == voter.record
+    assert [entry.name for entry in tmp_path.iterdir()] == ["votes.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"highest": -1}', '{"unknown": 1}', "[]"])
+def test_a_broken_record_is_never_guessed_at(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "votes.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ControlError, match="which votes this machine has cast") as caught:
+        PromiseFile(path).load()
+    assert str(path) in caught.value.fix
+
+
+def test_a_vote_that_finds_no_folder_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        PromiseFile(tmp_path / "missing" / "votes.json").save(Record())
+
+
+def test_a_loss_in_one_sentence() -> None:
+    change = Change(FIRST, SECOND, {2: "silent"}, since_s=2.71)
+    assert sentences.regrouped(change, name) == (
+        "cleo is silent. anna and ben go on, as generation 2, with step 121; that was agreed after 2.7 s, and no "
+        "committed step is lost."
+    )
+
+
+def test_a_lineage_of_its_own_is_said() -> None:
+    alone = SECOND.model_copy(
+        update={"seats": seats(1), "lineage": FIRST.lineage.branch(Ballot(2, 1), FIRST.id, 119), "id": Ballot(2, 1)}
+    )
+    text = sentences.regrouped(Change(FIRST, alone, {0: "closed", 2: "silent"}, 0.4), name)
+    assert text.startswith("anna is gone: its connection closed; cleo is silent. ben goes on as a lineage of its own")
+
+
+def test_who_joins_is_named() -> None:
+    assert sentences.regrouped(Change(SECOND, FIRST, {}, 0.3), name).startswith("cleo joined. anna, ben and cleo go on")
+    assert sentences.admitted(SECOND, 1, name) == (
+        "ben is let in as a member of generation 2, copies the state of anna and trains with step 121."
+    )
+
+
+def test_an_exchange_that_failed_without_a_loss() -> None:
+    assert sentences.regrouped(Change(FIRST, FIRST, {}, 0.1), name).startswith("An exchange failed. anna, ben and cleo")
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("minority", "cleo has paused: anna and ben cannot be heard and may go on without us"),
+        ("min_nodes", "cleo has paused: fewer than the 2 machines asked for are left"),
+        ("no state", "whoever had the state is gone (anna and ben)"),
+    ],
+)
+def test_a_pause_says_why(why: str, words: str) -> None:
+    assert words in sentences.paused(why, [2], FIRST, name, min_nodes=2)
+
+
+def test_what_is_given_up_is_counted() -> None:
+    theirs = SECOND.model_copy(update={"seats": seats(0, 1, 2), "state": State(step=141, committed=140)})
+    ours = SECOND.model_copy(update={"seats": seats(2)})
+    assert sentences.abandoned(ours, theirs, committed=130, shared=119, name=name) == (
+        "cleo had trained apart from anna and ben since step 119. The lineage of anna and ben stays, with 140 "
+        "committed steps against 130; cleo goes back, and up to 11 steps are marked abandoned."
+    )
