@@ -170,6 +170,10 @@ class Cluster:
     def thaw(self, member: int) -> None:
         self.machines[member].frozen = False
 
+    def reset(self, one: int, other: int) -> None:
+        """Somebody between the two closes their connection."""
+        self._hang_up(one, other)
+
     def block(self, source: int, target: int) -> None:
         self.cut.add((source, target))
 

@@ -284,3 +284,32 @@ def test_a_full_disk_gives_no_vote_and_stops_no_training() -> None:
     before = cluster.committed()
     cluster.run(2)
     assert cluster.committed() > before
+
+
+def test_a_connection_that_is_made_again_at_once_forks_nothing() -> None:
+    """A router that forgets a connection is no reason for two laptops to part."""
+    cluster = lan(2)
+    cluster.reset(0, 1)
+    cluster.run(4)
+    assert cluster.are_one()
+    assert {council.generation.lineage.forks for council in cluster.councils() if council.generation} == {()}
+
+
+def test_who_has_finished_neither_asks_nor_answers() -> None:
+    cluster = lan(2)
+    for council in cluster.councils():
+        council.finish()
+    cluster.kill(1)
+    cluster.run(5)
+    assert generations_started(cluster) == 1
+
+
+def test_new_machines_get_ids_that_survive_their_sponsor() -> None:
+    cluster = lan(2)
+    [council] = cluster.councils({1})
+    ids = [council.invite(2), council.invite(2)]
+    cluster.kill(1)
+    cluster.restart(1)
+    [council] = cluster.councils({1})
+    ids.append(council.invite(2))
+    assert len({0, 1, *ids}) == 5

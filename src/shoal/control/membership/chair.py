@@ -10,7 +10,7 @@ from shoal.control.membership.generation import Ballot, Generation
 from shoal.control.membership.messages import Accept, Accepted, Alarm, Prepare, Promise, Refuse
 from shoal.control.membership.ownranks import Phase
 from shoal.control.membership.round import Round
-from shoal.control.membership.succession import succeed
+from shoal.control.membership.succession import Verdict, succeed
 
 # A pause is looked at again this often, even when nothing seems to have changed.
 _AGAIN_S = 1.0
@@ -43,6 +43,12 @@ class Chair:
         """We promised ourselves to somebody else's ballot."""
         if proposer != self._desk.me:
             self._round = None
+
+    def remind(self, member: int) -> None:
+        """It is connected again: what we asked, or what it answered, may have been lost with the old connection."""
+        round = self._round
+        if round and member in round.base.members:
+            self._ask(round, member)
 
     def on_answer(self, sender: int, answer: Promise | Accepted | Refuse) -> None:
         round = self._round
@@ -95,7 +101,14 @@ class Chair:
         ballot = Ballot(desk.voter.record.highest + 1, desk.me)
         self._round = Round(current, ballot, at_edge, desk.now)
         for member in current.members:
-            desk.post(member, Prepare(generation=current.id, ballot=ballot, at_edge=at_edge))
+            self._ask(self._round, member)
+
+    def _ask(self, round: Round, member: int) -> None:
+        base, ballot = round.base.id, round.ballot
+        if member not in round.promises:
+            self._desk.post(member, Prepare(generation=base, ballot=ballot, at_edge=round.at_edge))
+        elif round.outcome and round.outcome.successor:
+            self._desk.post(member, Accept(generation=base, ballot=ballot, successor=round.outcome.successor))
 
     def _conclude(self, round: Round, missing: bool) -> Generation | None:
         desk = self._desk
@@ -123,10 +136,11 @@ class Chair:
         if outcome.successor is None:
             self._pause(round, outcome.why)
             return
+        if outcome.verdict is Verdict.FORK and self.needed_s < desk.rules.fork_after_s:
+            return
         round.outcome, round.began_at = outcome, desk.now
-        accept = Accept(generation=base.id, ballot=round.ballot, successor=outcome.successor)
         for member in round.promises:
-            desk.post(member, accept)
+            self._ask(round, member)
 
     def _pause(self, round: Round, why: str) -> None:
         desk = self._desk

@@ -14,7 +14,7 @@ from shoal.control.membership.actions import Action
 from shoal.control.membership.chair import Chair
 from shoal.control.membership.desk import Desk
 from shoal.control.membership.elector import Elector
-from shoal.control.membership.generation import Ballot, Generation, Ranks, State
+from shoal.control.membership.generation import Ballot, Generation, Ranks, State, next_member
 from shoal.control.membership.messages import (
     Accept,
     Accepted,
@@ -41,7 +41,7 @@ class Council:
         self._elector = Elector(self._desk)
         self._chair = Chair(self._desk, self._elector)
         self._tenure = Tenure(self._desk)
-        self._leaving = False
+        self._leaving = self._over = False
         # Whoever comes back has lost its state, and with it the right to say what follows.
         if self.votes:
             self._desk.voter.resign("restart")
@@ -78,6 +78,7 @@ class Council:
             self._desk.view.linked.add(member)
             self._desk.view.watch.heard(member)
             self._desk.introduce(member)
+            self._chair.remind(member)
 
         return self._take(now, greet)
 
@@ -153,6 +154,14 @@ class Council:
         self._leaving = True
         return self._resign("leave", now)
 
+    def finish(self) -> None:
+        """Our ranks have passed the last barrier of the training: there is nothing left to agree on."""
+        self._over = True
+
+    def invite(self, founders: int) -> int:
+        """An id for a new machine, that nobody has had or will have; `founders` began the run as 0, 1, 2 …"""
+        return next_member(founders, self._desk.me, self._desk.voter.count_guest())
+
     def _resign(self, why: Why, now: float) -> list[Action]:
         return self._take(now, lambda: self._tenure.resign(why))
 
@@ -215,6 +224,8 @@ class Council:
 
     def _consider(self) -> None:
         """What follows from all that we know by now."""
+        if self._over:
+            return
         self._choose_lineage()
         desk, current = self._desk, self.generation
         if current is None or not self.votes or desk.asks is not None:

@@ -13,7 +13,7 @@ _MOST_ENTERED = 64
 
 class Record(Plain):
     """`highest` is the highest number ever seen: none at or below it is used for a new ballot. `entered` are the newest
-    generations that the agent was in."""
+    generations that the agent was in; `guests` counts the new machines it gave an id."""
 
     generation: Generation | None = None
     promised: Ballot = NEVER
@@ -21,6 +21,7 @@ class Record(Plain):
     resigned: Why | None = None
     highest: Count = 0
     entered: tuple[Ballot, ...] = ()
+    guests: Count = 0
 
 
 class Promises(Protocol):
@@ -48,7 +49,8 @@ class Voter:
 
     def promise(self, ballot: Ballot) -> bool:
         if ballot <= self.record.promised:
-            return False
+            # Asked again, over a new connection perhaps.
+            return ballot == self.record.promised
         self.saw(ballot.number)
         self._keep(promised=ballot)
         return True
@@ -76,6 +78,12 @@ class Voter:
 
     def resign(self, why: Why) -> None:
         self._try_to_keep(resigned=why)
+
+    def count_guest(self) -> int:
+        """How many there were before; raises OSError when it cannot be remembered."""
+        before = self.record.guests
+        self._keep(guests=before + 1)
+        return before
 
     def resignation(self) -> Resign | None:
         record = self.record

@@ -12,7 +12,8 @@ class Rules:
     takes that much longer to notice. `closed_within_s`: a connection that closes this soon after a heartbeat was closed
     by the other machine, not by our own waiting. `away_after_s`: a gap in our own time that means that we slept.
     `answer_s`: how long a member that is there may take to stop its ranks and answer; `edge_s` the same where its ranks
-    end their step first. `turn_s`: how long each member waits for the one before it to propose.
+    end their step first. `turn_s`: how long each member waits for the one before it to propose. `fork_after_s`: how
+    long a connection that broke may take to be made again before somebody goes on as a lineage of its own.
     """
 
     beat_s: float = 0.25
@@ -22,6 +23,7 @@ class Rules:
     answer_s: float = 3.0
     edge_s: float = 60.0
     turn_s: float = 0.4
+    fork_after_s: float = 0.3
     on_silent_tie: Literal["continue", "pause"] = "continue"
     min_nodes: int = 1
     max_nodes: int = 64
