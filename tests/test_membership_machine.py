@@ -6,6 +6,8 @@ what must be true once everything is healed.
 
 from __future__ import annotations
 
+import random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -86,6 +88,19 @@ class Membership(RuleBasedStateMachine):
         self.cluster.join(next_member(self.founders, 0, self.guests))
         self.guests += 1
 
+    @rule(seed=st.integers(0, 2**16), faults=st.integers(2, 8))
+    def storm(self, seed: int, faults: int) -> None:
+        """Several faults within moments of each other: what one alone does not break."""
+        chance = random.Random(seed)
+        for _ in range(faults):
+            fault = chance.choice((self.kill, self.kill_rank, self.power_cut, self.restart, self.freeze, self.thaw))
+            fault(chance.randrange(6))
+            if chance.random() < 0.4:
+                self.split([chance.randrange(2) for _ in range(6)])
+            elif chance.random() < 0.5:
+                self.cluster.heal()
+            self.cluster.run(chance.choice((0.05, 0.1, 0.3, 0.3, 1.0, 3.0)))
+
     @rule()
     def everything_heals(self) -> None:
         """Exactly one lineage stands, everybody is in it, and it has every step that was committed in it."""
@@ -97,7 +112,7 @@ class Membership(RuleBasedStateMachine):
         cluster.run(TOGETHER_WITHIN_S)
         if not cluster.somebody_can_go_on():
             # Nobody has the state any more; all wait for somebody who resumes from a checkpoint.
-            assert not any(machine.running for machine in cluster.machines.values())
+            assert not any(machine.running for machine in cluster.machines.values()), cluster.describe()
             return
         before = cluster.committed()
         cluster.run(1.0)
