@@ -61,6 +61,7 @@ class Machine:
 
     id: int
     disk: Disk = field(default_factory=Disk)
+    ranks: tuple[int, ...] = (0,)
     council: Council | None = None
     frozen: bool = False
     running: Generation | None = None
@@ -203,6 +204,15 @@ class Cluster:
         histories = {digest((machine.history or [])[:shortest]) for machine in alive}
         return len(running) == 1 and None not in running and len(histories) == 1
 
+    def are_well(self) -> bool:
+        alive = {member for member, machine in self.machines.items() if machine.alive}
+        frozen = any(machine.frozen for machine in self.machines.values())
+        members = {member for council in self.councils() if council.generation for member in council.generation.members}
+        return not self.cut and not frozen and self.are_one() and members == alive
+
+    def lineages(self, members: set[int]) -> set[Ballot]:
+        return {council.generation.lineage.name for council in self.councils(members) if council.generation}
+
     def somebody_can_go_on(self) -> bool:
         return any(
             machine.council and machine.history is not None and machine.council.votes
@@ -321,10 +331,10 @@ class Cluster:
             generation, machine.stop_at, machine.running = machine.running, None, None
             machine.result_due = False
             assert generation
-            self.obey(machine, council.stopped(generation.id, machine.state(), (0,), self.now))
+            self.obey(machine, council.stopped(generation.id, machine.state(), machine.ranks, self.now))
         if machine.ready_at is not None and self.now >= machine.ready_at:
             machine.ready_at = None
-            self.obey(machine, council.ready((0,), self.now))
+            self.obey(machine, council.ready(machine.ranks, self.now))
         self.obey(machine, council.tick(self.now))
 
     def obey(self, machine: Machine, actions: list[Action]) -> None:

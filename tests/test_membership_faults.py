@@ -230,6 +230,25 @@ def commits(cluster: Cluster) -> list[float]:
     return sorted(first.values())
 
 
+def test_a_second_rank_of_a_member_comes_and_goes() -> None:
+    """One of a machine's ranks was killed: the others go on at once, and take its successor in at a step's edge."""
+    cluster = lan(2)
+    machine = cluster.machines[1]
+    assert machine.council
+    for ranks in ((0, 1), (0,), (0, 1)):
+        machine.ranks = ranks
+        if len(ranks) > 1:
+            cluster.obey(machine, machine.council.ready(ranks, cluster.now))
+        else:
+            assert machine.running
+            cluster.obey(machine, machine.council.failed(machine.running.id, cluster.now))
+        cluster.run(1.5)
+        assert cluster.are_one()
+        assert machine.running
+        assert (machine.running.ranks_of(1), machine.running.world_size) == (ranks, 1 + len(ranks))
+    assert generations_started(cluster) == 4
+
+
 def test_no_more_machines_than_wanted_are_let_in() -> None:
     cluster = lan(2, Rules(max_nodes=2))
     cluster.join(7)

@@ -19,6 +19,8 @@ from tests.membership_sim import Cluster
 
 # After everything is healed: to wake up, to be noticed, to yield, to be let in, and a group that did not form at first.
 TOGETHER_WITHIN_S = 25.0
+# Silence, one proposer that is missing, and slow messages.
+MAJORITY_WITHIN_S = 12.0
 
 
 class Membership(RuleBasedStateMachine):
@@ -101,6 +103,27 @@ class Membership(RuleBasedStateMachine):
                 self.cluster.heal()
             self.cluster.run(chance.choice((0.05, 0.1, 0.3, 0.3, 1.0, 3.0)))
 
+    @precondition(lambda self: self.cluster.are_well() and len(self.cluster.machines) > 2)
+    @rule(pick=st.integers(0, 5), silently=st.booleans())
+    def a_majority_goes_on(self, pick: int, silently: bool) -> None:
+        """Fewer than half are cut off or killed: the others continue the lineage within seconds, and only they do."""
+        cluster = self.cluster
+        members = sorted(member for member, machine in cluster.machines.items() if machine.alive)
+        few = {members[(pick + place) % len(members)] for place in range((len(members) - 1) // 2)}
+        many = set(members) - few
+        if silently:
+            cluster.split(few, many)
+        else:
+            for member in few:
+                cluster.kill(member)
+        lineages, before = cluster.lineages(many), cluster.committed(many)
+        cluster.run(MAJORITY_WITHIN_S)
+        assert cluster.committed(many) > before, cluster.describe()
+        assert cluster.lineages(many) == lineages
+        paused_at = cluster.committed(few)
+        cluster.run(1.0)
+        assert cluster.committed(few) == paused_at
+
     @rule()
     def everything_heals(self) -> None:
         """Exactly one lineage stands, everybody is in it, and it has every step that was committed in it."""
@@ -125,7 +148,7 @@ class Membership(RuleBasedStateMachine):
             self.everything_heals()
 
 
-QUICK = settings(max_examples=4, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=8, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_membership_keeps_its_promises() -> None:

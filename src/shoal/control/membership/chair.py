@@ -68,7 +68,7 @@ class Chair:
         desk = self._desk
         if self._round is not None:
             return self._conclude(self._round, missing)
-        if missing or desk.ranks.phase is not Phase.TRAINING or desk.is_welcome(current):
+        if missing or desk.ranks.phase is not Phase.TRAINING or desk.could_grow(current):
             self._seek(current, missing)
         else:
             self._need_since = None

@@ -108,7 +108,7 @@ class Council:
         return self._take(now, begin)
 
     def ready(self, ranks: Ranks, now: float, committed: int = 0) -> list[Action]:
-        """New ranks wait to be let in; `committed` is the last step of the ledger they found."""
+        """These ranks of ours train or wait to be let in; `committed` is the last step of the ledger new ones found."""
 
         def offer() -> None:
             self._desk.ranks.numbers = ranks

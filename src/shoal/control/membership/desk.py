@@ -100,12 +100,15 @@ class Desk:
     def is_missing(self, current: Generation) -> bool:
         return self.alarm or len(self.present(current)) < len(current.members)
 
-    def is_welcome(self, current: Generation) -> bool:
-        """Whether a guest can come in. Not before the last change has paid: guests that come and go must not keep the
-        others from training."""
-        room = len(current.members) < self.rules.max_nodes
+    def could_grow(self, current: Generation) -> bool:
+        """Whether a guest, or a new rank of ours, can come in at the next edge. Not before the last change has paid:
+        those that come and go must not keep the others from training."""
         paid = self.formed and (self.ranks.committed > current.state.committed or self.is_settled())
-        return room and paid and self.view.welcome(current, self.present(current))
+        if not paid:
+            return False
+        more = set(self.ranks.numbers) > set(current.ranks_of(self.me))
+        room = len(current.members) < self.rules.max_nodes
+        return more or (room and self.view.welcome(current, self.present(current)))
 
     def _is_out(self, member: int, current: Generation) -> bool:
         view, beat = self.view, self.view.beats.get(member)

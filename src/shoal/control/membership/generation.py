@@ -93,6 +93,9 @@ class Generation(Plain):
     def world_size(self) -> int:
         return sum(len(seat.ranks) for seat in self.seats)
 
+    def ranks_of(self, member: int) -> tuple[int, ...]:
+        return self.seats[self.members.index(member)].ranks
+
     def first_rank(self, member: int) -> int:
         """The global rank of a member's first local rank; its others follow."""
         before = self.seats[: self.members.index(member)]
