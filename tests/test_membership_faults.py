@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.control.membership.generation import NEVER
+from shoal.control.membership.messages import Announce, Message
 from shoal.control.membership.rules import Rules
 from tests.membership_sim import COPY_S, Cluster
 
@@ -230,6 +232,41 @@ def commits(cluster: Cluster) -> list[float]:
     return sorted(first.values())
 
 
+class Speechless(Cluster):
+    """Member 0 dies at the moment when it has decided a successor, before anybody hears of it."""
+
+    doomed = False
+
+    def _send(self, source: int, target: int, message: Message) -> None:
+        if source == 0 and isinstance(message, Announce) and message.generation.parent != NEVER:
+            self.doomed = True
+        if not (self.doomed and source == 0):
+            super()._send(source, target, message)
+
+    def _tick(self) -> None:
+        super()._tick()
+        if self.doomed:
+            self.kill(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_decided_stays_decided_though_nobody_heard_of_it(seed: int) -> None:
+    """Members 0 and 1 agreed without 2; then 0 dies, and 1 and 2 are a majority of the same generation. The cluster
+    itself fails the test when a second successor continues the lineage."""
+    cluster = Speechless(3, seed=seed, delay_s=0.002)
+    cluster.split({0, 1}, {2})
+    while not cluster.doomed:
+        cluster.run(0.05)
+    [decided] = [generation for generation in cluster.generations.values() if generation.parent != NEVER]
+    assert decided.members == (0, 1)
+    cluster.heal()
+    before = cluster.committed()
+    cluster.run(8)
+    assert cluster.are_one()
+    assert cluster.committed() > before
+    assert decided.id in {generation.parent for generation in cluster.generations.values()}
+
+
 def test_a_second_rank_of_a_member_comes_and_goes() -> None:
     """One of a machine's ranks was killed: the others go on at once, and take its successor in at a step's edge."""
     cluster = lan(2)
@@ -332,3 +369,29 @@ def test_new_machines_get_ids_that_survive_their_sponsor() -> None:
     [council] = cluster.councils({1})
     ids.append(council.invite(2))
     assert len({0, 1, *ids}) == 5
+
+
+def test_alone_on_a_full_disk_a_machine_still_regroups_its_ranks() -> None:
+    cluster = lan(1)
+    machine = cluster.machines[0]
+    machine.disk.full = True
+    assert machine.council
+    assert machine.running
+    cluster.obey(machine, machine.council.failed(machine.running.id, cluster.now))
+    assert next_commit_s(cluster, {0}) <= 1.0
+
+
+@pytest.mark.parametrize("rules", [Rules(), PAUSE])
+def test_of_two_only_the_deaf_one_goes_on_behind_a_one_way_block(rules: Rules) -> None:
+    """The other one hears that it is there, and waits for it: no work is done twice."""
+    cluster = lan(2, rules)
+    cluster.block(0, 1)
+    cluster.run(8)
+    waited_at = cluster.committed({0})
+    cluster.run(4)
+    assert cluster.committed({0}) == waited_at
+    assert (cluster.committed({1}) > waited_at + 20) == (rules.on_silent_tie == "continue")
+    cluster.heal()
+    cluster.run(5)
+    assert cluster.are_one()
+    assert cluster.machines[0].abandons == cluster.machines[1].abandons == []

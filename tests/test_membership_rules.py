@@ -20,6 +20,7 @@ from shoal.control.membership.generation import (
 from shoal.control.membership.lineages import abandoned, shared_step, standing
 from shoal.control.membership.messages import Announce, Beat, Message, Promise, Resign, Vote, decode, encode
 from shoal.control.membership.promises import Record, Voter
+from shoal.control.membership.round import Round
 from shoal.control.membership.rules import Rules
 from shoal.control.membership.succession import Electorate, Guest, Verdict, judge, mutual, succeed
 from shoal.control.membership.watch import Standing, Watch
@@ -221,6 +222,44 @@ def test_a_vote_that_cannot_be_written_is_not_given() -> None:
     with pytest.raises(OSError, match="No space"):
         voter.promise(Ballot(2, 1))
     assert voter.record.promised == NEVER
+
+
+# A round.
+
+
+def test_a_successor_that_may_be_decided_is_proposed_again() -> None:
+    base, ballot = founding(seats(0, 1, 2)), Ballot(5, 2)
+    successor = base.model_copy(update={"id": Ballot(2, 0), "parent": base.id, "seats": seats(0, 1)})
+    older = successor.model_copy(update={"id": Ballot(2, 1)})
+    round = Round(base, ballot, at_edge=False, began_at=0.0)
+    round.promises = {member: promise(base, ballot, 7, (0, 1, 2)) for member in (1, 2)}
+    assert round.bound_to(electorate(3), {}) is None
+    accepted = [Vote(ballot=Ballot(4, 0), successor=successor), Vote(ballot=Ballot(3, 1), successor=older)]
+    for member, vote in zip((1, 2), accepted, strict=True):
+        round.promises[member] = round.promises[member].model_copy(update={"accepted": vote})
+    bound = round.bound_to(electorate(3), {})
+    assert bound is not None
+    assert (bound.verdict, bound.successor, bound.quorum) == (Verdict.CONTINUE, successor, 2)
+    del round.promises[2]
+    assert round.bound_to(electorate(3), {}) is None
+
+
+def test_a_resigned_members_vote_counts_where_it_was_given() -> None:
+    base, ballot = founding(seats(0, 1, 2)), Ballot(5, 0)
+    successor = base.model_copy(update={"id": Ballot(2, 0), "parent": base.id})
+    word = Resign(
+        generation=base.id,
+        why="restart",
+        promised=Ballot(2, 0),
+        accepted=Vote(ballot=Ballot(2, 0), successor=successor),
+    )
+    round = Round(base, ballot, at_edge=False, began_at=0.0)
+    round.promises = {member: promise(base, ballot, 7, (0, 1)) for member in (0, 1)}
+    bound = round.bound_to(electorate(3, resigned=1), {2: word})
+    assert bound is not None
+    assert bound.successor == successor
+    assert round.outbid_by([word]) is None
+    assert round.outbid_by([word.model_copy(update={"promised": Ballot(5, 1)})]) == Ballot(5, 1)
 
 
 # Which lineage stays.

@@ -10,7 +10,7 @@ from shoal.control.membership.generation import Ballot, Generation
 from shoal.control.membership.messages import Accept, Accepted, Alarm, Prepare, Promise, Refuse
 from shoal.control.membership.ownranks import Phase
 from shoal.control.membership.round import Round
-from shoal.control.membership.succession import Verdict, succeed
+from shoal.control.membership.succession import Electorate, Verdict, succeed
 
 # A pause is looked at again this often, even when nothing seems to have changed.
 _AGAIN_S = 1.0
@@ -25,6 +25,8 @@ class Chair:
         self._next_try = desk.now
         self._paused = False
         self._scene: object = None
+        self._sight: object = None
+        self._calm_since = desk.now
 
     @property
     def needed_s(self) -> float:
@@ -136,11 +138,24 @@ class Chair:
         if outcome.successor is None:
             self._pause(round, outcome.why)
             return
-        if outcome.verdict is Verdict.FORK and self.needed_s < desk.rules.fork_after_s:
+        if outcome.verdict is Verdict.FORK and self._should_wait(round, electorate):
             return
         round.outcome, round.began_at = outcome, desk.now
         for member in round.promises:
             self._ask(round, member)
+
+    def _should_wait(self, round: Round, electorate: Electorate) -> bool:
+        """A lineage of our own is for when the others are out of reach: not while one of them can be heard, which may
+        hear us in a moment or go on already, nor before a broken connection could have been made again, or everybody
+        heard of who just came back."""
+        view = self._desk.view
+        others = electorate.voters - electorate.away - round.promises.keys()
+        guests = view.guests(round.base)
+        heard = any(member not in guests for member in others.intersection(view.hears()))
+        sight = view.hears(), electorate
+        if sight != self._sight:
+            self._sight, self._calm_since = sight, self._desk.now
+        return heard or self._desk.now - self._calm_since < self._desk.rules.fork_after_s
 
     def _pause(self, round: Round, why: str) -> None:
         desk = self._desk

@@ -52,7 +52,7 @@ class Voter:
             # Asked again, over a new connection perhaps.
             return ballot == self.record.promised
         self.saw(ballot.number)
-        self._keep(promised=ballot)
+        self._keep_vote(promised=ballot)
         return True
 
     def accept(self, vote: Vote) -> bool:
@@ -61,7 +61,7 @@ class Voter:
             return False
         # A fork has a name of its own that nobody else can use: it binds nobody, and must not hide a vote that does.
         if vote.successor.lineage.name == self.record.generation.lineage.name:
-            self._keep(accepted=vote)
+            self._keep_vote(accepted=vote)
         return True
 
     def enter(self, generation: Generation) -> None:
@@ -92,6 +92,14 @@ class Voter:
         return Resign(
             generation=record.generation.id, why=record.resigned, promised=record.promised, accepted=record.accepted
         )
+
+    def _keep_vote(self, **changes: object) -> None:
+        """Where nobody else votes, nobody could be misled by what a restart forgets."""
+        generation = self.record.generation
+        if generation is not None and len(generation.members) == 1:
+            self._try_to_keep(**changes)
+        else:
+            self._keep(**changes)
 
     def _try_to_keep(self, **changes: object) -> None:
         """What need not be remembered: after a restart the old record says less, and what it says is still true."""
