@@ -306,8 +306,8 @@ def test_no_two_guests_get_one_id(founders: int, invitations: list[tuple[int, in
 
 def test_a_resumed_run_goes_on_counting() -> None:
     first = founding(seats(0, 1))
-    resumed = founding(seats(1, 2), State(step=40, committed=40), after=first)
-    assert resumed.id > first.id
+    resumed = founding(seats(1, 2), State(step=40, committed=40), after=first, above=12)
+    assert resumed.id == Ballot(13, 1)
     assert shared_step(resumed.lineage, first.lineage) == 40
 
 

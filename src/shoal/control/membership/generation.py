@@ -102,12 +102,14 @@ class Generation(Plain):
         return sum(len(seat.ranks) for seat in before)
 
 
-def founding(seats: tuple[Seat, ...], state: State | None = None, after: Generation | None = None) -> Generation:
-    """The first generation of a launch. A resumed run says which one its checkpoint came from, so that the numbers go
-    on and its lineage is known to be a continuation."""
+def founding(
+    seats: tuple[Seat, ...], state: State | None = None, after: Generation | None = None, above: int = 0
+) -> Generation:
+    """The first generation of a launch. A resumed run says which one its checkpoint came from, so that its lineage is
+    known to branch off there, and the highest number in its ledger (`above`), so that none is used again."""
     first = min(seat.member for seat in seats)
     start = state or State(step=0)
-    ballot = Ballot(after.id.number + 1 if after else 1, first)
+    ballot = Ballot(max(above, after.id.number if after else 0) + 1, first)
     lineage = after.lineage.branch(ballot, after.id, start.committed) if after else Lineage(name=ballot)
     return Generation(id=ballot, lineage=lineage, seats=seats, state=start, source=first)
 
