@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.control.membership.generation import NEVER
+from shoal.control.membership.generation import NEVER, State
 from shoal.control.membership.messages import Announce, Message
 from shoal.control.membership.rules import Rules
 from tests.membership_sim import COPY_S, Cluster
@@ -284,6 +284,27 @@ def test_a_second_rank_of_a_member_comes_and_goes() -> None:
         assert machine.running
         assert (machine.running.ranks_of(1), machine.running.world_size) == (ranks, 1 + len(ranks))
     assert generations_started(cluster) == 4
+
+
+def test_what_a_guest_came_with_is_never_trained_on() -> None:
+    """It was let in, and everybody else dies before it could copy: its old state is no way to go on."""
+    cluster = lan(2)
+    cluster.freeze(1)
+    cluster.run(5)
+    cluster.thaw(1)
+    machine = cluster.machines[1]
+    assert machine.council
+    while machine.council.generation is None or len(machine.council.generation.lineage.forks) == 0:
+        cluster.run(0.05)
+    assert machine.running
+    cluster.kill(0)
+    old = State(step=7, digest="aa", committed=6)
+    cluster.obey(machine, machine.council.failed(machine.running.id, cluster.now))
+    cluster.obey(machine, machine.council.stopped(machine.running.id, old, (0,), cluster.now))
+    machine.running = machine.stop_at = None
+    cluster.run(4)
+    assert machine.running is None
+    assert "whoever had the state is gone (machine 0)" in machine.paused[-1]
 
 
 def test_no_more_machines_than_wanted_are_let_in() -> None:

@@ -137,8 +137,10 @@ class Council:
         """Our ranks are out of the generation. No state: what they had to copy had not arrived."""
 
         def halt() -> None:
+            own = self._desk.ranks
             if self._desk.is_current(generation):
-                self._desk.ranks.halted(state, ranks)
+                # A guest may still have the state it came with; that is none of this generation's.
+                own.halted(state if own.holds else None, ranks)
 
         return self._take(now, halt)
 
