@@ -73,6 +73,11 @@ def test_who_joins_is_named() -> None:
     )
 
 
+def test_a_lost_rank_of_several_is_said() -> None:
+    more = FIRST.model_copy(update={"seats": (Seat(member=0, ranks=(0, 1)), *seats(1, 2))})
+    assert sentences.regrouped(Change(more, FIRST, {}, 0.3), name).startswith("anna has 1 rank instead of 2. anna, ben")
+
+
 def test_an_exchange_that_failed_without_a_loss() -> None:
     assert sentences.regrouped(Change(FIRST, FIRST, {}, 0.1), name).startswith("An exchange failed. anna, ben and cleo")
 

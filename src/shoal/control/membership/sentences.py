@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from shoal.control.membership.generation import Generation
 
 Name = Callable[[int], str]
-Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere", "ranks changed"]
+Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere"]
 
 _CAUSES: dict[Cause, str] = {
     "leave": "left the run",
@@ -19,7 +19,6 @@ _CAUSES: dict[Cause, str] = {
     "closed": "is gone: its connection closed",
     "silent": "is silent",
     "elsewhere": "went on with others",
-    "ranks changed": "has other ranks than before",
 }
 
 
@@ -34,11 +33,7 @@ class Change:
 
 
 def regrouped(change: Change, name: Name) -> str:
-    lost = [f"{name(member)} {_CAUSES[cause]}" for member, cause in sorted(change.causes.items())]
-    joined = [member for member in change.after.members if member not in change.before.members]
-    if joined:
-        lost.append(f"{_all(joined, name)} joined")
-    what = _sentence(lost) or "An exchange failed"
+    what = "; ".join(_events(change, name)) or "An exchange failed"
     step = change.after.state.step
     who = _all(change.after.members, name)
     alone = len(change.after.members) == 1
@@ -102,5 +97,13 @@ def _all(members: Iterable[int], name: Name) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
 
 
-def _sentence(parts: list[str]) -> str:
-    return "; ".join(parts)
+def _events(change: Change, name: Name) -> Iterator[str]:
+    before, after = change.before, change.after
+    for member, cause in sorted(change.causes.items()):
+        yield f"{name(member)} {_CAUSES[cause]}"
+    if joined := [member for member in after.members if member not in before.members]:
+        yield f"{_all(joined, name)} joined"
+    for member in before.members:
+        had = len(before.ranks_of(member))
+        if member in after.members and (has := len(after.ranks_of(member))) != had:
+            yield f"{name(member)} has {has} {'rank' if has == 1 else 'ranks'} instead of {had}"
