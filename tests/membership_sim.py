@@ -173,7 +173,17 @@ class Cluster:
 
     def reset(self, one: int, other: int) -> None:
         """Somebody between the two closes their connection."""
-        self._hang_up(one, other)
+        if one != other and self.wires[one, other].open:
+            self._hang_up(one, other)
+
+    def suspend(self, member: int) -> None:
+        """The lid is closed: logind says so first."""
+        machine = self.machines[member]
+        if machine.awake:
+            assert machine.council
+            self.obey(machine, machine.council.suspend(self.now))
+            self.run(2 * TICK_S)
+            self.freeze(member)
 
     def block(self, source: int, target: int) -> None:
         self.cut.add((source, target))
@@ -206,9 +216,9 @@ class Cluster:
 
     def are_well(self) -> bool:
         alive = {member for member, machine in self.machines.items() if machine.alive}
-        frozen = any(machine.frozen for machine in self.machines.values())
+        hindered = any(machine.frozen or machine.disk.full for machine in self.machines.values())
         members = {member for council in self.councils() if council.generation for member in council.generation.members}
-        return not self.cut and not frozen and self.are_one() and members == alive
+        return not self.cut and not hindered and self.are_one() and members == alive
 
     def lineages(self, members: set[int]) -> set[Ballot]:
         return {council.generation.lineage.name for council in self.councils(members) if council.generation}

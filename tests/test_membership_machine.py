@@ -7,6 +7,7 @@ what must be true once everything is healed.
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import hypothesis.strategies as st
 import pytest
@@ -28,12 +29,13 @@ class Membership(RuleBasedStateMachine):
 
     @initialize(
         size=st.integers(1, 5),
+        min_nodes=st.sampled_from([1, 1, 2]),
         tie=st.sampled_from(["continue", "pause"]),
         seed=st.integers(0, 2**16),
         delay_s=st.sampled_from([0.005, 0.02, 0.05]),
     )
-    def begin(self, size: int, tie: str, seed: int, delay_s: float) -> None:
-        rules = Rules(on_silent_tie=tie)  # type: ignore[arg-type]
+    def begin(self, size: int, min_nodes: int, tie: Literal["continue", "pause"], seed: int, delay_s: float) -> None:
+        rules = Rules(on_silent_tie=tie, min_nodes=min(size, min_nodes))
         self.cluster = Cluster(size, rules, seed, delay_s)
         self.founders = size
         self.guests = 0
@@ -69,6 +71,18 @@ class Membership(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 5))
     def thaw(self, pick: int) -> None:
         self.cluster.thaw(self.member(pick))
+
+    @rule(pick=st.integers(0, 5))
+    def suspend(self, pick: int) -> None:
+        self.cluster.suspend(self.member(pick))
+
+    @rule(pick=st.integers(0, 5), full=st.booleans())
+    def fill_disk(self, pick: int, full: bool) -> None:
+        self.cluster.machines[self.member(pick)].disk.full = full
+
+    @rule(one=st.integers(0, 5), other=st.integers(0, 5))
+    def reset(self, one: int, other: int) -> None:
+        self.cluster.reset(self.member(one), self.member(other))
 
     @rule(sides=st.lists(st.integers(0, 2), min_size=6, max_size=6))
     def split(self, sides: list[int]) -> None:
@@ -129,7 +143,8 @@ class Membership(RuleBasedStateMachine):
         """Exactly one lineage stands, everybody is in it, and it has every step that was committed in it."""
         cluster = self.cluster
         cluster.heal()
-        for member in cluster.machines:
+        for member, machine in cluster.machines.items():
+            machine.disk.full = False
             cluster.thaw(member)
             cluster.restart(member)
         cluster.run(TOGETHER_WITHIN_S)
