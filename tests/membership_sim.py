@@ -352,8 +352,8 @@ class Cluster:
             match action:
                 case Send(to, message):
                     self._send(machine.id, to, message)
-                case Start(generation):
-                    self._start(machine, generation)
+                case Start(generation, holds):
+                    self._start(machine, generation, holds)
                 case Stop(_, at_edge):
                     wait_s = STEP_S if at_edge else self.random.choice((0.0, TICK_S, 4 * TICK_S))
                     machine.stop_at = self.now + wait_s
@@ -371,14 +371,10 @@ class Cluster:
             latest = max(wire.items[-1][0], self.now) if wire.items else self.now
             wire.items.append((max(latest, self.now + delay_s), message))
 
-    def _start(self, machine: Machine, generation: Generation) -> None:
+    def _start(self, machine: Machine, generation: Generation, holds: bool) -> None:
         self._check_generation(generation)
-        stays = machine.running is None and machine.history is not None
-        parent = self.generations.get(generation.parent)
-        known = parent is None or machine.id in parent.members
-        # Whoever was let in has nothing to train on from until its copy has arrived.
-        if not (stays and known):
-            machine.history = [] if generation.state.step == 0 and parent is None else None
+        assert machine.running is None, f"{machine.id} is told to start before it has stopped"
+        machine.history = machine.history if holds else None
         machine.running, machine.started_at, machine.arrived = generation, self.now, False
         machine.stop_at = None
         machine.result_due = False

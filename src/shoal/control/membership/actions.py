@@ -25,9 +25,11 @@ class Stop:
 
 @dataclass(frozen=True)
 class Start:
-    """Ranks form this generation's group and begin with its state, copied from its source where theirs differs."""
+    """Ranks form this generation's group and begin with its state, copied from its source where theirs differs. Unless
+    they hold one of its own, what they have counts for nothing until that copy has arrived."""
 
     generation: Generation
+    holds: bool
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.control.membership.actions import Action, Send, Tell
 from shoal.control.membership.generation import NEVER, Ballot, Generation
 from shoal.control.membership.messages import Announce, Beat, Message
-from shoal.control.membership.ownranks import OwnRanks
+from shoal.control.membership.ownranks import OwnRanks, Phase
 from shoal.control.membership.promises import Promises, Voter
 from shoal.control.membership.rules import Rules
 from shoal.control.membership.sentences import Name
@@ -65,7 +65,8 @@ class Desk:
             votes=self.voter.may_vote(),
             holds=self.ranks.holds,
             asks=self.asks,
-            ranks=self.ranks.numbers,
+            # Nobody is let in whose ranks are still on their way out of another generation.
+            ranks=self.ranks.numbers if self.ranks.phase is Phase.STOPPED else (),
         )
         self.tell_all(beat)
 

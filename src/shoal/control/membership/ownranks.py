@@ -38,5 +38,9 @@ class OwnRanks:
         if state is not None:
             self.committed = max(self.committed, state.committed)
 
+    def has(self, state: State) -> bool:
+        own = self.state
+        return own is not None and own.digest != "" and (own.step, own.digest) == (state.step, state.digest)
+
     def lose_all(self) -> None:
         self.phase, self.state, self.numbers, self.holds = Phase.STOPPED, None, (), False

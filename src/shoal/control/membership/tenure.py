@@ -43,15 +43,15 @@ class Tenure:
         desk.voter.enter(generation)
         # Others are to copy from us what we have lost since we promised it.
         desk.alarm = generation.source == desk.me and not ranks.holds
-        # Whoever was let in has nothing to train on from before its copy has arrived.
-        ranks.holds &= desk.asks is None
+        # Whoever was let in has nothing to train on from before its copy has arrived; unless it missed nothing.
+        ranks.holds &= desk.asks is None or ranks.has(generation.state)
         ranks.phase, ranks.committed = Phase.TRAINING, generation.state.committed
         desk.unsure, desk.asks, desk.passed = set(), None, None
         desk.formed, desk.began_at = False, desk.now
         for member in generation.members:
             desk.view.watch.expect(member)
         desk.view.forget_before(generation.id)
-        desk.actions.append(Start(generation))
+        desk.actions.append(Start(generation, ranks.holds))
         desk.beat()
 
     def resign(self, why: Why) -> None:
