@@ -286,6 +286,27 @@ def test_a_second_rank_of_a_member_comes_and_goes() -> None:
     assert generations_started(cluster) == 4
 
 
+def test_the_last_one_with_a_state_goes_on_when_its_successors_lost_theirs() -> None:
+    """A laptop slept; the others went on with a new machine and were all killed. What it has is all there is."""
+    cluster = lan(3, PAUSE)
+    cluster.freeze(2)
+    cluster.run(5)
+    cluster.join(7)
+    cluster.run(3)
+    assert {council.generation.members for council in cluster.councils({0, 1, 7}) if council.generation} == {(0, 1, 7)}
+    for member in (0, 1, 7):
+        cluster.kill(member)
+        cluster.restart(member)
+    cluster.thaw(2)
+    left = cluster.committed({2})
+    cluster.run(8)
+    assert cluster.are_one()
+    assert cluster.committed() > left
+    [lineage] = {council.generation.lineage for council in cluster.councils() if council.generation}
+    assert [fork.step for fork in lineage.forks] == [left]
+    cluster.check_ledgers()
+
+
 def test_what_a_guest_came_with_is_never_trained_on() -> None:
     """It was let in, and everybody else dies before it could copy: its old state is no way to go on."""
     cluster = lan(2)

@@ -126,14 +126,12 @@ class Chair:
 
     def _choose(self, round: Round) -> None:
         desk, view, base = self._desk, self._desk.view, round.base
-        electorate = view.electorate(base)
+        electorate = view.electorate(base, desk.passed)
         words = {member: view.resignations[member, base.id] for member in electorate.resigned}
         if round.outbid_by(words.values()):
             self._drop_round()
             return
         bound = None if desk.passed else round.bound_to(electorate, words)
-        if desk.passed:
-            electorate = electorate.passed_by(desk.passed)
         outcome = bound or succeed(base, round.ballot, electorate, round.promises, view.guests(base), desk.rules)
         if outcome.successor is None:
             self._pause(round, outcome.why)

@@ -40,11 +40,6 @@ class Electorate:
     def quorum(self) -> int:
         return len(self.voters) // 2 + 1
 
-    def passed_by(self, successor: Generation) -> Electorate:
-        """Left behind by a successor whose members have lost what they had. Those of whom that is not known count."""
-        inside = frozenset(successor.members)
-        return Electorate(self.members | inside, self.resigned - inside, self.away, closed=True)
-
 
 def judge(electorate: Electorate, votes: frozenset[int], on_silent_tie: str) -> Verdict:
     cast = votes & electorate.voters

@@ -43,13 +43,14 @@ class View:
         beat = self.beats.get(member)
         return beat is not None and (beat.generation != generation.id or not beat.votes)
 
-    def electorate(self, generation: Generation) -> Electorate:
-        members = frozenset(generation.members)
-        resigned = {member for member in members if self.has_resigned(member, generation)}
-        closed = {member for member in members if self.watch.standing(member) is Standing.GONE}
-        return Electorate(
-            members, frozenset(resigned), frozenset((closed | self._empty_handed(generation)) - {self.me})
-        )
+    def electorate(self, generation: Generation, passed: Generation | None = None) -> Electorate:
+        """`passed`: a successor that has no seat for us and whose members have lost what they had, as far as is known;
+        those of whom it is not known count against us."""
+        inside = frozenset(passed.members) if passed else frozenset()
+        members = inside.union(generation.members)
+        resigned = {member for member in members - inside if self.has_resigned(member, generation)}
+        away = {member for member in members - {self.me} if self._is_away(member, generation)}
+        return Electorate(members, frozenset(resigned), frozenset(away), closed=passed is not None)
 
     def guests(self, generation: Generation) -> dict[int, Guest]:
         """Those who ask to be let in and bring ranks; members that have resigned may come back this way."""
@@ -115,10 +116,10 @@ class View:
         beat, told = self.beats.get(member), self.generations.get(member)
         return told if beat and told and beat.votes and beat.holds and told.id == beat.generation else None
 
-    def _empty_handed(self, generation: Generation) -> set[int]:
-        """Those that went on, or belong to no generation any more, and have lost what they had trained on."""
-        return {
-            member
-            for member in generation.members
-            if self.is_elsewhere(member, generation) and not (self.beats[member].holds and self.beats[member].votes)
-        }
+    def _is_away(self, member: int, generation: Generation) -> bool:
+        """Its connection closed; or it went on, or belongs to no generation any more, and has lost what it had."""
+        if self.watch.standing(member) is Standing.GONE:
+            return True
+        beat = self.beats.get(member)
+        empty_handed = beat is not None and not (beat.holds and beat.votes)
+        return empty_handed and self.is_elsewhere(member, generation)
