@@ -135,7 +135,7 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str) -> None:
 
 def test_an_unknown_setting_lists_what_its_section_has() -> None:
     assert refusal("sync.xyz=1").fix == f"sync has: {', '.join(type(Config().sync).model_fields)}"
-    assert refusal("xyz.abc=1").fix == "sections are: model, data, train, sync, run"
+    assert refusal("xyz.abc=1").fix == "sections are: model, data, train, sync, run, members"
 
 
 def test_an_unknown_preset_names_the_nearest_and_all() -> None:

@@ -265,9 +265,35 @@ class RunConfig(Section):
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
 
 
+class MembersConfig(Section):
+    """What becomes of a run when machines leave, fall silent, or come. See docs/faults.md.
+
+    `on_loss`: `go-on` trains on with whoever is left; `end` ends the run, as torchrun without restarts does.
+    `on_silent_tie`: what half of the machines do that hear nothing of the other half. With fewer than `min_nodes`
+    nobody trains; more than `max_nodes` are not let in. `silent_after_s`: raise it when busy machines or a bad Wi-Fi
+    are taken for absent ones. `restarts`: how often an agent starts a rank again that was killed. `digest_every`: after
+    so many steps all replicas are compared, bit by bit.
+    """
+
+    on_loss: Literal["go-on", "end"] = "go-on"
+    on_silent_tie: Literal["continue", "pause"] = "continue"
+    min_nodes: Positive = 1
+    max_nodes: Annotated[int, Field(ge=1, le=64)] = 64
+    silent_after_s: Annotated[float, Field(ge=1)] = 2.5
+    restarts: NotNegative = 3
+    digest_every: Positive = 50
+
+    @model_validator(mode="after")
+    def _most_are_not_fewer(self) -> MembersConfig:
+        if self.max_nodes < self.min_nodes:
+            raise ValueError(f"max_nodes={self.max_nodes} is less than min_nodes={self.min_nodes}")
+        return self
+
+
 class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
     run: RunConfig = RunConfig()
+    members: MembersConfig = MembersConfig()
