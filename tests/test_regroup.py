@@ -74,3 +74,38 @@ def test_a_frozen_rank_commits_nothing_and_comes_back(agent: ScriptedAgent) -> N
     agent.regroup((0, 1, 2), joining=(1,))
     agent.await_end((0, 1, 2))
     judge(agent.run.path, (0, 1, 2))
+
+
+WAYS = {
+    "shared": ("sync.inside=shared",),
+    "copies": ("sync.inside=copies",),
+    "stock": ("sync.mode=stock",),
+    "barrier": ("sync.measure=barrier", "sync.inside=gloo"),
+    "fp16": ("sync.wire=fp16", "sync.inside=gloo"),
+    "int8": ("sync.wire=int8", "sync.inside=gloo"),
+    "powersgd": ("sync.wire=powersgd:2", "sync.inside=gloo"),
+    "accumulate": ("sync.accumulate=2", "train.global_batch=6"),
+    "local": ("sync.mode=local", "sync.every=4"),
+    "diloco": ("sync.mode=diloco", "sync.every=5"),
+    "diloco-int8": ("sync.mode=diloco", "sync.every=5", "sync.wire=int8"),
+    "streaming": ("sync.mode=streaming", "sync.every=8", "sync.fragments=2", "sync.overlap=2"),
+    "auto": ("sync.mode=auto",),
+    "weights": ("run.weights=1/2/1",),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *WAYS[way])
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        agent.await_step(0, 7)
+        agent.kill(1)
+        agent.regroup((0, 2))
+        agent.start(1)
+        agent.await_step(0, 12)
+        agent.regroup((0, 1, 2), joining=(1,), at_edge=True)
+        agent.await_end((0, 1, 2))
+    judge(run, (0, 1, 2))
