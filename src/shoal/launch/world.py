@@ -13,10 +13,12 @@ from types import FrameType
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.link import Link
 from shoal.cluster.node import Meeting, Node
+from shoal.config.schema import MembersConfig
 from shoal.control.token import make_token
 from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
-from shoal.launch.orders import END, STOP, Meet, Member, make_go, to_line
+from shoal.launch.earlier import highest_generation
+from shoal.launch.orders import END, STOP, Meet, Member, make_go, membership, to_line
 from shoal.launch.plan import Command
 from shoal.launch.verdict import Ending
 from shoal.runfolder import RunFolder
@@ -72,10 +74,14 @@ class World:
     endings: list[Ending] = field(default_factory=list)
     refused: ShoalError | None = None
     interrupts: int = 0
+    is_elastic: bool = False
     _obeyed: int = 0
     _ended_at: float | None = None
 
-    def launch(self, plan: Plan, config: str, data: str, script_port: int | None = None) -> None:
+    def launch(
+        self, plan: Plan, config: str, data: str, script_port: int | None = None, members: MembersConfig | None = None
+    ) -> None:
+        """With `members`, machines may come and go."""
         common = Meet(
             folder="",
             node="",
@@ -97,7 +103,7 @@ class World:
             named = replace(common, node=node.name, address=node.address, interface=node.interface)
             post.link.send(to_line(replace(named, member=member, folder=folder, script_port=port)))
         self._await_ready()
-        self._send_off(plan)
+        self._send_off(plan, members)
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + READY_WITHIN_S
@@ -113,14 +119,13 @@ class World:
                 )
             time.sleep(POLL_S)
 
-    def _send_off(self, plan: Plan) -> None:
-        nodes, roster = [], []
+    def _send_off(self, plan: Plan, members: MembersConfig | None) -> None:
+        nodes = []
         for post in self.posts:
             said = post.ready or {}
             found = {"interface": said["interface"], "cores": post.node.cores or said["cores"]}
             post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
             nodes.append(post.node)
-            roster.append(Member(post.node.name, post.node.address, said["port"], said["mark"]))
         head = self.posts[0].ready or {}
         meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
         if head["script_port"] and len(nodes) > 1:
@@ -129,8 +134,21 @@ class World:
                 f"{meeting.port}, and whoever reaches it can write into it. Use a network you trust."
             )
         self.commands = plan(nodes, meeting)
+        self.is_elastic = members is not None
+        order = None if members is None else membership(members, self._highest_generation())
+        roster = [self._as_member(post) for post in self.posts]
         for post in self.posts:
-            post.link.send(to_line(make_go(roster, self.commands, post.node.name)))
+            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order)))
+
+    def _as_member(self, post: Post) -> Member:
+        said, node = post.ready or {}, post.node
+        ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
+        return Member(node.name, node.address, said["port"], said["mark"], tuple(ranks))
+
+    def _highest_generation(self) -> int:
+        """Of all earlier launches, as far as any machine knows of it: no number is used twice."""
+        promised = [int((post.ready or {})["highest"]) for post in self.posts]
+        return max(highest_generation(self.run), *promised)
 
     def __enter__(self) -> World:
         return self
