@@ -89,6 +89,7 @@ class Agent:
             await begin
             with awake(f"training {self._run.path.name}"):
                 await self._see_through()
+            self._name_the_absent()
         except ShoalError as error:
             self.write("refused", **error.as_dict())
             return error.exit_code
@@ -284,6 +285,11 @@ class Agent:
         self._over.add(member)
         self.write("lost", member=member, node=self._name(member), how=how)
         self._note_failure()
+
+    def _name_the_absent(self) -> None:
+        """The launcher need not wait for whom nobody hears, if it cannot see it either."""
+        for member in self._elastic.absent() if self._elastic is not None else ():
+            self.write("lost", member=member, node=self._name(member), how="it is gone, or has fallen silent")
 
     def _note_failure(self) -> None:
         if self._elastic is not None:

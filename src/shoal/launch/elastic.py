@@ -37,8 +37,6 @@ from shoal.launch.orders import Membership
 from shoal.launch.ranks import Ended
 from shoal.launch.seating import Seating
 
-# How long a member that trained with us may take to end its ranks before we leave without it.
-_LINGER_S = 10.0
 # Whoever could not pass the last barrier although others did may end by itself, as a lineage of its own.
 _OUTLIVE_S = 15.0
 
@@ -82,6 +80,7 @@ class Elastic:
         self._finished = False
         self._winding_up = False
         self._linked: set[int] = set()
+        self._heard_at: dict[int, float] = {}
         self._done: set[int] = set()
         self._others_finished_at: float | None = None
         self._ended_at: float | None = None
@@ -123,7 +122,8 @@ class Elastic:
             # From somebody who began a moment before us.
             self._early.append((member, message))
             return
-        self._do(self._council.received(member, decode(message), boot_clock()))
+        now = self._heard_at[member] = boot_clock()
+        self._do(self._council.received(member, decode(message), now))
 
     def is_done(self, member: int, finished: bool) -> None:
         """Its ranks have ended, after the last step of the training or before."""
@@ -156,9 +156,18 @@ class Elastic:
             self._ended_at = now
             if not self._finished:
                 self._do(self._council.leave(now))
-        generation = self._council.generation
-        others = set(generation.members) - {self._seating.me} if generation and self._finished else set()
-        return not (others & self._linked) - self._done or now - self._ended_at > _LINGER_S
+        return not (self._finished and any(self._is_awaited(member, now) for member in self._linked))
+
+    def _is_awaited(self, member: int, now: float) -> bool:
+        """It trained with us and still works: it may be writing its last checkpoint."""
+        generation, heard_at = self._council.generation, self._heard_at.get(member, self._ended_at or now)
+        trains = generation is not None and member in generation.members
+        return trains and member not in self._done and now - heard_at <= self._rules.silent_after_s
+
+    def absent(self) -> list[int]:
+        """Those of the launch that have not said how they ended, now that the training is over."""
+        founders = range(len(self._seating.roster)) if self._finished else ()
+        return [member for member in founders if member not in {*self._done, self._seating.me}]
 
     @property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import time
@@ -18,6 +19,7 @@ from shoal.control.token import make_token
 from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.earlier import highest_generation
+from shoal.launch.found import is_running
 from shoal.launch.orders import END, STOP, Meet, Member, make_go, membership, to_line
 from shoal.launch.plan import Command
 from shoal.launch.verdict import Ending
@@ -38,7 +40,7 @@ Plan = Callable[[list[Node], Meeting], list[Command]]
 class Post:
     """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
     another agent lost it. `finished`: another agent heard that all its ranks have ended well. `left`:
-    we stopped waiting for it."""
+    we stopped waiting for it. `again`: the process of its agent's later life, which is no child of ours."""
 
     node: Node
     link: Link
@@ -50,6 +52,7 @@ class Post:
     lost: str = ""
     finished: bool = False
     left: bool = False
+    again: int | None = None
 
     def is_busy(self) -> bool:
         """Whether it may still have something for us."""
@@ -57,8 +60,25 @@ class Post:
 
     def gone(self) -> str | None:
         """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
+        if self.again is not None:
+            return None if is_running(self.again) else "its agent, which had been started again, ended"
         how = self.link.ended()
         return self.lost if how is None and self.lost and not self.link.is_reachable() else how
+
+    def tell(self, wish: str) -> None:
+        """Two signals at once are the wish to end; see `Agent._on_signal`."""
+        self.link.send(to_line(wish))
+        if self.again is not None and not self.done:
+            for signum in (signal.SIGINT, signal.SIGTERM)[: 2 if wish == END else 1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.again, signum)
+
+    def end(self) -> None:
+        if self.link.ended() is None:
+            self.link.kill()
+        self.link.close()
+        if self.again is not None and is_running(self.again):
+            os.kill(self.again, signal.SIGKILL)
 
 
 @dataclass
@@ -75,6 +95,8 @@ class World:
     refused: ShoalError | None = None
     interrupts: int = 0
     is_elastic: bool = False
+    broken: str = ""
+    _said: set[str] = field(default_factory=set)
     _obeyed: int = 0
     _ended_at: float | None = None
 
@@ -167,9 +189,7 @@ class World:
                 break
             time.sleep(POLL_S / 5)
         for post in self.posts:
-            if post.link.ended() is None:
-                post.link.kill()
-            post.link.close()
+            post.end()
 
     def see_through(self) -> None:
         while not all(post.done for post in self.posts):
@@ -203,7 +223,7 @@ class World:
 
     def _tell(self, wish: str) -> None:
         for post in self.posts:
-            post.link.send(to_line(wish))
+            post.tell(wish)
 
     def _look(self) -> None:
         for post in self.posts:
@@ -215,6 +235,8 @@ class World:
 
     def _take(self, post: Post, event: Event) -> None:
         match event["event"]:
+            case "ready" if event["life"]:
+                self._welcome_back(post, event)
             case "ready":
                 post.ready = event
             case "started":
@@ -225,8 +247,16 @@ class World:
                 self._end(post, event["name"], event["code"], event["by_us"], starved=event["starved"])
             case "note":
                 self._note(f"{post.node.name}: {event['text']}")
+            case "restart":
+                # It is not over: how its process ended is history.
+                self.endings = [ending for ending in self.endings if ending.name != event["name"]]
+            case "tell" | "pause" | "abandon":
+                self._note_once(event)
+            case "broken":
+                self.broken = self.broken or f"{event['name']}: {event['why']}"
             case "lost":
-                self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
+                if not self.is_elastic:
+                    self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
                 self._post_of(event["node"]).lost = event["how"]
             case "peer":
                 # Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure.
@@ -242,6 +272,19 @@ class World:
     @property
     def ranks(self) -> int:
         return sum(len(command.ranks) for command in self.commands)
+
+    def _note_once(self, event: Event) -> None:
+        """Agents of one generation say the same of it."""
+        key = event.get("generation") or event["text"]
+        if key not in self._said:
+            self._said.add(key)
+            self._note(event["text"])
+
+    def _welcome_back(self, post: Post, event: Event) -> None:
+        """Its agent was started again, by somebody else than us: what became of its ranks before is history."""
+        post.again, post.ready = event["pid"], event
+        post.done, post.since, post.lost, post.finished = False, None, "", False
+        self.endings = [ending for ending in self.endings if ending.node != post.node.name]
 
     def _note(self, text: str) -> None:
         self.log.write("note", text=text)
