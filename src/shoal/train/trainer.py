@@ -43,7 +43,7 @@ class StopWish:
 class Trainer:
     """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
     `between_steps` is called on every rank when another one follows. `fence` says what may still be done in this
-    generation."""
+    generation; `history` are the lineages before this launch's first one."""
 
     config: Config
     world: World
@@ -59,6 +59,7 @@ class Trainer:
     peak_lr: float
     progress: Progress
     fence: Fence = field(default_factory=OpenFence)
+    history: tuple[tuple[str, int], ...] = ()
     compute: Choice = field(default_factory=Choice)
     times: dict[str, float] = field(default_factory=dict)
     between_steps: Callable[[], None] = field(default=lambda: None)
@@ -85,7 +86,9 @@ class Trainer:
         return wants_stop
 
     def at(self, step: int, cursor: int) -> Progress:
-        return Progress(step, cursor, str(self.world.generation), str(self.world.lineage))
+        lineage = self.world.lineage
+        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks)
+        return Progress(step, cursor, str(self.world.generation), str(lineage.name), (*self.history, *forks))
 
     def end_at_edge(self) -> None:
         """Raises where all ranks have agreed to stop together; where replicas have parted, once they have met again."""
