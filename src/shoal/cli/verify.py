@@ -11,8 +11,7 @@ import typer
 from shoal.cli.output import print_json, stdout_console
 from shoal.config.load import load_config
 from shoal.errors import ShoalError
-from shoal.events import read_events
-from shoal.report.finish import finish
+from shoal.report.finish import finish, read_commits
 from shoal.report.ledger import Fork, LedgerReport, check_ledger
 from shoal.report.replicas import ReplicaReport, judge_replicas
 from shoal.report.wording import count, join
@@ -32,7 +31,7 @@ def verify(
     """
     folder = RunFolder.open(run)
     replicas = judge_replicas(folder)
-    ledger = check_ledger(read_events(folder.commits) if folder.commits.exists() else ())
+    ledger = check_ledger(read_commits(folder))
     with contextlib.suppress(ShoalError):
         # A read-only folder can be verified too; the verdict is then only printed.
         finish(folder, replicas)

@@ -23,6 +23,7 @@ def explain_single(summary: Summary) -> str:
         return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
     sentences = [
         _speed(summary, summary.step_s),
+        _changed(summary),
         _split(summary, summary.step_s),
         _allreduce(summary),
         _bytes(summary),
@@ -37,6 +38,15 @@ def _speed(summary: Summary, step_s: Spread) -> str:
     rate = f", which is {speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
     window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
     return f"{where}{rate}{window}."
+
+
+def _changed(summary: Summary) -> str:
+    """Figures of a world that came and went say whose they are."""
+    changes = sum(not stretch.is_first for stretch in summary.history)
+    if not changes:
+        return ""
+    times = "once" if changes == 1 else f"{changes} times"
+    return f"Who took part changed {times}; these figures are of steps that {ranks(summary.world_size)} did together."
 
 
 def _split(summary: Summary, step_s: Spread) -> str:

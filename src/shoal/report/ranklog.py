@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,14 @@ COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes", "entry")
 
 def _columns() -> dict[str, array[float]]:
     return {name: array("d") for name in COLUMNS}
+
+
+class Span(NamedTuple):
+    """The steps that a rank did in one generation and, unless another rank did, in none after it."""
+
+    entered: Entered
+    first: int
+    last: int
 
 
 @dataclass
@@ -112,6 +120,11 @@ class RankLog:
     def generations(self) -> list[Entered | None]:
         """The one that did each of `steps`."""
         return [self._entered_at(entry) for entry in self.column("entry").astype(np.int64).tolist()]
+
+    def spans(self) -> tuple[Span, ...]:
+        entries, steps = self.column("entry"), self.steps
+        done = [(entered, steps[entries == entry]) for entry, entered in enumerate(self.entered)]
+        return tuple(Span(entered, int(each[0]), int(each[-1])) for entered, each in done if len(each))
 
     def entered_at_eval(self, step: int) -> Entered | None:
         return self._entered_at(self._val_entry[step])

@@ -15,7 +15,7 @@ from shoal.errors import PeerLost
 from shoal.events import Event
 from shoal.report.losses import losses, val_losses
 from shoal.report.membership import Stretch, history, last_members, measured_size, party
-from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Steps, as_float, collect
+from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Span, Steps, as_float, collect
 
 # Other programs that kept fewer cores busy than this did not change what was measured.
 DISTURBING_CORES = 0.25
@@ -43,6 +43,7 @@ class RankSummary:
     step_s: Spread | None
     phases: dict[str, Spread]
     allreduce_s: Spread | None
+    spans: tuple[Span, ...]
 
     @property
     def node(self) -> str:
@@ -171,6 +172,7 @@ def _summarize_rank(log: RankLog) -> RankSummary:
         step_s=spreads["step_s"],
         phases={phase: found for phase in PHASES if (found := spreads[f"{phase}_s"]) is not None},
         allreduce_s=spreads["allreduce_s"],
+        spans=log.spans(),
     )
 
 
