@@ -101,7 +101,7 @@ def members_verdict(manifest: Manifest) -> str:
         [each.seconds for each in manifest.recoveries if each.seconds is not None],
     )
     parts = [
-        f"changed {'once' if changes == 1 else f'{changes} times'}, {len(manifest.members)} at the end",
+        f"changed {changes}×, {len(manifest.members)} at the end",
         f"at most {max(known):.1f} s to the next commit" if known else "",
         f"{manifest.redone_steps} steps redone" if manifest.redone_steps else "",
         f"{manifest.abandoned_steps} steps abandoned" if manifest.abandoned_steps else "",

@@ -13,7 +13,7 @@ from shoal.report.ballots import read_ballot
 from shoal.report.ledger import check_ledger
 from shoal.report.membership import Stretch
 from shoal.report.ranklog import is_number
-from shoal.report.wording import count, join
+from shoal.report.wording import count, join, times
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,15 @@ def describe_changes(history: Sequence[Stretch], commits: Sequence[Event], journ
 
 
 def cost_sentence(recoveries: Sequence[RecoveryRecord], abandoned_steps: int, redone_steps: int) -> str:
-    """Of all changes together. Stretches of lineages that ran at once overlap in time, so nothing is added up there."""
-    known = [each.seconds for each in recoveries if each.seconds is not None]
+    """Of all changes together. Nothing is added up: where two lineages ran at once, so did their pauses."""
+    longest = max((each.seconds for each in recoveries if each.seconds is not None), default=None)
     parts = [
-        f"the longest way to the next commit was {max(known):.1f} s, the usual one {_median(known):.1f} s"
-        if known
-        else "",
-        f"{count(redone_steps, 'step')} had to be done again" if redone_steps else "",
-        f"{count(abandoned_steps, 'step')} of lineages that were given up do not count" if abandoned_steps else "",
+        "" if longest is None else f"it took at most {longest:.1f} s until a step was done again",
+        f"{count(redone_steps, 'step')} had to be repeated" if redone_steps else "",
+        f"{count(abandoned_steps, 'step')} of what was given up do not count" if abandoned_steps else "",
     ]
-    found = [part for part in parts if part] or ["nothing was done twice"]
-    times = "once" if len(recoveries) == 1 else f"{len(recoveries)} times"
-    return f"Who took part changed {times}: {join(found)}."
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
+    found = [part for part in parts if part]
+    return f"Who took part changed {times(len(recoveries))}{': ' + join(found) if found else ''}."
 
 
 def _recoveries(

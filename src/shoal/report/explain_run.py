@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.report.summary import DISTURBING_CORES, Spread, Summary
-from shoal.report.wording import join, ms, percent, ranks, speed
+from shoal.report.wording import join, ms, percent, ranks, speed, times
 from shoal.units import format_si
 
 _NAMES = {
@@ -45,8 +45,8 @@ def _changed(summary: Summary) -> str:
     changes = sum(not stretch.is_first for stretch in summary.history)
     if not changes:
         return ""
-    times = "once" if changes == 1 else f"{changes} times"
-    return f"Who took part changed {times}; these figures are of steps that {ranks(summary.world_size)} did together."
+    together = f"{ranks(summary.world_size)} did together"
+    return f"Who took part changed {times(changes)}; these figures are of steps that {together}."
 
 
 def _split(summary: Summary, step_s: Spread) -> str:

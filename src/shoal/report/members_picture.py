@@ -42,7 +42,7 @@ def members_section(summary: Summary, manifest: Manifest, chart: str) -> str:
         return ""
     cost = cost_sentence(manifest.recoveries, manifest.abandoned_steps, manifest.redone_steps)
     notes = "".join(f"<p>{escape(note)}</p>" for note in manifest.membership_notes)
-    return f"<p>{escape(cost)}</p>{chart}{_table(manifest.recoveries)}{notes}"
+    return f"<p>{escape(cost)}</p>{notes}{chart}{_table(manifest.recoveries)}"
 
 
 def _bars(ranks: list[RankSummary], lineage: Ballot, generations: set[Ballot]) -> dict[str, list[Any]]:

@@ -163,7 +163,8 @@ def _replicas_figure(manifest: Manifest) -> tuple[str, str]:
 
 def _where(manifest: Manifest) -> str:
     nodes = f"on {len(manifest.nodes)} node{'s' * (len(manifest.nodes) != 1)}"
-    return f"{nodes}; {len(manifest.members)} at the end" if manifest.recoveries else nodes
+    last = len(manifest.members)
+    return f"{nodes}; {last} at the end" if manifest.recoveries and last != manifest.world_size else nodes
 
 
 def _theory(manifest: Manifest) -> str:
