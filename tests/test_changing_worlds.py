@@ -102,6 +102,19 @@ def test_a_lineage_whose_last_steps_were_given_up_stands_before() -> None:
     assert [each.stands for each in summary.history] == [True, False, True, True]
 
 
+def test_a_resumed_launch_stands_on_the_one_before() -> None:
+    """From the checkpoint of step 8, with one rank and a lineage of its own; what came after step 8 does not count."""
+    events: list[Event] = []
+    for rank in (0, 1):
+        events += [start(rank, 2), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, 12, loss=3.0)]
+    events += [entered(0, "4-0", (0,), 8, "4-0", "first"), start(0, 1, time=time_of(90)), *steps(0, 9, 30, loss=1.0)]
+    summary = summarize(events)
+    assert summary.loss.tolist() == [3.0] * 8 + [1.0] * 22
+    assert [each.stands for each in summary.history] == [True, True]
+    assert (summary.members, summary.world_size, summary.measured) == ((0,), 1, (20, 30))
+    assert (set(summary.ranks), set(summary.took_part)) == ({0}, {0, 1})
+
+
 def test_runs_without_membership_have_no_history() -> None:
     summary = summarize([*rank_events(0), *rank_events(1)])
     assert (summary.history, summary.members, summary.world_size) == ((), (0, 1), 2)

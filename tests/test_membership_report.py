@@ -20,6 +20,7 @@ from shoal.runfolder import RunFolder
 from tests.member_samples import BEGAN, commit_records, killed_and_back, parted, time_of
 from tests.programs import shoal
 from tests.run_samples import make_run
+from tests.test_long import opened
 from tests.test_report_page import EVIL, Page
 
 LEFT = "box-3 lost all of its ranks. box-1 and box-2 go on, as generation 2, with step 40."
@@ -125,6 +126,16 @@ def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
         ("rank 0 (here)", 40, 20),
         ("rank 1 (here)", 40, 20),
     ]
+
+
+@pytest.mark.long
+def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
+    run = parted_run(tmp_path / "run", ABANDONED)
+    first = run.events(0).read_text().replace('"here"', '"<b>here"')
+    run.events(0).write_text(first)
+    document = opened(write_report(run), tmp_path / "profile")
+    for label in ("lineage 3-1, given up", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
+        assert label in document
 
 
 def test_the_page_of_a_steady_run_has_no_such_section(tmp_path: Path) -> None:

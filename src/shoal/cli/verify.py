@@ -47,7 +47,7 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
     console = stdout_console()
     if replicas.byte_equivalent:
         console.print(
-            f"[green]identical[/]: {replicas.ranks} replicas{_tensors(replicas)}, equal to the bit "
+            f"[green]identical[/]: {count(replicas.ranks, 'replica')}{_tensors(replicas)}, equal to the bit "
             f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})",
             soft_wrap=True,
         )

@@ -23,7 +23,7 @@ def has_changed(summary: Summary) -> bool:
 
 def members_chart(summary: Summary) -> Figure:
     """One colour a lineage; one that was given up is hatched where it does not count."""
-    ranks = [rank for rank in summary.ranks.values() if rank.spans]
+    ranks = [rank for rank in summary.took_part.values() if rank.spans]
     stands = {stretch.generation: stretch.stands for stretch in summary.history}
     lineages = sorted({span.entered.lineage for rank in ranks for span in rank.spans})
     traces = []
@@ -95,4 +95,5 @@ def _cells(recovery: RecoveryRecord) -> tuple[str, ...]:
 
 
 def _name(rank: RankSummary) -> str:
-    return f"rank {rank.rank} ({rank.node})"
+    # Plotly takes tags in a label for its own.
+    return f"rank {rank.rank} ({escape(rank.node)})"

@@ -13,6 +13,7 @@ from shoal.report.explain_prediction import NAMES, phase_errors
 from shoal.report.palette import PHASE_COLOURS, PHASE_NAMES
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
 from shoal.report.summary import Summary
+from shoal.report.wording import count
 from shoal.units import format_count, format_share, format_si
 
 NOTHING = "–"
@@ -162,9 +163,10 @@ def _replicas_figure(manifest: Manifest) -> tuple[str, str]:
 
 
 def _where(manifest: Manifest) -> str:
-    nodes = f"on {len(manifest.nodes)} node{'s' * (len(manifest.nodes) != 1)}"
-    last = len(manifest.members)
-    return f"{nodes}; {last} at the end" if manifest.recoveries and last != manifest.world_size else nodes
+    nodes = count(len(manifest.nodes), "node")
+    if not manifest.recoveries:
+        return f"on {nodes}"
+    return f"measured; {len(manifest.members)} at the end, {nodes} in all"
 
 
 def _theory(manifest: Manifest) -> str:

@@ -59,13 +59,14 @@ class RankSummary:
 class Summary:
     """A run in figures. What was never recorded is None, an empty dictionary or an empty curve.
 
-    `world_size` is that of the steps that were measured; `members` are the ids of those who took part at last, and
-    `history` is empty where nobody came or went."""
+    `world_size` is that of the steps that were measured, `ranks` are those of the last launch and `members` the ids of
+    those who took part at last; `history` and `took_part` are of all launches, empty where nobody can come or go."""
 
     status: Status
     world_size: int
     members: tuple[int, ...]
     history: tuple[Stretch, ...]
+    took_part: dict[int, RankSummary]
     ranks: dict[int, RankSummary]
     started_at: float | None
     steps_done: int
@@ -121,6 +122,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         world_size=world_size,
         members=members,
         history=history(everybody),
+        took_part={rank: ranks.get(rank) or _summarize_rank(log) for rank, log in everybody.items() if log.entered},
         ranks=ranks,
         started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
         steps_done=int(loss_steps[-1]) if len(loss_steps) else 0,
