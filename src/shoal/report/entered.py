@@ -22,7 +22,6 @@ class Entered:
     ids: tuple[int, ...]
     step: int
     how: str
-    copied: bool
     lost_s: float
 
     @property
@@ -44,7 +43,6 @@ def read_entered(event: Event) -> Entered | None:
         ids=tuple(ids),
         step=event["step"] if _is_id(event.get("step")) else 0,
         how=str(event.get("how")),
-        copied=event.get("copied") is True,
         lost_s=sum(_seconds(event.get(name)) for name in ("halted_s", "waited_s", "formed_s", "copied_s")),
     )
 

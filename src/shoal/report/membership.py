@@ -95,8 +95,8 @@ def _stretch(entries: list[Entered], standing: Standing) -> Stretch:
 class Standing:
     """Which steps belong to the model that the run ended with.
 
-    A lineage follows another one where a rank went from one to the other with the state it had; whoever had to copy
-    only says that it was elsewhere before.
+    A lineage follows another one where a rank went from one to the other with the state it had; whoever was let in only
+    says that it was elsewhere before.
     """
 
     def __init__(self, logs: Logs) -> None:
@@ -120,7 +120,7 @@ class Standing:
 def _handed_on(logs: Logs) -> Iterator[tuple[Entered, Entered]]:
     for log in logs.values():
         for before, after in zip(log.entered, log.entered[1:], strict=False):
-            if before.lineage != after.lineage and not after.copied and after.how != "joined":
+            if before.lineage != after.lineage and after.how != "joined":
                 yield before, after
 
 
