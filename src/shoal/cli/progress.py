@@ -85,7 +85,7 @@ class BarDisplay:
             if self._teller.leads(event, "step"):
                 self._step(event)
             elif self._teller.leads(event, "lost") and self._task is not None:
-                self._progress.update(self._task, description="somebody is missing; agreeing on who goes on")
+                self._progress.update(self._task, description="between two generations: agreeing on who goes on")
 
     def close(self) -> None:
         self._progress.stop()
