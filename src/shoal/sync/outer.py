@@ -52,6 +52,9 @@ class Outer(Protocol):
     def rewind(self, common_step: int, flying: int) -> None:
         """What the model holds is common and has come so far; `state` then has room for what is to be loaded."""
 
+    def lasting(self) -> dict[str, Tensor]:
+        """What of `state` outlives a world: nothing that was on its way."""
+
     def state(self) -> dict[str, Tensor]:
         """What is common beside the parameters. The tensors are those in use: filling them loads a state."""
 
@@ -77,6 +80,9 @@ class EveryStep:
 
     def rewind(self, common_step: int, flying: int) -> None:
         pass
+
+    def lasting(self) -> dict[str, Tensor]:
+        return {}
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -115,8 +121,11 @@ class Parted:
         for piece in self._pieces:
             piece.rewind()
 
-    def state(self) -> dict[str, Tensor]:
+    def lasting(self) -> dict[str, Tensor]:
         return {name: tensor for piece in self._pieces for name, tensor in piece.state().items()}
+
+    def state(self) -> dict[str, Tensor]:
+        return self.lasting()
 
     def own_state(self) -> dict[str, Tensor]:
         return self._exchange.wire.state()

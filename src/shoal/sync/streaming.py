@@ -64,7 +64,7 @@ class Streaming(Parted):
             for index, flights in self._flying.items()
             for number, flight in enumerate(flights)
         }
-        return super().state() | sums
+        return self.lasting() | sums
 
     def _send(self, step: int) -> None:
         for index, fragment in enumerate(self._fragments):
