@@ -13,7 +13,9 @@ from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Node
+from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
+from shoal.cost.relief import relief
 from shoal.errors import Interrupted
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.plan import plan_module, plan_ranks, plan_script
@@ -42,7 +44,8 @@ def run_ranks(
         )
         world.see_through()
     faults = _faults(news)
-    error = failure(world.endings, faults, _log_tails(world, run))
+    helps = relief(load_config(run.config), world.ranks)
+    error = failure(world.endings, faults, _log_tails(world, run), helps)
     if world.interrupts and not (world.interrupts == 1 and caused(faults)):
         raise _interrupted(run, at_once=world.interrupts > 1)
     if error:
