@@ -6,6 +6,7 @@ it writes into its own ledger. The wish to end after a step travels in the excha
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -58,6 +59,8 @@ class Rank:
 
     def main(self) -> int:
         signal.signal(signal.SIGINT, self.stop)
+        # As one does that meets a bug of its own.
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
         self.note(event="here")
         self.say(Here(committed=0))
         while True:
@@ -188,14 +191,10 @@ class Rank:
 
 
 def text(value: str) -> str:
-    import base64
-
     return base64.b64encode(value.encode()).decode()
 
 
 def untext(value: object) -> str:
-    import base64
-
     return base64.b64decode(str(value)).decode()
 
 
