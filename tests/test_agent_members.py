@@ -225,3 +225,20 @@ def test_a_dead_agent_is_started_again_by_hand(tmp_path: Path) -> None:
     left = shoal("join", tmp_path)
     assert left.returncode == 2
     assert f"error: nothing of {tmp_path} can come back on this machine" in left.stderr
+
+
+@pytest.mark.long
+def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
+    """Alone it needs nobody's word; without any rank nothing is left to go on with."""
+    with agents(tmp_path) as members:
+        team = Team(members, (3,))
+        team.go()
+        team.await_commits(0)
+        os.kill(team.pid(0), signal.SIGKILL)
+        team.await_size(1, 2)
+        team.await_size(0, 3)
+        freeze(tuple(map(team.pid, range(3))), signal.SIGKILL)
+        assert members[0].code(within_s=10) == 0
+        assert find(tmp_path) == []
+    assert members[0].said("done")[-1]["finished"] is False
+    assert [event["code"] for event in members[0].said("ended")] == [-signal.SIGKILL] * 4

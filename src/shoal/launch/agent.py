@@ -135,7 +135,7 @@ class Agent:
 
     def _start_all(self, go: Go) -> None:
         if self._elastic is not None:
-            self._elastic.start_all()
+            self._elastic.start(self._elastic.crew.hands)
         else:
             alone = not any(map(self._workplace.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
@@ -252,7 +252,7 @@ class Agent:
 
     def _note_failure(self) -> None:
         if self._elastic is not None:
-            self._elastic.wind_up()
+            self._elastic.wind_up(failed=True)
         if self._failed_at is None:
             self._failed_at = boot_clock()
 

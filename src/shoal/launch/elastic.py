@@ -18,7 +18,7 @@ from shoal.control.membership.messages import decode, encode
 from shoal.control.membership.promises import Promises
 from shoal.errors import Interrupted
 from shoal.launch.crew import Crew, Hand
-from shoal.launch.farewell import Farewell
+from shoal.launch.farewell import Farewell, nobody_has_the_state
 from shoal.launch.halting import Halting
 from shoal.launch.keyring import Keyring
 from shoal.launch.mesh import Mesh
@@ -41,7 +41,8 @@ class Elastic:
         self.crew = Crew([Hand(start) for start in go.starts], members.restarts)
         self.farewell = Farewell(me, len(go.roster), members.rules.silent_after_s)
         self._council = Council(me, members.rules, promises, boot_clock(), self.name)
-        self._failed = False
+        # The world that was asked for did not form, or nothing is left of it.
+        self.failed = False
         self._todo: deque[Action] = deque()
         self._early: list[tuple[int, Message]] | None = []
         self._halting = Halting(self.crew, members.rules)
@@ -67,8 +68,8 @@ class Elastic:
         self._founded = True
         self._hear_the_early()
 
-    def start_all(self) -> None:
-        for hand in self.crew.hands:
+    def start(self, hands: Iterable[Hand]) -> None:
+        for hand in hands:
             self._workplace.start_with_line(hand, self.heard)
 
     def _hear_the_early(self) -> None:
@@ -93,8 +94,9 @@ class Elastic:
             # From somebody who began a moment before us.
             self._early.append((member, message))
             return
-        now = self.farewell.heard_at[member] = boot_clock()
-        self._do(self._council.received(member, decode(message), now))
+        now, heard = boot_clock(), decode(message)
+        self.farewell.heard(member, heard, now)
+        self._do(self._council.received(member, heard, now))
 
     # From the clock.
 
@@ -108,8 +110,11 @@ class Elastic:
         self._do(self._council.tick(now))
         self._lease(now)
         self._end_the_late(now)
-        self._start_again(now)
+        self.start(self.crew.due(now))
         self._give_in(now)
+        if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
+            self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
+            self.failed = True
 
     def is_over(self) -> bool:
         """Our ranks have ended, and nobody who trained with us needs our keys or our word any more."""
@@ -120,15 +125,12 @@ class Elastic:
             self._do(self._council.leave(boot_clock()))
         return not self.farewell.awaits(self._council.generation, boot_clock())
 
-    @property
-    def failed(self) -> bool:
-        """The world that was asked for did not form: an error, whatever could be made of the rest."""
-        return self._failed
-
-    def wind_up(self) -> None:
-        """The run ends: nobody is started again."""
+    def wind_up(self, failed: bool = False) -> None:
+        """The run ends: nobody is started again, and after a failure nobody goes on either."""
         self._winding_up = True
         self.crew.rest()
+        if failed:
+            self._council.finish()
 
     def _lease(self, now: float) -> None:
         generation = self._council.generation
@@ -141,11 +143,6 @@ class Elastic:
         for hand in self._halting.late(now):
             self._workplace.write("note", text=f"{hand.start.name} did not stop when it was told to, and was killed")
             self._workplace.kill(hand.start.name)
-
-    def _start_again(self, now: float) -> None:
-        for hand in self.crew.due(now):
-            hand.again_at = None
-            self._workplace.start_with_line(hand, self.heard)
 
     def _give_in(self, now: float) -> None:
         outside = not self._council.votes or self._council.asks is not None
@@ -187,7 +184,7 @@ class Elastic:
         if self._founded:
             self._do(self._council.failed(generation, boot_clock()))
         else:
-            self._failed = True
+            self.failed = True
 
     def ended(self, ended: Ended) -> bool:
         """Whether the run can go on although this rank has ended."""
@@ -200,12 +197,19 @@ class Elastic:
             return True
         if ended.by_us:
             return True
-        if not self._founded or not (ended.code < 0 or self._workplace.ran_out_of_memory(ended.start)):
+        killed = ended.code < 0 or self._workplace.ran_out_of_memory(ended.start)
+        if not (self._founded and killed) or self._was_the_last(was_inside):
             return False
         self._do_without(was_inside)
         if not self._winding_up and (after_s := self.crew.try_again(hand, boot_clock())) is not None:
             self._workplace.write("restart", name=ended.start.name, attempt=hand.attempts, after_s=after_s)
         return True
+
+    def _was_the_last(self, generation: Ballot | None) -> bool:
+        """Nobody else has what was trained."""
+        current = self._council.generation
+        alone = current is not None and current.id == generation and current.members == (self._seating.me,)
+        return alone and generation is not None and not self.crew.inside(generation)
 
     def _do_without(self, generation: Ballot | None) -> None:
         """One of ours has died, in this generation or while it waited for one."""

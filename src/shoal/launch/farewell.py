@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.control.membership.generation import Generation
+from shoal.control.membership.messages import Beat, Message
+from shoal.errors import RunFailed
 
 # Whoever could not pass the last barrier although others did may end by itself, as a lineage of its own.
 _OUTLIVE_S = 15.0
+# How long a machine without the training's state waits for anybody who has it.
+_HOPELESS_AFTER_S = 60.0
 
 
 @dataclass
@@ -22,7 +26,23 @@ class Farewell:
     linked: set[int] = field(default_factory=set)
     heard_at: dict[int, float] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    holders: set[int] = field(default_factory=set)
     others_finished_at: float | None = None
+    hopeless_since: float | None = None
+
+    def heard(self, member: int, message: Message, now: float) -> None:
+        """`holders`: who has a state to train on from, by its own last word."""
+        self.heard_at[member] = now
+        if isinstance(message, Beat):
+            (self.holders.add if message.votes and message.holds else self.holders.discard)(member)
+
+    def is_hopeless(self, has_state: bool, now: float) -> bool:
+        """Neither we nor anybody whom we reach has what was trained, and that for a while."""
+        if has_state or self.holders & self.linked:
+            self.hopeless_since = None
+        elif self.hopeless_since is None:
+            self.hopeless_since = now
+        return self.hopeless_since is not None and now - self.hopeless_since > _HOPELESS_AFTER_S
 
     def is_done(self, member: int, finished: bool, now: float) -> None:
         """Its ranks have ended, after the last step of the training or before."""
@@ -47,3 +67,11 @@ class Farewell:
         """Those of the launch that have not said how they ended, now that the training is over."""
         founders = range(self.founders) if self.finished else ()
         return [member for member in founders if member not in {*self.done, self.me}]
+
+
+def nobody_has_the_state(run: str) -> RunFailed:
+    return RunFailed(
+        "nobody who can be reached has the training's state any more",
+        why="the ranks of all machines were killed, or the run has ended meanwhile",
+        fix=f"go on from the last checkpoint: shoal train --resume {run}",
+    )

@@ -28,8 +28,7 @@ SILENT_AFTER_S = 20.0
 MEET_WITHIN_S = 20.0
 _AGAIN_S = 0.2
 # Who refuses us will not change its mind soon.
-_REFUSED_AGAIN_S = 2.0
-_CONNECT_WITHIN_S = 5.0
+_REFUSED_AGAIN_S, _CONNECT_WITHIN_S = 2.0, 5.0
 # Two that dial each other at once make two connections, and each may hold the other one for the newer: both stay.
 _MOST_CHANNELS = 2
 # What waits for a connection that takes nothing: beyond this, it is said again later or not at all.

@@ -4,6 +4,7 @@ and go a line of its own."""
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -32,6 +33,7 @@ Write = Callable[..., None]
 class Workplace:
     def __init__(self, run: RunFolder, node: str, ranks: Ranks, keys: Keyring, places: Places, write: Write) -> None:
         self._run = run
+        self.run_folder = shlex.quote(str(run.path))
         self._node = node
         self._ranks = ranks
         self._keys = keys

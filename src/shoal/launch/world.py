@@ -50,6 +50,7 @@ class World:
     interrupts: int = 0
     is_elastic: bool = False
     broken: str = ""
+    gave_up: ShoalError | None = None
     _said: set[str] = field(default_factory=set)
     _obeyed: int = 0
     _ended_at: float | None = None
@@ -202,7 +203,6 @@ class World:
             case "note":
                 self._note(f"{post.node.name}: {event['text']}")
             case "restart":
-                # It is not over: how its process ended is history.
                 self.endings = [ending for ending in self.endings if ending.name != event["name"]]
             case "tell" | "pause" | "abandon":
                 self._note_once(event)
@@ -218,6 +218,10 @@ class World:
                     self._post_of(event["node"]).lost = "its ranks ended in a failure, and their words did not reach us"
                 else:
                     self._post_of(event["node"]).finished = True
+            case "gave-up":
+                self.gave_up = from_dict(event)
+            case "refused" if post.again is not None:
+                self._note(f"{post.node.name} could not take part again: {event['seen']}")
             case "refused":
                 self._refuse(post, from_dict(event))
             case "done":

@@ -26,12 +26,12 @@ def rejoin(path: Path, node: str | None) -> str:
     tail.skip_to_end()
     agent = PipeLink((*agent_command(run.path, node), "--again", str(run.path), node), run.path, node)
     try:
-        event = _await(tail, agent, lambda event: event["event"] in ("generation", "refused", "done"))
+        event = _await(tail, agent, lambda event: event["event"] in ("generation", "refused", "gave-up", "done"))
     finally:
         agent.close()
     if event is None:
         return f"{node} asks to be let in, and goes on asking: shoal ps shows it, agents/{node}.jsonl says what it sees"
-    if event["event"] == "refused":
+    if event["event"] in ("refused", "gave-up"):
         raise from_dict(event)
     if event["event"] == "done":
         raise RunFailed(
