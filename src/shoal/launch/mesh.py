@@ -11,9 +11,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from shoal.control.channel import Channel, Message, accept, dial
+from shoal.control.channel import Channel, Message, dial
 from shoal.control.hello import Hello, refusal, remark
 from shoal.control.machine import boot_clock
+from shoal.control.reception import doorkeeper, receive
 from shoal.control.route import dial_order
 from shoal.errors import ControlError, PeerLost, ShoalError
 from shoal.launch.orders import Member
@@ -22,6 +23,7 @@ BEAT_S = 1.0
 # Long enough for a busy Wi-Fi, short enough that nobody waits minutes for a machine that has left.
 SILENT_AFTER_S = 20.0
 MEET_WITHIN_S = 20.0
+HELLO_WITHIN_S = 5.0
 _AGAIN_S = 0.2
 
 OnMessage = Callable[[int, Message], Awaitable[None]]
@@ -49,6 +51,7 @@ class Mesh:
         self._server: asyncio.Server | None = None
         self._expected: list[Member] = []
         self._met = False
+        self._door = doorkeeper(note)
 
     async def listen(self, address: str, me: Hello, token: str) -> int:
         """On this one address; the port is the kernel's choice."""
@@ -61,6 +64,7 @@ class Mesh:
     async def meet(self, roster: Sequence[Member]) -> None:
         """Until every member is connected; who does not come is named."""
         self._expected = list(roster)
+        self._door.expect(place.address for place in roster)
         for member in to_dial(self._me.member, [place.address for place in roster]):
             self._spawn(self._dial(member, roster[member]))
         try:
@@ -93,16 +97,20 @@ class Mesh:
             channel.close()
         if self._server is not None:
             self._server.close()
+        self._door.sum_up()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A stranger costs us five seconds of a task and learns nothing."""
+        channel = await receive(reader, writer, self._token, self._door)
+        if channel is None:
+            return
         try:
-            channel = await accept(reader, writer, self._token)
-            await self._exchange_hellos(channel)
-        except (ControlError, OSError, EOFError, TimeoutError) as error:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                await self._exchange_hellos(channel)
+        except (ControlError, OSError, EOFError) as error:
             if isinstance(error, ControlError):
                 self._note(f"refused a connection from {writer.get_extra_info('peername')[0]}: {error.seen}")
-            writer.close()
+            channel.close()
 
     async def _dial(self, member: int, place: Member) -> None:
         """Again and again until `meet` gives up: the other agent may be a moment behind us."""
@@ -158,6 +166,7 @@ class Mesh:
                     if now - heard_at > SILENT_AFTER_S:
                         self._lose(member, f"it has not been heard of for {SILENT_AFTER_S:.0f} s")
             looked_at = now
+            self._door.look()
             for member in list(self._channels):
                 # Not awaited in turn: a full connection to a silent peer must not keep us from the others.
                 self._spawn(self.tell(member, {"type": "beat"}))
