@@ -9,7 +9,9 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,6 +200,30 @@ def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 async def tell_much(channel: Channel) -> None:
     for _ in range(40):
         await channel.send({"text": "x" * (1 << 20)})
+
+
+@pytest.mark.parametrize("field", ["torch", "shoal", "config", "data", "protocol"])
+def test_who_differs_is_refused_at_once_with_both_versions_named(field: str) -> None:
+    """On both sides, whoever dialled."""
+    peers = [Peer(0), Peer(1)]
+    theirs: Any = 7 if field == "protocol" else "another-version"
+    ours = getattr(peers[0]._me, field)
+    peers[1]._me = replace(peers[1]._me, **{field: theirs})
+
+    async def scene() -> None:
+        roster = [await peer.listen() for peer in peers]
+        began = time.monotonic()
+        ends = await asyncio.gather(*(peer.mesh.meet(roster) for peer in peers), return_exceptions=True)
+        assert time.monotonic() - began < 2
+        for end in ends:
+            assert isinstance(end, ControlError)
+            assert f"{ours} on node1" in end.seen
+            assert f"{theirs} on node2" in end.seen
+        for peer in peers:
+            await peer.mesh.close()
+        await asyncio.sleep(0.05)
+
+    within(scene())
 
 
 def open_files() -> int:

@@ -31,8 +31,8 @@ GARBAGE, IDLE = 1000, 200
 def training(folder: Path, on: str) -> Iterator[Path]:
     """A run of two ranks that has done some steps and goes on."""
     run = folder / "run"
-    words = ("train", "--out", run, "--on", on, *LONG, *set_flags(*TINY))
-    with ended_afterwards(run), front(folder, *words) as started:
+    words = ("--on", on, *LONG, *set_flags(*TINY))
+    with ended_afterwards(run), front(folder, "train", "--out", run, *words) as started:
         wait_for_steps(run, started, 20)
         yield run
         assert started.process.poll() is None, started.err
@@ -88,11 +88,15 @@ def knows(process: Path, secret: bytes) -> Iterator[Path]:
                 yield process / name
 
 
+def quiet_step_s(run: Path) -> float:
+    """The best of some medians over the next steps: whatever else this machine does can only make one slower."""
+    return min(median_step_s(run, 60) for _ in range(5))
+
+
 def median_step_s(run: Path, count: int) -> float:
-    """Of the next steps that are done."""
     before = len(steps_of(run))
     wait_until(lambda: has_steps(run, before + count), 120)
-    return statistics.median(step["step_s"] for step in steps_of(run)[before:])
+    return float(statistics.median(step["step_s"] for step in steps_of(run)[before:]))
 
 
 def test_a_flood_at_every_port_slows_nothing_and_leaves_nothing(tmp_path: Path) -> None:
@@ -101,20 +105,20 @@ def test_a_flood_at_every_port_slows_nothing_and_leaves_nothing(tmp_path: Path) 
     with training(tmp_path, "local:2") as run:
         ports = ports_of(run)
         files = {pid: open_files(pid) for pid, part in pids_of(run).items() if not part.startswith("rank")}
-        before_s = median_step_s(run, 300)
+        before_s = quiet_step_s(run)
         idle = {each: [knock(each) for _ in range(IDLE)] for each in ports if is_open(each)}
         for each in idle:
             for _ in range(GARBAGE):
                 with contextlib.suppress(OSError), knock(each) as connection:
                     connection.sendall(os.urandom(200))
-        during_s = median_step_s(run, 300)
+        during_s = quiet_step_s(run)
         agents = [each for each, part in ports.items() if part == "agent"]
         assert agents
         for each in agents:
             assert all(is_closed(connection, 10.0) for connection in idle[each]), "an idle connection was kept"
         for connection in (connection for some in idle.values() for connection in some):
             connection.close()
-        after_s = median_step_s(run, 300)
+        after_s = quiet_step_s(run)
         wait_until(
             lambda: not grown(files), 20, why=lambda: {pids_of(run)[pid]: more for pid, more in grown(files).items()}
         )

@@ -127,6 +127,7 @@ class Mesh:
         theirs = Hello.from_dict(await channel.receive())
         if error := refusal(self._me, theirs):
             await self.give_up(error)
+            channel.close()
             return
         if words := remark(self._me, theirs):
             self._note(words)
