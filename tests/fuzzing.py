@@ -16,7 +16,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from shoal.errors import ShoalError
 
 QUICK = 25
-MANY = 2000
+MANY = 1000
 # For one example, on a busy machine; a reader that needs longer hangs.
 DEADLINE_MS = 5000
 
