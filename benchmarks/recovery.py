@@ -38,7 +38,7 @@ RIVALS: dict[str, type[Job]] = {
     "shoal": Shoal,
 }
 _NODES = 3
-_START_S = 120.0
+_START_S = 240.0
 # Past the first checkpoint, so that there is one to resume from.
 _WARM_STEPS = 25
 _POLL_S = 0.05
@@ -63,7 +63,9 @@ def measure(rival: str, key: str, deadline_s: float, keep: Path | None) -> Resul
         job = RIVALS[rival](lab, folder)
         try:
             job.start()
-            _await_training(job)
+            problem = _await_training(job)
+            if problem:
+                return Result(rival, key, None, problem, None, _load())
             return _strike(job, rival, key, fault, deadline_s)
         finally:
             job.end()
@@ -88,10 +90,16 @@ def _strike(job: Job, rival: str, key: str, fault: Fault, deadline_s: float) -> 
         back = _await_return(job, fault.node, woke, survivors, deadline_s)
     elif fault.lasting_s and not over:
         back = coming_back(job.steps(), fault.node, began, survivors)
-    return Result(rival, key, found, over, back, round(os.getloadavg()[0], 1))
+    return Result(rival, key, found, over, back, _load())
 
 
-def _await_training(job: Job) -> None:
+def _load() -> float:
+    return round(os.getloadavg()[0], 1)
+
+
+def _await_training(job: Job) -> str:
+    """Why it did not begin, or nothing: one that never does must not end the comparison of the others."""
+
     def all_train() -> bool:
         last = last_before(job.steps(), time.time())
         # A whole world: an elastic one may have begun with fewer.
@@ -99,9 +107,10 @@ def _await_training(job: Job) -> None:
         return len(ready) == len(job.nodes)
 
     _until(lambda: all_train() or bool(job.why_over(job.nodes)), _START_S)
-    if not all_train():
-        over = job.why_over(job.nodes) or f"no step {_WARM_STEPS} on every node within {_START_S:.0f} s"
-        raise RuntimeError(f"the training did not begin: {over}; look at the logs with --keep FOLDER")
+    if all_train():
+        return ""
+    over = job.why_over(job.nodes) or f"no step {_WARM_STEPS} on every node within {_START_S:.0f} s"
+    return f"it did not begin ({over}; --keep FOLDER keeps the logs)"
 
 
 def _await_recovery(job: Job, began: float, survivors: Sequence[str], deadline_s: float) -> tuple[Recovery | None, str]:
@@ -221,24 +230,31 @@ def main() -> None:
     if chosen.keep:
         chosen.keep.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    faults = choose(chosen.fault, list(FAULTS), "--fault")
     rivals, missing = prepare(choose(chosen.rival, list(RIVALS), "--rival"))
     for name, why in missing.items():
         print(f"{name}: not measured. {why}\n{name}: published, not measured here: {PUBLISHED}", flush=True)
     for name in rivals:
         print(f"{name}: {RIVALS[name].settings}", flush=True)
     results: list[Result] = []
-    for number in range(1, chosen.rounds + 1):
-        for key in choose(chosen.fault, list(FAULTS), "--fault"):
-            for rival in rivals:
-                result = measure(rival, key, chosen.deadline_s, chosen.keep)
-                results.append(result)
-                said = describe(result, chosen.deadline_s)
-                print(f"round {number}/{chosen.rounds}  {key:2}  {rival:16} {said}", flush=True)
-    print(table(results, chosen.deadline_s))
-    if chosen.json:
-        published = dict.fromkeys(missing, PUBLISHED)
-        facts = {"missing": missing, "published": published, "results": [asdict(result) for result in results]}
-        chosen.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    try:
+        for number in range(1, chosen.rounds + 1):
+            for key in faults:
+                for rival in rivals:
+                    results.append(measure(rival, key, chosen.deadline_s, chosen.keep))
+                    said = describe(results[-1], chosen.deadline_s)
+                    print(f"round {number}/{chosen.rounds}  {key:2}  {rival:16} {said}", flush=True)
+    finally:
+        # Also of a comparison that was interrupted: it may have taken an hour until then.
+        print(table(results, chosen.deadline_s))
+        if chosen.json:
+            write(chosen.json, results, missing)
+
+
+def write(path: Path, results: Sequence[Result], missing: dict[str, str]) -> None:
+    published = dict.fromkeys(missing, PUBLISHED)
+    facts = {"missing": missing, "published": published, "results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class TunedTorchrun(Torchrun):
 
     settings = (
         "--nnodes=1:3 --max-restarts=100, c10d with last_call_timeout=1, keep_alive_interval=1, "
-        "keep_alive_max_attempt=3, join_timeout=60; gloo timeout 5 s"
+        "keep_alive_max_attempt=3, join_timeout=60; gloo timeout 60 s to begin with, then 5 s"
     )
     restarts = 100
     rendezvous = ("last_call_timeout=1", "keep_alive_interval=1", "keep_alive_max_attempt=3", "join_timeout=60")

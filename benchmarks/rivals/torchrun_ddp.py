@@ -13,12 +13,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from rivals.journal import Journal
 from rivals.small_gpt import backward, batch, make_model, make_optimizer
 from rivals.workload import CHECKPOINT_EVERY
+
+_START_S = 60
 
 
 def load(path: Path, model: nn.Module, optimizer: AdamW) -> int:
@@ -50,10 +53,12 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--timeout-s", type=float, help="of a collective; unset it is torch's default, 30 minutes")
     chosen = parser.parse_args()
-    timeout = timedelta(seconds=chosen.timeout_s) if chosen.timeout_s else None
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S) if chosen.timeout_s else None)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = agree_on_a_name()
+    if chosen.timeout_s:
+        # Only once all are there, as torchtitan does it: ranks that are still importing torch come late, not never.
+        _set_pg_timeout(timedelta(seconds=chosen.timeout_s), dist.group.WORLD)
     model = make_model()
     optimizer = make_optimizer(model)
     snapshot = chosen.folder / "snapshot.pt"
