@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal.cluster.lab.changes import kill
 from shoal.cluster.lab.enter import NodeProcess
 from shoal.cluster.lab.lab import Lab
+from shoal.events import read_events
 from shoal.sync.attempt import settle
 from tests.lab_checks import standing_lab
 from tests.programs import TINY, read_jsonl, set_flags
@@ -82,9 +83,13 @@ def wait_for(done: Callable[[], bool], what: str, folder: Path, seconds: float =
         time.sleep(0.1)
 
 
-def starts(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    path = folder / "run" / "events" / f"rank-{rank}.jsonl"
-    return [event for event in read_jsonl(path) if event["event"] == "start"] if path.exists() else []
+def starts(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "run" / "events" / "rank-0.jsonl") if event["event"] == "start"]
+
+
+def has_reached(folder: Path, step: int) -> bool:
+    path = folder / "run" / "events" / "rank-0.jsonl"
+    return path.exists() and any(each["event"] == "step" and each["step"] >= step for each in read_events(path))
 
 
 def end(processes: Iterable[NodeProcess]) -> None:
@@ -106,8 +111,8 @@ def test_a_killed_worker_goes_on_from_the_checkpoint(fault: str, tmp_path: Path)
     with standing_lab(3) as lab, ExitStack() as stack:
         torchruns = start_torchruns(lab, tmp_path)
         stack.callback(end, torchruns.values())
-        checkpoint = tmp_path / "run" / "checkpoints" / f"step-{EVERY:08d}"
-        wait_for(checkpoint.is_dir, "the first checkpoint", tmp_path)
+        # Not while one is written: a silent death is then waited for as long as a slow disk may take.
+        wait_for(lambda: has_reached(tmp_path, EVERY + 2), "the first checkpoint", tmp_path)
         assert starts(tmp_path)[0]["world_size"] == 3
         if fault == "rank":
             os.kill(rank_on(lab, "node3"), signal.SIGKILL)
