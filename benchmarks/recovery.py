@@ -42,6 +42,8 @@ _START_S = 240.0
 # Past the first checkpoint, so that there is one to resume from.
 _WARM_STEPS = 25
 _POLL_S = 0.05
+# Ranks whose agent is gone may take a few more steps before the job notices and ends.
+_WATCH_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def _strike(job: Job, rival: str, key: str, fault: Fault, deadline_s: float) -> 
     began = fault.begin(job)
     try:
         found, over = _await_recovery(job, began, survivors, min(deadline_s, fault.lasting_s or deadline_s))
-        if fault.lasting_s and not over:
-            time.sleep(max(0.0, began + fault.lasting_s - time.time()))
+        if not over:
+            time.sleep(max(0.0, began + (fault.lasting_s or _WATCH_S) - time.time()))
     finally:
         # A frozen process can't even be ended.
         if fault.lift:
@@ -85,12 +87,13 @@ def _strike(job: Job, rival: str, key: str, fault: Fault, deadline_s: float) -> 
     woke = time.time()
     if found is None and not over:
         found, over = _await_recovery(job, began, survivors, deadline_s)
+    over = over or job.why_over(survivors)
     back = None
     if fault.lift and not over:
         back = _await_return(job, fault.node, woke, survivors, deadline_s)
     elif fault.lasting_s and not over:
         back = coming_back(job.steps(), fault.node, began, survivors)
-    return Result(rival, key, found, over, back, _load())
+    return Result(rival, key, None if over else found, over, back, _load())
 
 
 def _load() -> float:

@@ -33,7 +33,8 @@ SETTINGS = (
     "train.eval_every=400",
     "sync.timeout_s=5",
 )
-SHORT = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+# Nodes that come later than the last call find a store each, and torchrun never brings them together again (seen).
+SHORT = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
 
 
 def settle_all(store: dist.Store, ranks: list[int], world_size: int) -> list[int]:
