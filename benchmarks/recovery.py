@@ -194,12 +194,13 @@ def _figures(results: Sequence[Result], deadline_s: float) -> str:
     # One that never came counts as later than all others: a median of the lucky ones would hide it.
     seconds = sorted(each.seconds for each in found) + [float("inf")] * (len(results) - len(found))
     redone = max((each.redone for each in found), default=0)
-    middle, worst = (_seconds(value, deadline_s) for value in (statistics.median_high(seconds), seconds[-1]))
+    never = "job over" if all(result.over for result in results if not result.recovery) else f"> {deadline_s:.0f} s"
+    middle, worst = (_seconds(value, never) for value in (statistics.median_high(seconds), seconds[-1]))
     return f"{middle:>9} {worst:>9} {redone:>6}  {len(found)} of {len(results)}"
 
 
-def _seconds(value: float, deadline_s: float) -> str:
-    return f"> {deadline_s:.0f} s" if value == float("inf") else f"{value:.2f} s"
+def _seconds(value: float, never: str) -> str:
+    return never if value == float("inf") else f"{value:.2f} s"
 
 
 def choose(text: str, known: Sequence[str], option: str) -> list[str]:
