@@ -3,6 +3,8 @@
 shoal's launchers start it with `--folder FOLDER` on a prepared run folder. Under plain torchrun it prepares one itself:
 
     torchrun --nproc-per-node=2 -m shoal.train.worker grammar --out runs/mine --set train.steps=200
+
+Where torchrun starts its ranks again (`--max-restarts`, `--nnodes=1:3`), they go on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from shoal.config.load import build_config, load_config
+from shoal.config.load import build_config, load_config, to_toml
 from shoal.config.schema import Config
 from shoal.control.machine import physical_cores
 from shoal.control.placement import Placement
@@ -29,8 +32,10 @@ from shoal.cost.relief import RELIEF, relief
 from shoal.data.run_setup import create_run, reopen_run
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
-from shoal.runfolder import RunFolder
+from shoal.runfolder import RunFolder, write_atomically
+from shoal.sync.attempt import common_attempt
 from shoal.sync.membership.forming import is_lost_peer
+from shoal.sync.replicas import tell_all
 from shoal.sync.world import World, choose_device, join, leave
 from shoal.train.build import announce, build_trainer
 from shoal.train.elastic import train_as_member
@@ -88,13 +93,18 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
         run = RunFolder.open(options.folder)
         finished = train_as_member(config, run, placement, device, stop, options.resume)
         return 0 if finished else Interrupted.exit_code
+    if options.folder is None:
+        # All nodes see the one folder that rank 0 makes, so one rank keeps its checkpoints, and not one of every node.
+        attempt = common_attempt(placement, config.sync.join_timeout_s)
+        placement = replace(placement, restarts=attempt, keeps_files=placement.rank == 0)
     with contextlib.ExitStack() as held:
         if options.folder is None and placement.rank == 0:
             # Before the others are met: they wait for us at the store, where deadlines are long.
             _prepare(options, config, placement, held)
         world = join(placement, device, join_timeout_s=config.sync.join_timeout_s, timeout_s=config.sync.timeout_s)
         run = RunFolder.open(options.folder or options.out)
-        finished = _train(load_config(run.config), run, world, stop, placement.launcher, options.resume)
+        resume = options.resume or bool(placement.restarts and tell_all(world, 0, [_has_checkpoint(run)])[0])
+        finished = _train(load_config(run.config), run, world, stop, placement.launcher, resume)
         leave(world)
     if not placement.launcher and world.is_main:
         # Nobody else is there to sum up: plain torchrun started us.
@@ -127,13 +137,22 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _prepare(options: argparse.Namespace, config: Config, placement: Placement, held: contextlib.ExitStack) -> None:
     """What shoal's launcher does otherwise. The configuration says what really runs, for whoever resumes it."""
-    if options.resume:
+    if options.resume or (placement.restarts and RunFolder(options.out).config.is_file()):
         held.enter_context(RunFolder.open(options.out).held())
-        reopen_run(options.out)
+        run = reopen_run(options.out)
+        write_atomically(run.config, to_toml(_as_it_runs(load_config(run.config), placement)))
         return
+    held.enter_context(create_run(_as_it_runs(config, placement), options.out, placement.world_size).held())
+
+
+def _as_it_runs(config: Config, placement: Placement) -> Config:
     really = {"on": f"local:{placement.world_size}", "launcher": "torchrun"}
-    config = config.model_copy(update={"run": config.run.model_copy(update=really)})
-    held.enter_context(create_run(config, options.out, placement.world_size).held())
+    return config.model_copy(update={"run": config.run.model_copy(update=really)})
+
+
+def _has_checkpoint(run: RunFolder) -> bool:
+    """Ranks that were started again before the first one was written begin anew."""
+    return run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*"))
 
 
 def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalError) -> None:
