@@ -1,0 +1,166 @@
+"""From the events of a run to figures: how long until what, and what was lost. Pure.
+
+All times are of one machine's clock: an emulated node has no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal.events import Event
+from shoal.report.ledger import LedgerReport, check_ledger
+from shoal.trials.chaos.record import Record
+
+Ballot = tuple[int, int]
+
+
+class Measured(BaseModel):
+    """Seconds since the first injection, None for what never happened. `next_step_s` of a run that did not regroup is
+    its longest time without a step. `slower` compares the median step after the last injection with that before the
+    first."""
+
+    model_config = ConfigDict(frozen=True)
+
+    detect_s: float | None = None
+    regroup_s: float | None = None
+    next_step_s: float | None = None
+    next_commit_s: float | None = None
+    rejoin_s: float | None = None
+    pause_s: float | None = None
+    longest_pause_s: float | None = None
+    reconfigurations: int = 0
+    members: int | None = None
+    steps: int = 0
+    lost_steps: int = 0
+    lost_samples: int = 0
+    redone_steps: int = 0
+    stale_commits: int = 0
+    abandoned: int = 0
+    slower: float | None = None
+    ledger_ok: bool = True
+    sentences: tuple[str, ...] = ()
+
+
+def measure(record: Record) -> Measured:
+    if not record.injected:
+        return Measured()
+    first, last = (float(record.injected[i]["time"]) for i in (0, -1))
+    regrouped = _regrouped(record, first)
+    ledger = check_ledger(record.commits)
+    steps = sorted(float(event["time"]) for event in record.ranks_said("step"))
+    pause = longest_pause(steps, first)
+    regroup = _formed(regrouped)
+    return Measured(
+        detect_s=_since(first, _first_after(first, _signs_of_loss(record))),
+        regroup_s=_since(first, regroup),
+        next_step_s=pause if regroup is None else _since(first, _first_after(regroup, steps)),
+        next_commit_s=_since(first, _first_after(regroup or first, _times(record.commits))),
+        rejoin_s=_since(last, _first_after(last, _times(e for e in regrouped if e.get("how") == "joined"))),
+        pause_s=_since(first, _first_after(first, _times(record.agents_said("pause")))),
+        longest_pause_s=pause,
+        reconfigurations=len({event["generation"] for event in regrouped}),
+        members=_members(record),
+        steps=record.furthest_step,
+        lost_steps=_lost_steps(record, ledger),
+        lost_samples=sum(end - begin for begin, end in ledger.gaps),
+        redone_steps=_redone(record),
+        stale_commits=count_stale(record.commits),
+        abandoned=sum("abandoned" in commit for commit in record.commits),
+        slower=_slower(record, first, last),
+        ledger_ok=ledger.ok,
+        sentences=sentences(record, first),
+    )
+
+
+def ballot(text: str) -> Ballot:
+    number, _, member = text.partition("-")
+    return int(number), int(member or 0)
+
+
+def count_stale(commits: Sequence[Event]) -> int:
+    """Commits of a generation that an earlier line of the ledger had left behind; those of a lineage that was given up
+    are accounted for."""
+    given_up = {commit["abandoned"] for commit in commits if "abandoned" in commit}
+    newest, stale = (0, 0), 0
+    for commit in commits:
+        if "generation" not in commit or commit.get("lineage") in given_up:
+            continue
+        generation = ballot(str(commit["generation"]))
+        stale += generation < newest
+        newest = max(newest, generation)
+    return stale
+
+
+def longest_pause(steps: Sequence[float], after: float) -> float | None:
+    """Between two steps of anybody; the one that the injection fell into counts from its beginning."""
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps) if later > after]
+    return max(gaps, default=None)
+
+
+def sentences(record: Record, after: float) -> tuple[str, ...]:
+    """What the user was told: the keeper's notes and its last words, and the ranks' warnings."""
+    notes = [str(event["text"]) for event in record.keeper if event.get("event") == "note" and event["time"] > after]
+    warnings = [str(event.get("text", "")) for event in record.ranks_said("warning") if event["time"] > after]
+    ends = [str(event["seen"]) for event in record.keeper if event.get("event") == "ended" and event.get("seen")]
+    return tuple(dict.fromkeys([*notes, *warnings, *ends]))
+
+
+def _regrouped(record: Record, after: float) -> list[Event]:
+    """Memberships since the injection; that of a launch is nobody's loss."""
+    said = record.ranks_said("membership")
+    return [event for event in said if event["time"] > after and event.get("how") != "first"]
+
+
+def _formed(regrouped: Sequence[Event]) -> float | None:
+    """When the last rank of the first new generation was in it."""
+    if not regrouped:
+        return None
+    first = min(regrouped, key=lambda event: float(event["time"]))["generation"]
+    return max(float(event["time"]) for event in regrouped if event["generation"] == first)
+
+
+def _signs_of_loss(record: Record) -> list[float]:
+    ended_badly = [event for event in record.agents_said("ended") if event.get("code")]
+    return _times([*record.ranks_said("lost", "fault"), *record.agents_said("lost", "pause", "tell"), *ended_badly])
+
+
+def _members(record: Record) -> int | None:
+    said = record.ranks_said("membership")
+    newest = max(said, key=lambda event: ballot(str(event["generation"])), default=None)
+    return int(newest["size"]) if newest else None
+
+
+def _lost_steps(record: Record, ledger: LedgerReport) -> int:
+    """Steps that the ledger's last one should rest on, and that no standing record has."""
+    last = next((int(commit["step"]) for commit in reversed(record.commits) if "step" in commit), 0)
+    return max(0, last - ledger.steps)
+
+
+def _redone(record: Record) -> int:
+    """The most that one rank computed again."""
+    by_rank: dict[int, list[int]] = {}
+    for event in record.ranks_said("step"):
+        by_rank.setdefault(int(event["rank"]), []).append(int(event["step"]))
+    return max((len(steps) - len(set(steps)) for steps in by_rank.values()), default=0)
+
+
+def _slower(record: Record, first: float, last: float) -> float | None:
+    steps = [(float(event["time"]), float(event["step_s"])) for event in record.ranks_said("step")]
+    before, after = [s for at, s in steps if at < first], [s for at, s in steps if at > last]
+    return median(after) / median(before) if before and after else None
+
+
+def _times(events: Iterable[Event]) -> list[float]:
+    return [float(event["time"]) for event in events if "time" in event]
+
+
+def _first_after(moment: float, times: Iterable[float]) -> float | None:
+    return min((time for time in times if time > moment), default=None)
+
+
+def _since(moment: float, time: float | None) -> float | None:
+    return None if time is None else time - moment
