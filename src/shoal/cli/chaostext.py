@@ -24,18 +24,10 @@ if TYPE_CHECKING:
     from shoal.trials.chaos.soakjudge import SoakResult
 
 _TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s")
-_TITLES = (
-    "scenario",
-    "row",
-    "detect",
-    "regroup",
-    "step",
-    "commit",
-    "lost",
-    "redone",
-    "regroups",
-    "replicas",
-    "verdict",
+_TITLES = ("scenario", "row", "seen", "group", "step", "commit", "lost", "redone", "gens", "equal", "verdict")
+_LEGEND = (
+    "seen, group, step, commit: seconds from the fault until it was noticed, the next group stood, a step was done, "
+    "one was committed. lost, redone: steps. gens: generations since the fault. equal: replicas, to the bit."
 )
 
 Done = Callable[["Played"], None]
@@ -100,13 +92,14 @@ def list_document(scenarios: Sequence[Scenario]) -> dict[str, Any]:
 
 def print_played(played: Sequence[Played]) -> None:
     console = stdout_console()
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(_TITLES):
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for name in dict.fromkeys(each.scenario for each in played):
         for row in _rows([each for each in played if each.scenario == name]):
             table.add_row(*row)
     console.print(table)
+    console.print(f"\n{_LEGEND}", soft_wrap=True)
     for each in played:
         _print_words(console, each)
 
@@ -116,7 +109,7 @@ def _rows(runs: Sequence[Played]) -> Iterator[tuple[str, ...]]:
     found = spreads(runs)
     first = runs[0]
     passed = sum(each.ok for each in runs)
-    verdict = "[green]passed[/]" if passed == len(runs) else f"[red]FAILED[/] {passed}/{len(runs)}"
+    verdict = f"[green]{passed}/{len(runs)}[/]" if passed == len(runs) else f"[red]{passed}/{len(runs)}[/]"
     counts = (
         _most(runs, lambda each: each.measured.lost_steps),
         _most(runs, lambda each: each.measured.redone_steps),
@@ -141,11 +134,11 @@ def _replicas(runs: Sequence[Played]) -> str:
     said = [assertion for each in runs for assertion in each.assertions if assertion.name.startswith("replicas")]
     if not said:
         return "–"
-    return "equal" if all(assertion.ok for assertion in said) else "[red]no[/]"
+    return "yes" if all(assertion.ok for assertion in said) else "[red]no[/]"
 
 
 def _seconds(found: Spread | None, which: str) -> str:
-    return "–" if found is None else f"{getattr(found, which):.2f} s"
+    return "–" if found is None else f"{getattr(found, which):.2f}"
 
 
 def _print_words(console: Console, played: Played) -> None:

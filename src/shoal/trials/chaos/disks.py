@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import random
 from pathlib import Path
@@ -54,13 +53,3 @@ def harmed(content: bytes, how: Harm, draw: random.Random) -> bytes:
         case "flip":
             changed = content[place] ^ (1 << draw.randrange(8))
             return content[:place] + bytes([changed]) + content[place + 1 :]
-
-
-def sizes(folder: Path) -> dict[str, int]:
-    """What lies there by name and size; a folder that is not there has nothing."""
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for path in folder.rglob("*"):
-            if path.is_file():
-                found[str(path.relative_to(folder))] = path.stat().st_size
-    return found

@@ -102,11 +102,14 @@ def longest_pause(steps: Sequence[float], after: float) -> float | None:
 
 
 def sentences(record: Record, after: float) -> tuple[str, ...]:
-    """What the user was told: the keeper's notes and its last words, and the ranks' warnings."""
-    notes = [str(event["text"]) for event in record.keeper if event.get("event") == "note" and event["time"] > after]
-    warnings = [str(event.get("text", "")) for event in record.ranks_said("warning") if event["time"] > after]
-    ends = [str(event["seen"]) for event in record.keeper if event.get("event") == "ended" and event.get("seen")]
-    return tuple(dict.fromkeys([*notes, *warnings, *ends]))
+    """What the user was told: the keeper's notes and its last words, the ranks' warnings, and where they went on."""
+    keeper = [event for event in record.keeper if event["time"] > after]
+    notes = [str(event["text"]) for event in keeper if event.get("event") == "note"]
+    warnings = [str(event["seen"]) for event in record.ranks_said("warning") if event["time"] > after]
+    starts = [event for event in record.ranks_said("start") if event["time"] > after and event.get("resumed_from")]
+    resumed = [f"going on after step {event['resumed_from']}" for event in starts]
+    ends = [str(event["seen"]) for event in keeper if event.get("event") == "ended" and event.get("seen")]
+    return tuple(dict.fromkeys([*notes, *warnings, *resumed, *ends]))
 
 
 def _regrouped(record: Record, after: float) -> list[Event]:

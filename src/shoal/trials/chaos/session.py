@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.errors import ShoalError
+from shoal.errors import Interrupted, ShoalError
 from shoal.launch.found import await_end, find
 from shoal.report.replicas import compare_replicas
 from shoal.runfolder import RunFolder
@@ -105,6 +105,9 @@ class Stage:
                 train_new(config, self.folder, Silent, detach=True, before=self.ground.before)
             self._inject_all(injections)
             stop_s = self._see_to_the_end() if self.scenario.trains else None
+        except Interrupted:
+            # Somebody wants all of this to end, not only the run.
+            raise
         except Trouble as trouble:
             return self._ending(None, str(trouble))
         except ShoalError as error:
