@@ -46,9 +46,8 @@ def be_a_rank(rank: int, size: int, store: Path, rounds: int) -> None:
     meeting = dist.FileStore(str(store), size)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     assert dist.group.WORLD is not None
-    world = World(
-        rank, size, rank, size, "local", 0, "gloo", torch.device("cpu"), "lo", dist.group.WORLD, store=meeting
-    )
+    device, ids = torch.device("cpu"), tuple(range(size))
+    world = World(rank, size, rank, size, "local", "gloo", device, "lo", dist.group.WORLD, meeting, ids)
     found = {
         "sum": in_turns(world, bare_sums(world), rounds),
         "step": in_turns(world, steps(world), rounds),

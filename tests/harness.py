@@ -102,7 +102,9 @@ def _rank(
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=20))
         group = dist.group.WORLD
         assert group is not None
-        world = World(rank, size, rank, size, "local", 0, "gloo", torch.device("cpu"), "lo", group, meeting)
+        world = World(
+            rank, size, rank, size, "local", "gloo", torch.device("cpu"), "lo", group, meeting, tuple(range(size))
+        )
         answer.send((True, function(world, *arguments)))
         dist.barrier()
         dist.destroy_process_group()

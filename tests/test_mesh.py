@@ -13,8 +13,9 @@ from shoal.control.hello import introduce
 from shoal.control.machine import boot_clock
 from shoal.errors import ControlError
 from shoal.launch import mesh as module
-from shoal.launch.mesh import Mesh, to_dial
+from shoal.launch.mesh import Mesh
 from shoal.launch.orders import Member
+from shoal.launch.places import to_dial
 
 TOKEN = "t" * 64
 ME = introduce(0, "node1", "m", "c", "d")
@@ -34,6 +35,11 @@ class Peer:
         port = await self.mesh.listen("127.0.0.1", self._me, TOKEN)
         return Member(self._me.node, "127.0.0.1", port, "m")
 
+    async def meet(self, roster: list[Member]) -> None:
+        """Like agents of a run that ends when somebody is lost."""
+        await self.mesh.meet(dict(enumerate(roster)))
+        self.mesh.watch()
+
     async def _hear(self, member: int, message: Message) -> None:
         self.heard.append((member, message))
 
@@ -52,7 +58,7 @@ def together(scene: Callable[[list[Peer]], Awaitable[None]], peers: list[Peer]) 
 
     async def play() -> None:
         roster = [await peer.listen() for peer in peers]
-        await asyncio.gather(*(peer.mesh.meet(roster) for peer in peers))
+        await asyncio.gather(*(peer.meet(roster) for peer in peers))
         await scene(peers)
         for peer in peers:
             await peer.mesh.close()
@@ -111,7 +117,7 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         first, second = Peer(0), Peer(1)
         roster = [await first.listen(), await second.listen(), Member("node3", "127.0.0.1", 9, "m")]
         with pytest.raises(ControlError, match=r"node1 could not meet node2 \(.*\), node3 \(127.0.0.1:9\)") as caught:
-            await first.mesh.meet(roster)
+            await first.mesh.meet(dict(enumerate(roster)))
         assert "firewall" in caught.value.why
         assert "ping 127.0.0.1" in caught.value.fix
         for peer in (first, second):
@@ -134,4 +140,5 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_higher_address_dials_and_between_equals_the_later_member(
     addresses: list[str], dials: list[list[int]]
 ) -> None:
-    assert [to_dial(member, addresses) for member in range(len(addresses))] == dials
+    members = dict(enumerate(addresses))
+    assert [to_dial(member, members) for member in members] == dials

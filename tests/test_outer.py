@@ -311,10 +311,10 @@ def most_gaps_at_once(world: World) -> int:
             return done
 
     class Counted(Piece):
-        def descend(self, gap: Tensor, descent: Descent) -> None:
+        def put_by(self, gap: Tensor) -> None:
             nonlocal alive
             alive -= 1
-            super().descend(gap, descent)
+            super().put_by(gap)
 
     parameters = model.named_parameters()
     pieces = [Counted(index, {name: parameter}, AVERAGE) for index, (name, parameter) in enumerate(parameters)]

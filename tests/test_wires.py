@@ -318,7 +318,7 @@ def _made(model: GPT, world: World, form: str, measure: str) -> tuple[GradientSy
 
 def _step(sync: GradientSync, world: World, step: int) -> float:
     micros = world.rank + 1
-    tokens = sum(rank + 1 for rank in world.members) * 4 * TINY.seq_len
+    tokens = sum(rank + 1 for rank in range(world.size)) * 4 * TINY.seq_len
     loss_sum = 0.0
     for micro in range(micros):
         rows = rows_of(world.rank, micro, step)

@@ -159,6 +159,14 @@ class RunFolder:
         """What the agent of a node has to say."""
         return self.path / "agents" / f"{node}.jsonl"
 
+    def votes(self, node: str) -> Path:
+        """What the agent of a node has promised the others; see `control.membership`."""
+        return self.path / "agents" / f"{node}.votes"
+
+    def orders(self, node: str) -> Path:
+        """What the agent of a node was told, while it works: enough to start it again."""
+        return self.path / "agents" / f"{node}.orders"
+
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"
 

@@ -28,7 +28,8 @@ _MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Hello:
-    """`mark` is a random word that the member wrote into its run folder: whoever finds it there shares the folder."""
+    """`mark` is a random word that the member wrote into its run folder: whoever finds it there shares the folder.
+    It listens at `address` and `port`; `life` counts how often its agent was started again."""
 
     member: int
     node: str
@@ -43,6 +44,9 @@ class Hello:
     arch: str
     avx2: bool | None
     cpu: str
+    address: str = ""
+    port: int = 0
+    life: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,7 +61,7 @@ class Hello:
             ) from None
 
 
-def introduce(member: int, node: str, mark: str, config: str, data: str) -> Hello:
+def introduce(member: int, node: str, mark: str, config: str, data: str, life: int = 0) -> Hello:
     return Hello(
         member=member,
         node=node,
@@ -72,6 +76,7 @@ def introduce(member: int, node: str, mark: str, config: str, data: str) -> Hell
         arch=platform.machine(),
         avx2=has_avx2(),
         cpu=cpu_name(),
+        life=life,
     )
 
 

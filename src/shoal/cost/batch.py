@@ -78,6 +78,26 @@ def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
     return Deal(micro_batch, shares(global_batch // micro_batch, weights))
 
 
+def deal_anew(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
+    """The same global batch over other ranks, in micro-batches of the same shape where that gives everybody one."""
+    fitting = (size for size in reversed(_divisors(global_batch, micro_batch)) if global_batch // size >= len(weights))
+    size = next(fitting, None)
+    if size is None:
+        raise ConfigError(
+            f"{len(weights)} ranks cannot share a global batch of {global_batch} sequences",
+            why="every rank needs at least one sequence in each step",
+            fix=f"let fewer machines in: --set members.max_nodes={max(1, len(weights) - 1)}",
+        )
+    return deal(global_batch, size, weights)
+
+
+def weights_of(run: RunConfig, ids: Sequence[int]) -> tuple[float, ...]:
+    """How these ranks share a batch, by their own numbers; one that came later is like the average."""
+    known = tuple(float(part) for part in run.weights.split("/")) if run.weights else (1.0,)
+    usual = sum(known) / len(known)
+    return tuple(known[number] if run.weights and number < len(known) else usual for number in ids)
+
+
 def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> int:
     """The stated micro-batch if it fits, otherwise the one up to `most` that leaves the busiest rank the least work."""
     world_size = len(weights)

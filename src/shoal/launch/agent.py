@@ -1,7 +1,8 @@
 """The agent: one a node. `python -P -m shoal.launch.agent`, with its orders on standard input.
 
 It meets the other agents, starts this node's ranks, keeps their logs and their keys, and writes into its journal what
-becomes of them. It needs nobody's terminal: the launcher may go, and the run goes on. Its ranks die with it.
+becomes of them. It needs nobody's terminal: the launcher may go, and the run goes on. Its ranks die with it. In a run
+whose machines come and go it also has a council (`launch.elastic`), and can be started again (`launch.again`).
 """
 
 from __future__ import annotations
@@ -15,26 +16,35 @@ import socket
 import sys
 import traceback
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from shoal.cluster.node import reserve_port
 from shoal.control.channel import Message
 from shoal.control.devices import this_machine_is_cpu_only
 from shoal.control.hello import introduce
 from shoal.control.machine import boot_clock, physical_cores
-from shoal.control.placement import AGENT_FD, KEEPS_FILES
-from shoal.control.process import marks, unmark
+from shoal.control.membership.council import Council
+from shoal.control.membership.promisefile import PromiseFile
+from shoal.control.process import unmark
+from shoal.control.rankline import ToAgent
 from shoal.control.route import interface_for
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
+from shoal.launch.again import forget_orders, keep_orders, read_orders
 from shoal.launch.awake import awake
+from shoal.launch.crew import Crew, Hand
+from shoal.launch.elastic import Elastic
 from shoal.launch.found import KEEPER, MESSENGER, find
 from shoal.launch.joined import LonelyScripts
-from shoal.launch.keystore import KeyStore, Reply, Request, read_request, to_frame
+from shoal.launch.keyring import Keyring
+from shoal.launch.keystore import Request
+from shoal.launch.lines import RankLine
 from shoal.launch.mesh import Mesh
-from shoal.launch.orders import END, STOP, Go, Meet, Member, Start, read_go, read_meet, read_wish
+from shoal.launch.orders import END, STOP, Go, Meet, Membership, read_go, read_meet, read_wish
 from shoal.launch.ranks import Ended, Ranks
+from shoal.launch.seating import Seating
+from shoal.launch.workplace import Workplace
 from shoal.runfolder import RunFolder
 
 POLL_S = 0.05
@@ -48,57 +58,68 @@ class Agent:
         self._run = RunFolder(Path(meet.folder))
         self._journal = EventLog(self._run.journal(meet.node), meet.member)
         self._mesh = Mesh(self._on_message, self._on_lost, self._note)
-        self._keys = KeyStore()
+        self._keys = Keyring(meet.member, self._mesh.tell)
         self._ranks = Ranks(self._run, meet.node, self._now)
-        self._roster: tuple[Member, ...] = ()
+        self._workplace = Workplace(self._run, meet.node, self._ranks, self._keys, self._keep)
+        self._elastic: Elastic | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
         self._signals = 0
         self._asked_to_stop = False
+        self._told = False
         self._over: set[int] = set()
-        self._questions: dict[int, asyncio.Future[Reply]] = {}
         self._serving: set[asyncio.Task[None]] = set()
 
     async def work(self, lines: asyncio.StreamReader) -> int:
+        async def begin() -> None:
+            go = await self._await_go(lines)
+            self._keep(self._obey(lines))
+            await self._begin(go)
+
+        return await self._live(begin())
+
+    async def work_again(self, go: Go) -> int:
+        """After our own end: the others went on, and let us in once we have met."""
+        return await self._live(self._begin_again(go))
+
+    async def _live(self, begin: Coroutine[None, None, None]) -> int:
         try:
             self._listen_for_signals()
-            go = await self._get_ready(lines)
-            self._roster = go.roster
-            self._keep(self._obey(lines))
-            await self._mesh.meet(go.roster)
-            if self._asked_to_stop:
-                raise _asked_too_early()
-            self._met_at = boot_clock()
+            await self._get_ready()
+            await begin
             with awake(f"training {self._run.path.name}"):
-                self._start_all(go)
                 await self._see_through()
+            self._name_the_absent()
         except ShoalError as error:
-            self._write("refused", **error.as_dict())
+            self.write("refused", **error.as_dict())
             return error.exit_code
         except Abandoned:
-            self._write("note", text="the launcher left before the run began")
+            self.write("note", text="the launcher left before the run began")
             return Interrupted.exit_code
         except Exception as error:
             traceback.print_exc()
-            self._write("refused", **_as_bug(error, self._orders.node).as_dict())
+            self.write("refused", **_as_bug(error, self._orders.node).as_dict())
             return RunFailed.exit_code
         finally:
+            begin.close()
             self._ranks.kill()
             for ended in self._ranks.reap():
                 self._report(ended)
             await self._mesh.close()
-            self._write("done")
+            if self._elastic is not None:
+                forget_orders(self._run, self._orders.node)
+            self.write("done", finished=self._elastic is not None and self._elastic.finished)
         return 0
 
-    async def _get_ready(self, lines: asyncio.StreamReader) -> Go:
+    async def _get_ready(self) -> None:
         orders = self._orders
-        _refuse_leftovers(self._run.path, orders.node)
+        _refuse_leftovers(self._run.path, orders.node, is_new=orders.life == 0)
         interface = interface_for(orders.address, orders.interface, orders.node)
         mark = secrets.token_hex(16)
-        me = introduce(orders.member, orders.node, mark, orders.config, orders.data)
+        me = introduce(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
         port = await self._mesh.listen(orders.address, me, orders.token)
         self._script_port = None if orders.script_port is None else reserve_port(orders.address, orders.script_port)
-        self._write(
+        self.write(
             "ready",
             node=orders.node,
             mark=mark,
@@ -108,57 +129,84 @@ class Agent:
             interface=interface,
             cores=physical_cores(),
             cpu_only=this_machine_is_cpu_only(),
+            life=orders.life,
+            highest=PromiseFile(self._run.votes(orders.node)).load().highest,
         )
+
+    async def _await_go(self, lines: asyncio.StreamReader) -> Go:
         line = await lines.readline()
         if not line or read_wish(line):
             raise Abandoned
         return read_go(line)
 
+    async def _begin(self, go: Go) -> None:
+        self._roster = dict(enumerate(go.roster))
+        if go.members is not None:
+            keep_orders(self._run, self._orders, go)
+            self._elastic = self._make_elastic(go, go.members)
+        await self._mesh.meet(self._roster)
+        if self._asked_to_stop:
+            raise _asked_too_early()
+        self._met_at = boot_clock()
+        self._start_all(go)
+        if self._elastic is None or go.members is None:
+            self._mesh.watch()
+        else:
+            self._mesh.keep_up(self._roster, self._elastic.connected)
+            self._elastic.found(go.members)
+
+    async def _begin_again(self, go: Go) -> None:
+        if go.members is None:
+            raise RunFailed("this run ends when a machine is lost", why="members.on_loss is `end`")
+        self._roster = dict(enumerate(go.roster))
+        keep_orders(self._run, self._orders, go)
+        self._elastic = self._make_elastic(go, go.members)
+        self._start_all(go)
+        self._mesh.keep_up(self._roster, self._elastic.connected, dial_all=True)
+        self._elastic.come_back()
+
+    def _make_elastic(self, go: Go, members: Membership) -> Elastic:
+        me = self._orders.member
+        promises = PromiseFile(self._run.votes(self._orders.node))
+        council = Council(me, members.rules, promises, boot_clock(), self._name)
+        self._crew = Crew([Hand(start) for start in go.starts], members.restarts)
+        seating = Seating(me, go.roster)
+        return Elastic(council, members.rules, seating, self._crew, self._mesh, self._keys, self)
+
     def _start_all(self, go: Go) -> None:
-        alone_with_folder = not any(self._shares_folder_with(member) for member in go.roster[: self._orders.member])
-        try:
+        if self._elastic is not None:
+            for hand in self._crew.hands:
+                self.launch(hand)
+        else:
+            alone = not any(map(self.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
-                self._start(start, alone_with_folder)
-        except OSError as error:
-            raise RunFailed(
-                f"cannot start {start.name} on {self._orders.node}: {error.strerror}",
-                why="the machine is out of processes or memory, or the run folder is not writable",
-                fix="check there: ulimit -u; df -h",
-            ) from error
+                self._workplace.start(start, alone)
         self._roll = LonelyScripts(go.starts, self._note)
-        self._write("started", processes=self._ranks.alive())
-
-    def _start(self, start: Start, alone_with_folder: bool) -> None:
-        env = marks(self._run.path, start.name)
-        if not alone_with_folder:
-            env[KEEPS_FILES] = "0"
-        if not start.store:
-            self._ranks.start(start, env)
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._ranks.start(start, {**env, AGENT_FD: str(theirs.fileno())}, (theirs.fileno(),))
-        self._keep(self._serve(ours))
-
-    def _shares_folder_with(self, member: Member) -> bool:
-        with suppress(OSError):
-            return member.mark in self._run.journal(member.node).read_text(encoding="utf-8")
-        return False
+        self.write("started", processes=self._ranks.alive())
 
     async def _see_through(self) -> None:
         """Until every member's ranks have ended: a rank elsewhere may still need our keys."""
-        told = False
-        while len(self._over) < len(self._roster):
+        while not self._is_over():
             for ended in self._ranks.reap():
                 await self._on_ended(ended)
             if self._failed_at is not None and boot_clock() - self._failed_at > GRACE_AFTER_FAILURE_S:
                 self._ranks.kill()
             self._roll.look(self._ranks.alive(), boot_clock() - self._met_at)
-            if not told and not self._ranks.alive():
-                told = True
-                self._over.add(self._orders.member)
-                await self._mesh.tell_all({"type": "done"})
+            if self._elastic is not None:
+                self._elastic.tick()
+            await self._say_when_done()
             await asyncio.sleep(POLL_S)
+
+    def _is_over(self) -> bool:
+        return len(self._over) == len(self._roster) if self._elastic is None else self._elastic.is_over()
+
+    async def _say_when_done(self) -> None:
+        gone = not self._ranks.alive() if self._elastic is None else self._crew.is_gone()
+        if gone and not self._told:
+            self._told = True
+            self._over.add(self._orders.member)
+            finished = self._elastic is not None and self._elastic.finished
+            await self._mesh.tell_all({"type": "done", "finished": finished})
 
     async def _obey(self, lines: asyncio.StreamReader) -> None:
         """The end of the lines is the end of the launcher or of its connection, never of the run."""
@@ -186,6 +234,8 @@ class Agent:
         await self._mesh.tell_all({"type": "stopping", "at_once": at_once})
 
     async def _stop(self, at_once: bool) -> None:
+        if self._elastic is not None:
+            self._elastic.wind_up()
         if at_once:
             self._ranks.kill()
         elif not self._asked_to_stop:
@@ -195,66 +245,92 @@ class Agent:
 
     async def _on_ended(self, ended: Ended) -> None:
         self._report(ended)
+        if self._elastic is not None and self._elastic.ended(ended):
+            return
         if ended.code not in (0, Interrupted.exit_code):
-            self._fail()
-            await self._mesh.tell_all({"type": "failed"})
+            self.fail()
 
     def _report(self, ended: Ended) -> None:
-        self._write("ended", name=ended.start.name, code=ended.code, by_us=ended.by_us, starved=ended.starved)
+        self.write("ended", name=ended.start.name, code=ended.code, by_us=ended.by_us, starved=ended.starved)
 
     async def _on_message(self, member: int, message: Message) -> None:
         match message:
+            case {"type": str(kind)} if kind.startswith("member-") and self._elastic is not None:
+                self._elastic.received(member, message)
             case {"type": "failed"}:
-                self._fail()
+                self._note_failure()
             case {"type": "stopping", "at_once": at_once}:
                 await self._stop(bool(at_once))
             case {"type": "done"}:
                 self._over.add(member)
-                self._write("peer", node=self._roster[member].node, failed=self._failed_at is not None)
+                if self._elastic is not None:
+                    self._elastic.is_done(member, bool(message.get("finished")))
+                self.write("peer", node=self._name(member), failed=self._failed_at is not None)
             case {"type": "ask", "id": number, "request": request}:
                 # Not awaited here: a question may wait for a key that this very peer brings next.
                 self._keep(self._answer(member, number, request))
             case {"type": "answer", "id": number, "reply": reply}:
-                if (question := self._questions.pop(number, None)) and not question.done():
-                    question.set_result(reply)
-
-    def _on_lost(self, member: int, how: str) -> None:
-        for question in self._questions.values():
-            if member == 0 and not question.done():
-                question.set_result({"error": f"the agent that keeps the keys is gone: {how}"})
-        if member in self._over:
-            return
-        self._over.add(member)
-        self._write("lost", member=member, node=self._roster[member].node, how=how)
-        self._fail()
-
-    def _fail(self) -> None:
-        if self._failed_at is None:
-            self._failed_at = boot_clock()
-
-    async def _serve(self, ours: socket.socket) -> None:
-        """One rank's questions, until it closes its end."""
-        reader, writer = await asyncio.open_connection(sock=ours)
-        with suppress(EOFError, OSError):
-            while True:
-                writer.write(to_frame(await self._ask(await read_request(reader))))
-                await writer.drain()
-        writer.close()
-
-    async def _ask(self, request: Request) -> Reply:
-        """The first member keeps the keys."""
-        if self._orders.member == 0:
-            return await self._keys.answer(request)
-        number = max(self._questions, default=0) + 1
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._questions[number] = answer
-        # It serves until everybody's ranks have ended, also when its own have.
-        if not await self._mesh.tell(0, {"type": "ask", "id": number, "request": request}):
-            return {"error": "the agent that keeps the keys is gone"}
-        return await answer
+                self._keys.answered(number, reply)
 
     async def _answer(self, member: int, number: int, request: Request) -> None:
         await self._mesh.tell(member, {"type": "answer", "id": number, "reply": await self._keys.answer(request)})
+
+    def _on_lost(self, member: int, how: str) -> None:
+        self._keys.lose(member, how)
+        if self._elastic is not None and self._elastic.closed(member):
+            self.write("closed", node=self._name(member), how=how)
+            return
+        if member in self._over:
+            return
+        self._over.add(member)
+        self.write("lost", member=member, node=self._name(member), how=how)
+        self._note_failure()
+
+    def _name_the_absent(self) -> None:
+        """The launcher need not wait for whom nobody hears, if it cannot see it either."""
+        for member in self._elastic.absent() if self._elastic is not None else ():
+            self.write("lost", member=member, node=self._name(member), how="it is gone, or has fallen silent")
+
+    def _note_failure(self) -> None:
+        if self._elastic is not None:
+            self._elastic.wind_up()
+        if self._failed_at is None:
+            self._failed_at = boot_clock()
+
+    def _name(self, member: int) -> str:
+        return self._mesh.places[member].node if member in self._mesh.places else f"machine {member}"
+
+    # What its council may ask of it.
+
+    def launch(self, hand: Hand) -> None:
+        def open_line(ours: socket.socket) -> RankLine:
+            return RankLine(ours, lambda message: self._heard(hand, message), lambda why: self._refuse(hand, why))
+
+        self._workplace.start_with_line(hand, open_line)
+
+    def _heard(self, hand: Hand, message: ToAgent) -> None:
+        if self._elastic is not None:
+            self._elastic.heard(hand, message)
+
+    def kill(self, name: str) -> None:
+        self._ranks.end(name)
+
+    def kill_all(self) -> None:
+        self._ranks.kill()
+
+    def fail(self) -> None:
+        self._note_failure()
+        self._keep(self._mesh.tell_all({"type": "failed"}))
+
+    def shares_folder_with(self, member: int) -> bool:
+        return self._workplace.shares_folder_with(self._mesh.places[member])
+
+    def write(self, event: str, **fields: Any) -> None:
+        self._journal.write(event, launch=self._orders.launch, **fields)
+
+    def _refuse(self, hand: Hand, why: str) -> None:
+        self._note(f"{hand.start.name} was killed: {why}")
+        self._ranks.end(hand.start.name)
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -262,19 +338,18 @@ class Agent:
         task.add_done_callback(self._serving.discard)
 
     def _note(self, text: str) -> None:
-        self._write("note", text=text)
-
-    def _write(self, event: str, **fields: object) -> None:
-        self._journal.write(event, launch=self._orders.launch, **fields)
+        self.write("note", text=text)
 
     def _now(self) -> float:
         """The launcher's clock when it launched, and our own seconds since: comparable between machines."""
         return self._orders.launched_at + boot_clock() - self._met_at
 
 
-def _refuse_leftovers(run: Path, node: str) -> None:
-    """Ranks of an earlier launch whose keeper was killed still write into this very folder."""
-    left = [found for found in find(run) if found.part not in (KEEPER, MESSENGER)]
+def _refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
+    """Ranks of an earlier launch whose keeper was killed still write into this very folder. Whoever comes back finds
+    those of other emulated nodes there, as it should."""
+    others = [found for found in find(run) if found.part not in (KEEPER, MESSENGER)]
+    left = [found for found in others if is_new or found.node == node]
     if left:
         raise RunFailed(
             f"an earlier launch of {run} still works on {node}: process {', '.join(str(found.pid) for found in left)}",
@@ -307,8 +382,11 @@ async def _read_stdin() -> asyncio.StreamReader:
     return reader
 
 
-async def _main() -> int:
+async def _main(words: list[str]) -> int:
     unmark()
+    if words[:1] == ["--again"]:
+        meet, go = read_orders(RunFolder(Path(words[1])), words[2])
+        return await Agent(meet).work_again(go)
     lines = await _read_stdin()
     first = await lines.readline()
     if not first:
@@ -317,4 +395,4 @@ async def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(_main()))
+    sys.exit(asyncio.run(_main(sys.argv[1:])))

@@ -68,6 +68,12 @@ def _launches(words: list[str]) -> bool:
     return not _MODULES.isdisjoint(words) or (is_shoal and not _VERBS.isdisjoint(words))
 
 
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def is_alive(found: Found) -> bool:
     now = _look_at(found.pid)
     return now is not None and now.started_at == found.started_at

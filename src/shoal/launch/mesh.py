@@ -2,97 +2,144 @@
 
 Gone and silent differ. A member is gone when it said so or its connection closed; silent when nothing has come from it
 for a while, which a cable, a sleeping laptop and a long pause all look like.
+
+In a run whose members come and go (`keep_up`) the mesh judges nobody: it says which connections there are, makes lost
+ones again and lets new members in. Otherwise a lost or silent member is lost for good.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shoal.control.channel import Channel, Message, accept, dial
 from shoal.control.hello import Hello, refusal, remark
 from shoal.control.machine import boot_clock
-from shoal.control.route import dial_order
 from shoal.errors import ControlError, PeerLost, ShoalError
 from shoal.launch.orders import Member
+from shoal.launch.places import Places
 
 BEAT_S = 1.0
 # Long enough for a busy Wi-Fi, short enough that nobody waits minutes for a machine that has left.
 SILENT_AFTER_S = 20.0
 MEET_WITHIN_S = 20.0
 _AGAIN_S = 0.2
+# Somebody there who refuses us will not change its mind soon.
+_REFUSED_AGAIN_S = 2.0
+_CONNECT_WITHIN_S = 5.0
+# Two that dial each other at once make two connections, and each may hold the other one for the newer: both stay.
+_MOST_CHANNELS = 2
+# What waits for a connection that takes nothing: beyond this, it is said again later or not at all.
+_MOST_WAITING = 256
 
 OnMessage = Callable[[int, Message], Awaitable[None]]
 OnLost = Callable[[int, str], None]
-
-
-def to_dial(me: int, addresses: Sequence[str]) -> list[int]:
-    """Those below us, by address and then by number. Gloo's ranks dial in the same direction, so a firewall that lets
-    a training pass lets its agents pass too."""
-    order = [(dial_order(address), member) for member, address in enumerate(addresses)]
-    return [member for member, place in enumerate(order) if place < order[me]]
+OnConnected = Callable[[int], None]
 
 
 class Mesh:
     def __init__(self, on_message: OnMessage, on_lost: OnLost, note: Callable[[str], None]) -> None:
+        self.places = Places()
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_connected: OnConnected | None = None
         self._note = note
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, list[Channel]] = {}
+        self._waiting: dict[int, int] = {}
         self._heard_at: dict[int, float] = {}
-        self._names: dict[int, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._dialling: set[int] = set()
+        self._remarks: set[str] = set()
         self._arrived = asyncio.Condition()
         self._refused: ShoalError | None = None
         self._server: asyncio.Server | None = None
-        self._expected: list[Member] = []
         self._met = False
 
     async def listen(self, address: str, me: Hello, token: str) -> int:
         """On this one address; the port is the kernel's choice."""
-        self._me = me
         self._token = token
         self._server = await asyncio.start_server(self._welcome, address, 0)
         port: int = self._server.sockets[0].getsockname()[1]
+        self._me = replace(me, address=address, port=port)
         return port
 
-    async def meet(self, roster: Sequence[Member]) -> None:
+    async def meet(self, roster: Mapping[int, Member]) -> None:
         """Until every member is connected; who does not come is named."""
-        self._expected = list(roster)
-        for member in to_dial(self._me.member, [place.address for place in roster]):
-            self._spawn(self._dial(member, roster[member]))
+        self.places.update(roster)
+        for member in self.places.ours_to_dial(self._me):
+            self._spawn(self._dial_until_met(member))
         try:
             async with asyncio.timeout(MEET_WITHIN_S), self._arrived:
                 await self._arrived.wait_for(lambda: self._refused or len(self._channels) == len(roster) - 1)
         except TimeoutError:
-            raise self._missing() from None
+            raise self.places.missing(self._me, self._channels, MEET_WITHIN_S) from None
         if self._refused:
             raise self._refused
         self._met = True
+
+    def watch(self) -> None:
+        """From now on whoever closes its connection or falls silent is lost, once and for good."""
         self._spawn(self._beat())
+
+    def keep_up(self, roster: Mapping[int, Member], on_connected: OnConnected, dial_all: bool = False) -> None:
+        """From now on connections come and go. `dial_all`: whoever comes back dials everybody, since nobody knows where
+        it listens."""
+        self._met = True
+        self.places.update(roster)
+        self._on_connected = on_connected
+        for member in list(self._channels):
+            on_connected(member)
+        self._spawn(self._dial_the_lost(dial_all))
+
+    def dial_anew(self) -> None:
+        """After a sleep: our connections may be dead without having been closed."""
+        for member in self.places:
+            self._dial_once_more(member)
 
     async def tell(self, member: int, message: Message) -> bool:
         """Whether it could be said. A member that is gone is told nothing; its loss is reported elsewhere."""
-        channel = self._channels.get(member)
-        if channel is not None:
+        if channels := self._channels.get(member):
             with contextlib.suppress(OSError):
-                await channel.send(message)
+                await channels[-1].send(message)
                 return True
         return False
 
+    def post(self, member: int, message: Message) -> None:
+        """Said in its turn, without waiting for it; dropped when there is no connection, or one that takes nothing."""
+        if member in self._channels and self._waiting.get(member, 0) < _MOST_WAITING:
+            self._waiting[member] = self._waiting.get(member, 0) + 1
+            self._spawn(self._say_in_turn(member, self._channels[member][-1], message))
+
     async def tell_all(self, message: Message) -> None:
         for member in list(self._channels):
-            await self.tell(member, message)
+            if self._on_connected is None:
+                await self.tell(member, message)
+            else:
+                self.post(member, message)
 
     async def close(self) -> None:
+        # What was posted last is said, if the other side takes it at once.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN_S):
+                while any(self._waiting.values()):
+                    await asyncio.sleep(0.01)
         for task in self._tasks:
             task.cancel()
-        for channel in self._channels.values():
-            channel.close()
+        for channels in self._channels.values():
+            for channel in channels:
+                channel.close()
         if self._server is not None:
             self._server.close()
+
+    async def _say_in_turn(self, member: int, channel: Channel, message: Message) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                await channel.send(message)
+        finally:
+            self._waiting[member] -= 1
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A stranger costs us five seconds of a task and learns nothing."""
@@ -104,9 +151,10 @@ class Mesh:
                 self._note(f"refused a connection from {writer.get_extra_info('peername')[0]}: {error.seen}")
             writer.close()
 
-    async def _dial(self, member: int, place: Member) -> None:
+    async def _dial_until_met(self, member: int) -> None:
         """Again and again until `meet` gives up: the other agent may be a moment behind us."""
-        while member not in self._channels and self._refused is None:
+        place = self.places[member]
+        while not self._met and member not in self._channels and self._refused is None:
             try:
                 await self._exchange_hellos(await dial(place.address, place.port, self._token))
             except ControlError as error:
@@ -114,20 +162,74 @@ class Mesh:
             except (OSError, EOFError, TimeoutError):
                 await asyncio.sleep(_AGAIN_S)
 
+    async def _dial_the_lost(self, dial_all: bool) -> None:
+        while True:
+            for member in self.places if dial_all else self.places.ours_to_dial(self._me):
+                if member not in self._channels:
+                    self._dial_once_more(member)
+            await asyncio.sleep(_AGAIN_S)
+
+    def _dial_once_more(self, member: int) -> None:
+        if member != self._me.member and member not in self._dialling:
+            self._dialling.add(member)
+            self._spawn(self._try_to_dial(member, self.places[member]))
+
+    async def _try_to_dial(self, member: int, place: Member) -> None:
+        try:
+            async with asyncio.timeout(_CONNECT_WITHIN_S):
+                channel = await dial(place.address, place.port, self._token)
+            await self._exchange_hellos(channel)
+        except ControlError as error:
+            self._remark(f"cannot connect with {place.node} again: {error.seen}")
+            await asyncio.sleep(_REFUSED_AGAIN_S)
+        except (OSError, EOFError, TimeoutError):
+            pass
+        finally:
+            self._dialling.discard(member)
+
     async def _exchange_hellos(self, channel: Channel) -> None:
         await channel.send(self._me.as_dict())
-        theirs = Hello.from_dict(await channel.receive())
-        if error := refusal(self._me, theirs):
-            await self.give_up(error)
+        async with asyncio.timeout(_CONNECT_WITHIN_S):
+            theirs = Hello.from_dict(await channel.receive())
+        if error := refusal(self._me, theirs) or self._is_taken(theirs):
+            await self._refuse(channel, error)
             return
         if words := remark(self._me, theirs):
-            self._note(words)
+            self._remark(words)
         async with self._arrived:
-            self._channels[theirs.member] = channel
-            self._heard_at[theirs.member] = boot_clock()
-            self._names[theirs.member] = theirs.node
+            self._add(theirs, channel)
             self._arrived.notify_all()
         self._spawn(self._listen_to(theirs.member, channel))
+        if self._on_connected is not None:
+            self._on_connected(theirs.member)
+            self.post(theirs.member, self.places.as_message())
+
+    def _is_taken(self, theirs: Hello) -> ControlError | None:
+        if theirs.member != self._me.member:
+            return None
+        return ControlError(
+            f"{theirs.node} says that it is {self._me.node}",
+            why="the agent of one machine was started twice",
+            fix="end one of them",
+        )
+
+    async def _refuse(self, channel: Channel, error: ControlError) -> None:
+        """Before the run has begun, that ends it; later it is the other one's trouble alone."""
+        if not self._met:
+            await self.give_up(error)
+            return
+        self._remark(f"refused a member: {error.seen}")
+        channel.close()
+
+    def _add(self, theirs: Hello, channel: Channel) -> None:
+        member, reborn = theirs.member, self.places.is_reborn(theirs)
+        channels = self._channels.setdefault(member, [])
+        for older in channels if reborn else channels[: 1 - _MOST_CHANNELS]:
+            older.close()
+        self._channels[member] = [] if reborn else channels[1 - _MOST_CHANNELS :]
+        self._channels[member].append(channel)
+        self._heard_at[member] = boot_clock()
+        self.places.believe(theirs)
 
     async def give_up(self, error: ShoalError) -> None:
         """Whoever waits in `meet` need wait no longer. Afterwards it changes nothing."""
@@ -140,7 +242,10 @@ class Mesh:
             while True:
                 message = await channel.receive()
                 self._heard_at[member] = boot_clock()
-                if message.get("type") != "beat":
+                if message.get("type") == "places":
+                    for newcomer in self.places.learn(message):
+                        self._dial_once_more(newcomer)
+                elif message.get("type") != "beat":
                     await self._on_message(member, message)
         except (OSError, EOFError):
             self._lose(member, "its agent's connection closed", channel)
@@ -163,32 +268,32 @@ class Mesh:
                 self._spawn(self.tell(member, {"type": "beat"}))
 
     def _lose(self, member: int, how: str, of: Channel | None = None) -> None:
-        """An older connection that a newer one has replaced loses nobody."""
-        if of is not None and self._channels.get(member) is not of:
+        """A connection that a newer one has replaced, or that has a twin, loses nobody."""
+        channels = self._channels.get(member, [])
+        if of is not None:
+            of.close()
+        if of is not None and (of not in channels or len(channels) > 1):
+            self._channels[member] = [channel for channel in channels if channel is not of]
+            if not self._channels[member]:
+                del self._channels[member]
             return
         self._heard_at.pop(member, None)
-        channel = self._channels.pop(member, None)
-        if channel is None:
+        if self._channels.pop(member, None) is None:
             return
-        channel.close()
+        for channel in channels:
+            channel.close()
         if self._met:
             self._on_lost(member, how)
         else:
             # Nobody comes back: to wait for it would only cost time.
-            self._spawn(self.give_up(PeerLost(f"{self._names[member]} left before the ranks were started", why=how)))
+            node = self.places[member].node
+            self._spawn(self.give_up(PeerLost(f"{node} left before the ranks were started", why=how)))
 
-    def _missing(self) -> ControlError:
-        absent = [
-            place
-            for member, place in enumerate(self._expected)
-            if member != self._me.member and member not in self._channels
-        ]
-        names = ", ".join(f"{place.node} ({place.address}:{place.port})" for place in absent)
-        return ControlError(
-            f"{self._me.node} could not meet {names} within {MEET_WITHIN_S:.0f} s",
-            why="a firewall drops connections between the machines, or they reach each other by other addresses",
-            fix=f"try on {self._me.node}: ping {absent[0].address}; then open the firewall, or name the right address",
-        )
+    def _remark(self, text: str) -> None:
+        """Once, however often it is true."""
+        if text not in self._remarks:
+            self._remarks.add(text)
+            self._note(text)
 
     def _spawn(self, work: Coroutine[None, None, Any]) -> None:
         task = asyncio.ensure_future(work)

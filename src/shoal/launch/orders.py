@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shoal.config.schema import MembersConfig
+from shoal.control.membership.rules import Rules
 from shoal.launch.plan import Command
 
 # The two wishes that may follow later, each a line of its own.
@@ -21,7 +23,8 @@ END = "end"
 @dataclass(frozen=True)
 class Meet:
     """`launch` tells this launch of a run from earlier ones; `launched_at` is the launcher's clock, the base of all
-    times in the logs. `script_port` is where rank 0 of somebody's script will serve torch's own store: 0 for any."""
+    times in the logs. `script_port` is where rank 0 of somebody's script will serve torch's own store: 0 for any.
+    `life`: how often this agent was started again."""
 
     folder: str
     node: str
@@ -34,14 +37,20 @@ class Meet:
     config: str
     data: str
     script_port: int | None = None
+    life: int = 0
 
 
 @dataclass(frozen=True)
 class Member:
+    """Where a member's agent listens. `ranks` are the numbers of the ranks that the launch gave it. `life` counts how
+    often its agent was started again: the address of a later life is the one that counts."""
+
     node: str
     address: str
     port: int
     mark: str
+    ranks: tuple[int, ...] = ()
+    life: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,32 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Membership:
+    """How machines may come and go in this run. `restarts`: how often a killed rank is started again. `above`: the
+    highest number of a generation in earlier launches, so that none is used twice."""
+
+    rules: Rules
+    restarts: int = 3
+    above: int = 0
+
+
+@dataclass(frozen=True)
 class Go:
+    """Without `members`, whoever is lost ends the run."""
+
     roster: tuple[Member, ...]
     starts: tuple[Start, ...]
+    members: Membership | None = None
+
+
+def membership(config: MembersConfig, above: int) -> Membership:
+    rules = Rules(
+        silent_after_s=config.silent_after_s,
+        on_silent_tie=config.on_silent_tie,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+    )
+    return Membership(rules, config.restarts, above)
 
 
 def as_start(command: Command) -> Start:
@@ -76,7 +108,11 @@ def read_meet(line: bytes) -> Meet:
 
 def read_go(line: bytes) -> Go:
     said = json.loads(line)["Go"]
-    return Go(tuple(Member(**entry) for entry in said["roster"]), tuple(map(_read_start, said["starts"])))
+    return Go(
+        tuple(map(read_member, said["roster"])),
+        tuple(map(_read_start, said["starts"])),
+        read_membership(said["members"]),
+    )
 
 
 def read_wish(line: bytes) -> str:
@@ -86,10 +122,18 @@ def read_wish(line: bytes) -> str:
         return ""
 
 
+def read_member(said: dict[str, Any]) -> Member:
+    return Member(**{**said, "ranks": tuple(said["ranks"])})
+
+
+def read_membership(said: dict[str, Any] | None) -> Membership | None:
+    return Membership(Rules(**said["rules"]), said["restarts"], said["above"]) if said else None
+
+
 def _read_start(said: dict[str, Any]) -> Start:
     return Start(said["name"], tuple(said["ranks"]), tuple(said["argv"]), said["env"], said["store"])
 
 
-def make_go(roster: Sequence[Member], commands: Sequence[Command], node: str) -> Go:
+def make_go(roster: Sequence[Member], commands: Sequence[Command], node: str, members: Membership | None = None) -> Go:
     """The part of the plan that one node carries out."""
-    return Go(tuple(roster), tuple(as_start(command) for command in commands if command.node.name == node))
+    return Go(tuple(roster), tuple(as_start(command) for command in commands if command.node.name == node), members)

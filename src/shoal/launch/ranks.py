@@ -68,6 +68,12 @@ class Ranks:
         for running in self._running:
             running.process.send_signal(signal.SIGINT)
 
+    def end(self, name: str) -> None:
+        """This one, as a fault would: what becomes of it is judged like any other loss."""
+        for running in self._running:
+            if running.start.name == name:
+                _kill_session(running.process.pid)
+
     def kill(self) -> None:
         """The whole session of each, so that a launcher's own children go too."""
         for running in self._running:

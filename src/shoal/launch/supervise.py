@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Node
-from shoal.config.schema import RunConfig
-from shoal.errors import Interrupted
+from shoal.config.schema import MembersConfig, RunConfig
+from shoal.errors import Interrupted, RunFailed
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.plan import plan_module, plan_ranks, plan_script
-from shoal.launch.verdict import caused, failure, first_to_fail
+from shoal.launch.verdict import Ending, caused, failure, first_to_fail, outlived
 from shoal.launch.world import World, interruptible
 from shoal.runfolder import RunFolder
 
 
 def run_ranks(
-    config: RunConfig, run: RunFolder, cluster: Cluster, log: EventLog, data: str, resume: bool = False
+    config: RunConfig,
+    members: MembersConfig,
+    run: RunFolder,
+    cluster: Cluster,
+    log: EventLog,
+    data: str,
+    resume: bool = False,
 ) -> int:
-    """Runs the world to its end. Raises what went wrong, or `Interrupted`; when every rank ended well, says how many.
+    """Runs the world to its end. Raises what went wrong, or `Interrupted`; when it ended well, the number of ranks.
 
     `log` gets what a person should hear of meanwhile."""
 
@@ -39,19 +45,21 @@ def run_ranks(
             lambda nodes, meeting: plan_ranks(config, folder_of, nodes, meeting, resume),
             config=digest_of_config(run),
             data=data,
+            members=members if config.launcher == "shoal" and members.on_loss == "go-on" else None,
         )
         world.see_through()
     faults = _faults(news)
-    error = failure(world.endings, faults, _log_tails(world, run))
+    endings = outlived(world.endings) if world.is_elastic else world.endings
+    error = failure(endings, faults, _log_tails(world, run)) or _never_formed(world)
     if world.interrupts and not (world.interrupts == 1 and caused(faults)):
         raise _interrupted(run, at_once=world.interrupts > 1)
     if error:
         raise error
-    if any(ending.code == Interrupted.exit_code for ending in world.endings):
+    if any(ending.code == Interrupted.exit_code for ending in endings):
         # Somebody asked a rank itself, and all agreed to stop.
         raise _interrupted(run, at_once=False)
-    _refuse_a_violent_end(world)
-    return world.ranks
+    _refuse_a_violent_end(endings)
+    return sum(len(ending.ranks) for ending in endings)
 
 
 def run_module(
@@ -74,7 +82,7 @@ def run_module(
         raise Interrupted("interrupted")
     if error := failure(world.endings, _faults(news), _log_tails(world, run)):
         raise error
-    _refuse_a_violent_end(world)
+    _refuse_a_violent_end(world.endings)
 
 
 def run_script(
@@ -97,13 +105,24 @@ def run_script(
         raise error
     if any(ending.code == Interrupted.exit_code for ending in world.endings):
         raise Interrupted("a rank says that it was interrupted", fix=f"look at {run.path / 'logs'}")
-    _refuse_a_violent_end(world)
+    _refuse_a_violent_end(world.endings)
 
 
-def _refuse_a_violent_end(world: World) -> None:
+def _never_formed(world: World) -> RunFailed | None:
+    """All ranks were there, and could not meet: their agents ended them."""
+    if not world.broken or any(ending.code == 0 for ending in world.endings):
+        return None
+    return RunFailed(
+        f"the ranks did not meet: {world.broken}",
+        why="the machines reach each other, but not by the interface or the ports that the ranks use",
+        fix="find out what is in the way: shoal doctor",
+    )
+
+
+def _refuse_a_violent_end(endings: Iterable[Ending]) -> None:
     """Ranks that an agent killed, and nobody here asked for it: somebody told the agent itself, on its machine."""
-    if any(ending.by_us for ending in world.endings):
-        names = ", ".join(sorted({ending.node for ending in world.endings if ending.by_us}))
+    if nodes := {ending.node for ending in endings if ending.by_us}:
+        names = ", ".join(sorted(nodes))
         raise Interrupted(f"the ranks on {names} were ended from outside", why="somebody told an agent to end at once")
 
 

@@ -46,6 +46,14 @@ def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Ma
     return error
 
 
+def outlived(endings: Iterable[Ending]) -> list[Ending]:
+    """Where machines come and go: if ranks ended well, those that were killed or lost on the way were done without."""
+    found = list(endings)
+    if not any(ending.code in (0, Interrupted.exit_code) for ending in found):
+        return found
+    return [ending for ending in found if ending.code >= 0]
+
+
 def first_to_fail(endings: Iterable[Ending], faults: Mapping[int, Event]) -> Ending | None:
     """A lost node is noticed last and was first; a rank that only lost its peer comes after everybody else."""
     return min(

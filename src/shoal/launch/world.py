@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import time
@@ -13,10 +14,13 @@ from types import FrameType
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.link import Link
 from shoal.cluster.node import Meeting, Node
+from shoal.config.schema import MembersConfig
 from shoal.control.token import make_token
 from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
-from shoal.launch.orders import END, STOP, Meet, Member, make_go, to_line
+from shoal.launch.earlier import highest_generation
+from shoal.launch.found import is_running
+from shoal.launch.orders import END, STOP, Meet, Member, make_go, membership, to_line
 from shoal.launch.plan import Command
 from shoal.launch.verdict import Ending
 from shoal.runfolder import RunFolder
@@ -36,7 +40,7 @@ Plan = Callable[[list[Node], Meeting], list[Command]]
 class Post:
     """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
     another agent lost it. `finished`: another agent heard that all its ranks have ended well. `left`:
-    we stopped waiting for it."""
+    we stopped waiting for it. `again`: the process of its agent's later life, which is no child of ours."""
 
     node: Node
     link: Link
@@ -48,6 +52,7 @@ class Post:
     lost: str = ""
     finished: bool = False
     left: bool = False
+    again: int | None = None
 
     def is_busy(self) -> bool:
         """Whether it may still have something for us."""
@@ -55,8 +60,25 @@ class Post:
 
     def gone(self) -> str | None:
         """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
+        if self.again is not None:
+            return None if is_running(self.again) else "its agent, which had been started again, ended"
         how = self.link.ended()
         return self.lost if how is None and self.lost and not self.link.is_reachable() else how
+
+    def tell(self, wish: str) -> None:
+        """Two signals at once are the wish to end; see `Agent._on_signal`."""
+        self.link.send(to_line(wish))
+        if self.again is not None and not self.done:
+            for signum in (signal.SIGINT, signal.SIGTERM)[: 2 if wish == END else 1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.again, signum)
+
+    def end(self) -> None:
+        if self.link.ended() is None:
+            self.link.kill()
+        self.link.close()
+        if self.again is not None and is_running(self.again):
+            os.kill(self.again, signal.SIGKILL)
 
 
 @dataclass
@@ -72,10 +94,16 @@ class World:
     endings: list[Ending] = field(default_factory=list)
     refused: ShoalError | None = None
     interrupts: int = 0
+    is_elastic: bool = False
+    broken: str = ""
+    _said: set[str] = field(default_factory=set)
     _obeyed: int = 0
     _ended_at: float | None = None
 
-    def launch(self, plan: Plan, config: str, data: str, script_port: int | None = None) -> None:
+    def launch(
+        self, plan: Plan, config: str, data: str, script_port: int | None = None, members: MembersConfig | None = None
+    ) -> None:
+        """With `members`, machines may come and go."""
         common = Meet(
             folder="",
             node="",
@@ -97,7 +125,7 @@ class World:
             named = replace(common, node=node.name, address=node.address, interface=node.interface)
             post.link.send(to_line(replace(named, member=member, folder=folder, script_port=port)))
         self._await_ready()
-        self._send_off(plan)
+        self._send_off(plan, members)
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + READY_WITHIN_S
@@ -113,14 +141,13 @@ class World:
                 )
             time.sleep(POLL_S)
 
-    def _send_off(self, plan: Plan) -> None:
-        nodes, roster = [], []
+    def _send_off(self, plan: Plan, members: MembersConfig | None) -> None:
+        nodes = []
         for post in self.posts:
             said = post.ready or {}
             found = {"interface": said["interface"], "cores": post.node.cores or said["cores"]}
             post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
             nodes.append(post.node)
-            roster.append(Member(post.node.name, post.node.address, said["port"], said["mark"]))
         head = self.posts[0].ready or {}
         meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
         if head["script_port"] and len(nodes) > 1:
@@ -129,8 +156,21 @@ class World:
                 f"{meeting.port}, and whoever reaches it can write into it. Use a network you trust."
             )
         self.commands = plan(nodes, meeting)
+        self.is_elastic = members is not None
+        order = None if members is None else membership(members, self._highest_generation())
+        roster = [self._as_member(post) for post in self.posts]
         for post in self.posts:
-            post.link.send(to_line(make_go(roster, self.commands, post.node.name)))
+            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order)))
+
+    def _as_member(self, post: Post) -> Member:
+        said, node = post.ready or {}, post.node
+        ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
+        return Member(node.name, node.address, said["port"], said["mark"], tuple(ranks))
+
+    def _highest_generation(self) -> int:
+        """Of all earlier launches, as far as any machine knows of it: no number is used twice."""
+        promised = [int((post.ready or {})["highest"]) for post in self.posts]
+        return max(highest_generation(self.run), *promised)
 
     def __enter__(self) -> World:
         return self
@@ -149,9 +189,7 @@ class World:
                 break
             time.sleep(POLL_S / 5)
         for post in self.posts:
-            if post.link.ended() is None:
-                post.link.kill()
-            post.link.close()
+            post.end()
 
     def see_through(self) -> None:
         while not all(post.done for post in self.posts):
@@ -185,7 +223,7 @@ class World:
 
     def _tell(self, wish: str) -> None:
         for post in self.posts:
-            post.link.send(to_line(wish))
+            post.tell(wish)
 
     def _look(self) -> None:
         for post in self.posts:
@@ -197,6 +235,8 @@ class World:
 
     def _take(self, post: Post, event: Event) -> None:
         match event["event"]:
+            case "ready" if event["life"]:
+                self._welcome_back(post, event)
             case "ready":
                 post.ready = event
             case "started":
@@ -207,8 +247,16 @@ class World:
                 self._end(post, event["name"], event["code"], event["by_us"], starved=event["starved"])
             case "note":
                 self._note(f"{post.node.name}: {event['text']}")
+            case "restart":
+                # It is not over: how its process ended is history.
+                self.endings = [ending for ending in self.endings if ending.name != event["name"]]
+            case "tell" | "pause" | "abandon":
+                self._note_once(event)
+            case "broken":
+                self.broken = self.broken or f"{event['name']}: {event['why']}"
             case "lost":
-                self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
+                if not self.is_elastic:
+                    self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
                 self._post_of(event["node"]).lost = event["how"]
             case "peer":
                 # Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure.
@@ -224,6 +272,19 @@ class World:
     @property
     def ranks(self) -> int:
         return sum(len(command.ranks) for command in self.commands)
+
+    def _note_once(self, event: Event) -> None:
+        """Agents of one generation say the same of it."""
+        key = event.get("generation") or event["text"]
+        if key not in self._said:
+            self._said.add(key)
+            self._note(event["text"])
+
+    def _welcome_back(self, post: Post, event: Event) -> None:
+        """Its agent was started again, by somebody else than us: what became of its ranks before is history."""
+        post.again, post.ready = event["pid"], event
+        post.done, post.since, post.lost, post.finished = False, None, "", False
+        self.endings = [ending for ending in self.endings if ending.node != post.node.name]
 
     def _note(self, text: str) -> None:
         self.log.write("note", text=text)

@@ -20,11 +20,13 @@ from shoal.sync.world import World
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks know of a step once it is over; the same on every rank but for `wait_s`."""
+    """What all ranks know of a step once it is over; the same on every rank but for `wait_s`. `edge`: somebody was
+    told that all are to stop together after a step."""
 
     loss_sum: float
     stop: bool
     wait_s: float
+    edge: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,13 @@ class _Asked:
 
     def read(self) -> Shared:
         self.work.wait()
-        loss_sum, ready_s, stop = torch.stack(self.rows).cpu().unbind(dim=1)
-        return Shared(loss_sum=float(loss_sum.sum()), stop=bool(stop.any()), wait_s=float(ready_s.max()) - self.ready_s)
+        loss_sum, ready_s, stop, edge = torch.stack(self.rows).cpu().unbind(dim=1)
+        return Shared(
+            loss_sum=float(loss_sum.sum()),
+            stop=bool(stop.any()),
+            wait_s=float(ready_s.max()) - self.ready_s,
+            edge=bool(edge.any()),
+        )
 
 
 class StepExchange:
@@ -60,10 +67,10 @@ class StepExchange:
         self._together_at = time.perf_counter()
         self.late_s = 0.0
 
-    def begin(self, loss_sum: float, comm: CommTimes, stop: bool) -> None:
+    def begin(self, loss_sum: float, comm: CommTimes, stop: bool, edge: bool = False) -> None:
         ready_s = comm.ready_at - self._together_at
         self._together_at = comm.ready_at + comm.tail_s
-        mine = torch.tensor([loss_sum, ready_s, float(stop)], dtype=torch.float64, device=self._world.device)
+        mine = torch.tensor([loss_sum, ready_s, stop, edge], dtype=torch.float64, device=self._world.device)
         rows = [torch.zeros_like(mine) for _ in range(self._world.size)]
         work = dist.all_gather(rows, mine, group=self._world.group, async_op=True)
         assert work is not None  # noqa: S101 - only a rank outside the group gets None
@@ -80,6 +87,10 @@ class StepExchange:
         self._asked[1].work.wait()
         self.late_s = time.perf_counter() - began
         return [self._asked.popleft().read()]
+
+    def own_losses(self) -> list[float]:
+        """This rank's own sums of the steps of which nothing is known yet."""
+        return [float(asked.mine[0]) for asked in self._asked]
 
     def drain(self) -> list[Shared]:
         """Everything that was asked so far; waits for everybody."""

@@ -68,15 +68,22 @@ class Exchange:
         return gap
 
     def everything(self, pieces: Sequence[Piece], descent: Descent) -> None:
-        """All pieces now, everybody waiting: a few under way at a time, so that their gaps need little memory."""
+        """All pieces now, everybody waiting: a few under way at a time, so that their gaps need little memory.
+
+        Nothing that is common changes before all sums are here: a peer that leaves in the middle leaves no replica
+        between two rounds. The sums wait in place of the replica's own parameters, which they replace anyway.
+        """
         self._meet()
         flights: deque[Flight] = deque()
         for flight in self.begin(pieces):
             flights.append(flight)
             if len(flights) > _WINDOW:
-                self._work_in(flights.popleft(), descent)
+                self._put_by(flights.popleft())
         while flights:
-            self._work_in(flights.popleft(), descent)
+            self._put_by(flights.popleft())
+        for piece in pieces:
+            piece.descend_by_own(descent)
+            piece.adopt()
 
     def times(self) -> CommTimes:
         """Since the last time somebody asked."""
@@ -98,6 +105,5 @@ class Exchange:
         self._wait_s += waited_s
         self._blocked_s += waited_s
 
-    def _work_in(self, flight: Flight, descent: Descent) -> None:
-        flight.piece.descend(self.land(flight), descent)
-        flight.piece.adopt()
+    def _put_by(self, flight: Flight) -> None:
+        flight.piece.put_by(self.land(flight))

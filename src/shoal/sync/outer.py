@@ -52,6 +52,13 @@ class Outer(Protocol):
     def rewind(self, common_step: int, flying: int) -> None:
         """What the model holds is common and has come so far; `state` then has room for what is to be loaded."""
 
+    def retreat(self, step: int) -> int:
+        """From an exchange that failed: the model holds what others could go on from, and that is of the step that is
+        returned."""
+
+    def lasting(self) -> dict[str, Tensor]:
+        """What of `state` outlives a world: nothing that was on its way."""
+
     def state(self) -> dict[str, Tensor]:
         """What is common beside the parameters. The tensors are those in use: filling them loads a state."""
 
@@ -77,6 +84,12 @@ class EveryStep:
 
     def rewind(self, common_step: int, flying: int) -> None:
         pass
+
+    def retreat(self, step: int) -> int:
+        return step
+
+    def lasting(self) -> dict[str, Tensor]:
+        return {}
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -115,8 +128,20 @@ class Parted:
         for piece in self._pieces:
             piece.rewind()
 
-    def state(self) -> dict[str, Tensor]:
+    def retreat(self, step: int) -> int:
+        """Half a round would be half a training: it is done again, from what all have in common."""
+        for piece in self._pieces:
+            piece.adopt()
+        return self.common_step(step)
+
+    def common_step(self, step: int) -> int:
+        raise NotImplementedError
+
+    def lasting(self) -> dict[str, Tensor]:
         return {name: tensor for piece in self._pieces for name, tensor in piece.state().items()}
+
+    def state(self) -> dict[str, Tensor]:
+        return self.lasting()
 
     def own_state(self) -> dict[str, Tensor]:
         return self._exchange.wire.state()

@@ -52,16 +52,24 @@ class Piece:
             torch.sub(common, own, out=part).mul_(weight)
         return flat
 
-    @torch.no_grad()
     def descend(self, gap: Tensor, descent: Descent) -> None:
-        """`gap` is used up. A sum that is not finite, the same on every rank, must not reach a checkpoint."""
-        if not torch.isfinite(gap.sum()):
-            raise RunFailed(
-                "the parameters that replicas exchanged are not finite",
-                why="one of them diverged, or a difference was too large for the wire format",
-                fix="start a new run with a lower rate (--set train.lr=…) or with --wire fp32",
-            )
-        for (name, common), part in zip(self._common.items(), self._parts(gap), strict=True):
+        """`gap` is used up."""
+        _refuse_nonfinite(gap)
+        self._descend(list(self._parts(gap)), descent)
+
+    @torch.no_grad()
+    def put_by(self, gap: Tensor) -> None:
+        """Keeps the summed gap where the replica's own parameters were, until the other pieces have theirs, too."""
+        _refuse_nonfinite(gap)
+        for own, part in zip(self._own.values(), self._parts(gap), strict=True):
+            own.copy_(part)
+
+    def descend_by_own(self, descent: Descent) -> None:
+        self._descend([own.detach() for own in self._own.values()], descent)
+
+    @torch.no_grad()
+    def _descend(self, gaps: list[Tensor], descent: Descent) -> None:
+        for (name, common), part in zip(self._common.items(), gaps, strict=True):
             if descent.momentum:
                 momentum = self._momentum[name].mul_(descent.momentum).add_(part)
                 part.add_(momentum, alpha=descent.momentum)
@@ -93,3 +101,13 @@ class Piece:
         shapes = [tensor.shape for tensor in self._common.values()]
         for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes, strict=True):
             yield part.view(shape)
+
+
+def _refuse_nonfinite(gap: Tensor) -> None:
+    """The same on every rank; it must not reach a checkpoint."""
+    if not torch.isfinite(gap.sum()):
+        raise RunFailed(
+            "the parameters that replicas exchanged are not finite",
+            why="one of them diverged, or a difference was too large for the wire format",
+            fix="start a new run with a lower rate (--set train.lr=…) or with --wire fp32",
+        )

@@ -10,6 +10,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +24,11 @@ _STEP_BACK_S = 0.002
 
 
 class AgentStore(dist.Store):
-    def __init__(self, fd: int, timeout: timedelta) -> None:
+    """`is_vain` is asked while we wait: whoever is told that its generation is over has nobody to wait for."""
+
+    def __init__(self, fd: int, timeout: timedelta, is_vain: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
+        self._is_vain = is_vain
         self._socket = socket.socket(fileno=fd)
         self._asking = threading.Lock()
         self._timeout = timeout
@@ -42,13 +46,13 @@ class AgentStore(dist.Store):
     def get(self, key: str) -> bytes:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while (value := self._ask(op="get", key=key, wait_s=_TURN_S)["value"]) is None:
-            _give_up_after(deadline, [key])
+            self._go_on_waiting(deadline, [key])
         return base64.b64decode(value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         while not self._ask(op="check", keys=keys, wait_s=_TURN_S)["there"]:
-            _give_up_after(deadline, keys)
+            self._go_on_waiting(deadline, keys)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask(op="check", keys=keys)["there"])
@@ -70,6 +74,12 @@ class AgentStore(dist.Store):
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
+    def _go_on_waiting(self, deadline: float, keys: list[str]) -> None:
+        """Or not; and let another thread have its turn before we ask again."""
+        if self._is_vain() or time.monotonic() > deadline:
+            raise dist.DistStoreError(f"nobody set {', '.join(keys)} in time")
+        time.sleep(_STEP_BACK_S)
+
     def _ask(self, **request: Any) -> dict[str, Any]:
         payload = json.dumps(request).encode()
         with self._asking:
@@ -90,10 +100,3 @@ class AgentStore(dist.Store):
 
 def _encode(value: str | bytes) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
-
-
-def _give_up_after(deadline: float, keys: list[str]) -> None:
-    """Or let another thread have its turn before we ask again."""
-    if time.monotonic() > deadline:
-        raise dist.DistStoreError(f"nobody set {', '.join(keys)} in time")
-    time.sleep(_STEP_BACK_S)

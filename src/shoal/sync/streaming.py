@@ -57,6 +57,11 @@ class Streaming(Parted):
             if flying >> index & 1
         }
 
+    def retreat(self, step: int) -> int:
+        """There is no step to go back to. What this replica has learned stays; what was on its way is lost."""
+        self._flying = {}
+        return step
+
     def state(self) -> dict[str, Tensor]:
         """With the sums that were on their way: whoever resumes works them in at the same step."""
         sums = {
@@ -64,7 +69,7 @@ class Streaming(Parted):
             for index, flights in self._flying.items()
             for number, flight in enumerate(flights)
         }
-        return super().state() | sums
+        return self.lasting() | sums
 
     def _send(self, step: int) -> None:
         for index, fragment in enumerate(self._fragments):

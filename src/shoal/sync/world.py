@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shoal.control.membership.generation import NEVER, Ballot
 from shoal.control.placement import Placement
 from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
@@ -25,7 +27,9 @@ _CONNECT_TIMEOUT_S = 4.0
 class World:
     """A rank's view of its process group. Unpacks to `(rank, world_size)` for scripts that want just these.
 
-    `keeps_files`: of the ranks that share a run folder, this one keeps its checkpoints and its ledger.
+    `ids` are the ranks' own numbers, by which their files are called: the same for as long as a run lives, while a rank
+    is only a place in this world. `keeps_files`: of the ranks that share a run folder, this one keeps its checkpoints
+    and its ledger.
     """
 
     rank: int
@@ -33,13 +37,15 @@ class World:
     local_rank: int
     local_size: int
     node: str
-    generation: int
     backend: str
     device: torch.device
     interface: str | None
     group: dist.ProcessGroup
     # torch holds the C++ half of a store only: without this, a store of our own would lose its methods under the group.
     store: dist.Store
+    ids: tuple[int, ...]
+    generation: Ballot = NEVER
+    lineage: Ballot = NEVER
     keeps_files: bool = True
     link_mbps: int | None = None
 
@@ -56,8 +62,8 @@ class World:
         return self.local_rank == 0
 
     @property
-    def members(self) -> list[int]:
-        return list(range(self.size))
+    def id(self) -> int:
+        return self.ids[self.rank]
 
 
 def choose_device(wanted: str, placement: Placement) -> torch.device:
@@ -86,31 +92,59 @@ def join(
     Before the group exists peers may still be importing torch, so the store waits `join_timeout_s`; afterwards a
     collective that takes longer than `timeout_s` means that somebody is gone.
     """
-    interface = _choose_interface(placement)
+    interface = choose_interface(placement)
     base = _open_store(placement, join_timeout_s)
     store = dist.PrefixStore(f"shoal/{placement.restarts}", base)
-    _meet(store, placement, join_timeout_s)
-    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-    group = _form_group(placement, device, chosen, store, timeout_s)
+    meet(store, placement.rank, placement.world_size, join_timeout_s)
+    chosen = backend or backend_for(device)
+    group = form_group(placement.rank, placement.world_size, device, chosen, store, timeout_s)
     return World(
         rank=placement.rank,
         size=placement.world_size,
         local_rank=placement.local_rank,
         local_size=placement.local_world_size,
         node=placement.node,
-        generation=0,
         backend=chosen,
         device=device,
         interface=interface,
         group=group,
         store=base,
+        ids=tuple(range(placement.world_size)),
         keeps_files=placement.keeps_files,
         link_mbps=placement.link_mbps or link_mbps(interface),
     )
 
 
-def _form_group(
-    placement: Placement, device: torch.device, backend: str, store: dist.Store, timeout_s: float
+def nowhere(placement: Placement, device: torch.device) -> World:
+    """Before a rank has met anybody: it knows its own number and nothing to exchange over."""
+    return World(
+        rank=0,
+        size=1,
+        local_rank=placement.local_rank,
+        local_size=placement.local_world_size,
+        node=placement.node,
+        backend=backend_for(device),
+        device=device,
+        interface=None,
+        group=cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER),
+        store=dist.HashStore(),
+        ids=(placement.rank,),
+        keeps_files=False,
+    )
+
+
+def backend_for(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def form_group(
+    rank: int,
+    size: int,
+    device: torch.device,
+    backend: str,
+    store: dist.Store,
+    timeout_s: float,
+    connect_s: float = _CONNECT_TIMEOUT_S,
 ) -> dist.ProcessGroup:
     gloo = backend == "gloo"
     if device.type == "cuda":
@@ -118,9 +152,9 @@ def _form_group(
     dist.init_process_group(
         backend,
         store=store,
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if gloo else timeout_s),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=connect_s if gloo else timeout_s),
         device_id=None if gloo else device,
     )
     group = dist.group.WORLD
@@ -159,7 +193,7 @@ def barrier(world: World, timeout_s: float | None = None) -> None:
     world.group.barrier(options).wait()
 
 
-def _choose_interface(placement: Placement) -> str | None:
+def choose_interface(placement: Placement) -> str | None:
     """gloo publishes what the host name resolves to, 127.0.1.1 on Debian, unless told: tell it the way to the peers."""
     if placement.world_size == 1:
         return None
@@ -199,16 +233,16 @@ def _missing(store: dist.Store, names: list[str]) -> list[int]:
         return []
 
 
-def _meet(store: dist.Store, placement: Placement, timeout_s: float) -> None:
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
     """Everybody writes its name and waits for all names, so that a missing rank can be named."""
-    names = [f"here/{rank}" for rank in range(placement.world_size)]
-    store.set(names[placement.rank], placement.node)
+    names = [f"here/{each}" for each in range(size)]
+    store.set(names[rank], "here")
     try:
         store.wait(names, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistError) as error:
         missing = _missing(store, names)
         raise RunFailed(
-            f"the world did not form: rank {', '.join(map(str, missing)) or '?'} of {placement.world_size} "
+            f"the world did not form: rank {', '.join(map(str, missing)) or '?'} of {size} "
             f"did not come within {timeout_s:.0f} s",
             why="those processes were not started, died early, or cannot reach the others",
             fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import scaled_lr
+from shoal.cost.batch import Deal, scaled_lr
 from shoal.cost.sizes import parameter_count
 from shoal.data.batches import Batches
 from shoal.data.order import window_count
@@ -19,11 +20,14 @@ from shoal.data.tokenfile import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.model.gpt import GPT
 from shoal.runfolder import RunFolder
+from shoal.sync.exchange import StepExchange
+from shoal.sync.gradients import Alone
+from shoal.sync.outer import EveryStep
 from shoal.sync.replicas import all_agree, copy_from
 from shoal.sync.timer import StepTimer, WholeStepTimer
 from shoal.sync.world import World
 from shoal.train.checkpoint import CheckpointFolder, Progress
-from shoal.train.choosing import Chooser, find_made
+from shoal.train.choosing import Chooser
 from shoal.train.exchanges import describe_exchanges, make_exchanges
 from shoal.train.recorder import Recorder
 from shoal.train.resume import resume as go_on
@@ -36,40 +40,70 @@ from shoal.train.tuning import Choice, work_left
 def build_trainer(
     config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopWish, resume: bool
 ) -> Trainer:
-    asked, config = config.sync, config.model_copy(update={"sync": config.sync.begun})
-    model = _make_model(config, world)
-    batches = make_batches(config, run, world)
-    exchanges = make_exchanges(config, model, world, batches.shard.deal)
-    trainer = Trainer(
+    trainer = make_trainer(config, run, world, recorder, stop)
+    found(trainer, Chooser(trainer, config.sync), run, resume)
+    return trainer
+
+
+def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopWish) -> Trainer:
+    """What a rank can make by itself, before it has met anybody: all but the exchanges."""
+    config = config.model_copy(update={"sync": config.sync.begun})
+    torch.manual_seed(config.train.seed)
+    model = GPT(config.model).to(world.device)
+    return Trainer(
         config=config,
         world=world,
         model=model,
         optimizer=_make_optimizer(model, config.train),
-        sync=exchanges.sync,
-        outer=exchanges.outer,
-        exchange=exchanges.steps,
-        batches=batches,
+        sync=Alone(model),
+        outer=EveryStep(),
+        exchange=StepExchange(world),
+        batches=deal_batches(config, run, world, Deal(1, (1,) * world.size)),
         timer=_make_timer(config, world),
         recorder=recorder,
         stop=stop,
-        peak_lr=scaled_lr(config.train, world.size, config.sync.accumulate),
+        peak_lr=0.0,
         progress=Progress(step=0, cursor=0),
     )
-    chooser = Chooser(trainer, asked, find_made(run, world) if resume and asked.mode == "auto" else None)
+
+
+def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> None:
+    """The first world of a launch: all ranks begin alike, or go on from one checkpoint."""
+    config, world = trainer.config, trainer.world
+    _make_equal(trainer)
+    trainer.batches = make_batches(config, run, world)
+    exchanges = make_exchanges(config, trainer.model, world, trainer.batches.shard.deal)
+    trainer.sync, trainer.outer, trainer.exchange = exchanges.sync, exchanges.outer, exchanges.steps
+    trainer.peak_lr = scaled_lr(config.train, world.size, config.sync.accumulate)
     trainer.between_steps = chooser.after_step
     if resume:
+        chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         trainer.progress = go_on(trainer, checkpoints, chooser.resume_at)
     trainer.compute = _tune(trainer, run if resume else None)
-    return trainer
 
 
 def make_batches(config: Config, run: RunFolder, world: World) -> Batches:
+    return deal_batches(config, run, world, deal_for(config, world.size))
+
+
+def deal_batches(config: Config, run: RunFolder, world: World, dealt: Deal) -> Batches:
     tokens = open_tokens(Path(read_facts(run).train)).tokens
     seq_len = config.model.seq_len
-    dealt = deal_for(config, world.size)
     count = window_count(len(tokens), seq_len)
     return Batches(tokens, seq_len, SHARDS[config.data.sharding](world.rank, dealt, count, config.data.seed))
+
+
+def announce(trainer: Trainer, run: RunFolder, **process: object) -> None:
+    """That this rank begins, and with what."""
+    recorder, world, shard = trainer.recorder, trainer.world, describe_shard(trainer, run)
+    recorder.event("start", **process, **describe_start(trainer))
+    recorder.event("shard", **shard)
+    with contextlib.suppress(OSError):
+        # A full disk must not end a training because its log cannot grow.
+        print(
+            f"rank {world.rank} of {world.size}: {shard['size']} of {shard['total']} samples, first: {shard['first']}"
+        )
 
 
 def describe_start(trainer: Trainer) -> dict[str, object]:
@@ -107,14 +141,12 @@ def describe_shard(trainer: Trainer, run: RunFolder) -> dict[str, object]:
     }
 
 
-def _make_model(config: Config, world: World) -> GPT:
+def _make_equal(trainer: Trainer) -> None:
     """The same seed on every rank gives the same weights; where it doesn't (another CPU), rank 0's are copied."""
-    torch.manual_seed(config.train.seed)
-    model = GPT(config.model).to(world.device)
+    world, model = trainer.world, trainer.model
     if not all_agree(world, digest(weights(model))):
         copy_from(world, 0, weights(model).values())
-    torch.manual_seed(config.train.seed + world.rank)
-    return model
+    torch.manual_seed(trainer.config.train.seed + world.rank)
 
 
 def _tune(trainer: Trainer, resumed: RunFolder | None) -> Choice:

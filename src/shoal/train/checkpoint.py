@@ -34,11 +34,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come: steps done, and the global position of the next sample."""
+    """How far training has come: steps done, and the global position of the next sample; in which generation, of which
+    lineage (`docs/faults.md`)."""
 
     step: int
     cursor: int
-    generation: int = 0
+    generation: str = "0-0"
+    lineage: str = "0-0"
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,35 @@ class Made:
 class Chooser:
     """`asked` are the settings of the run; of other modes than `auto` there is nothing to choose."""
 
-    def __init__(self, trainer: Trainer, asked: SyncConfig, made: Made | None) -> None:
+    def __init__(self, trainer: Trainer, asked: SyncConfig, made: Made | None = None) -> None:
         self._trainer = trainer
         self._asked = asked
         self._made = made
         self._is_open = asked.mode == "auto"
+        self._chosen: SyncChoice | None = None
+        self._look_anew()
+
+    def _look_anew(self) -> None:
         self._to_come = WARM_UP_STEPS
         self._seen: list[list[RankStep]] = []
+
+    def tell(self) -> tuple[int, ...]:
+        """For a rank that comes later: whether a choice was made, and which."""
+        return (0, 0, 0, 0) if self._chosen is None else (1, *_as_numbers(self._chosen))
+
+    def follow(self, told: Sequence[int]) -> SyncConfig:
+        """In a new world: what the others have chosen; or all look again, since its steps take another time."""
+        if told[0]:
+            self._is_open, self._chosen = False, _as_choice(told[1:])
+            return self._asked.settled(self._chosen)
+        self._made = None
+        self._look_anew()
+        return self._asked.begun
+
+    def recall(self, run: RunFolder) -> None:
+        """What an earlier life of this run has chosen; asked of all ranks."""
+        if self._is_open:
+            self._made = find_made(run, self._trainer.world)
 
     def resume_at(self, step: int, parted: bool) -> None:
         """Before the state of that step is loaded; `parted`: it is one of replicas that have moments of their own."""
@@ -91,7 +113,7 @@ class Chooser:
         self._trainer.recorder.event("choice", **fields)
 
     def _go_over(self, choice: SyncChoice) -> None:
-        self._is_open = False
+        self._is_open, self._chosen = False, choice
         # Everybody has done the last step then, and nobody needs its exchange any more.
         barrier(self._trainer.world)
         self._trainer.recorder.commit()

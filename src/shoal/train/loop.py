@@ -17,6 +17,7 @@ from shoal.sync.world import barrier
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.evaluate import evaluate
 from shoal.train.load import LoadMeter
+from shoal.train.regroup import Membership
 from shoal.train.saving import WRITE_TIMEOUT_S, Saver
 from shoal.train.snapshot import replica_state
 from shoal.train.state import digest
@@ -24,46 +25,65 @@ from shoal.train.trainer import Trainer
 
 
 class Loop:
-    def __init__(self, trainer: Trainer, run: RunFolder) -> None:
+    """`membership` finds the next world when this one breaks; without one, that is the end."""
+
+    def __init__(self, trainer: Trainer, run: RunFolder, membership: Membership | None = None) -> None:
         # The state of an earlier end would be compared with one of today.
-        run.state(trainer.world.rank).unlink(missing_ok=True)
+        run.state(trainer.world.id).unlink(missing_ok=True)
         self._trainer = trainer
         self._run = run
+        self._membership = membership
         self._validation = open_tokens(Path(read_facts(run).val)).tokens
         checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
         self._saver = Saver(trainer, checkpoints, saved_step=trainer.progress.step)
         self._evaluated_step = -1
+        self._tended_step = trainer.progress.step
 
     def run(self) -> bool:
         """Trains to the end, or until somebody wants to stop; True when the end was reached."""
-        train = self._trainer.config.train
         # Collected at the same step on every rank: left to itself, one rank's collection makes all others wait.
         gc.collect()
         gc.freeze()
         gc.disable()
         load = LoadMeter()
-        stopped = False
-        while self._trainer.progress.step < train.steps and not stopped:
-            stopped = self._trainer.step()
-            if self._trainer.progress.step < train.steps:
-                self._trainer.between_steps()
-            stopped |= self._between_steps(self._trainer.progress.step)
-        self._trainer.settle()
-        barrier(self._trainer.world)
-        self._trainer.recorder.commit()
-        self._end(finished := self._trainer.progress.step >= train.steps, load)
+        while True:
+            try:
+                return self._train(load)
+            except Exception as error:
+                if self._membership is None:
+                    raise
+                failure = error
+            self._membership.regroup(failure)
+
+    def _train(self, load: LoadMeter) -> bool:
+        trainer, last_step = self._trainer, self._trainer.config.train.steps
+        stopped = self._tend()
+        while trainer.progress.step < last_step and not stopped:
+            stopped = trainer.step()
+            stopped |= self._tend()
+            trainer.end_at_edge()
+        trainer.settle()
+        barrier(trainer.world)
+        trainer.recorder.commit()
+        self._end(finished := trainer.progress.step >= last_step, load)
         return finished
 
-    def _between_steps(self, step: int) -> bool:
-        """Whether it turned out that somebody wants to stop."""
-        train = self._trainer.config.train
+    def _tend(self) -> bool:
+        """What is due after the last step, once, also when the world broke before it was done. Whether it turned out
+        that somebody wants to stop."""
+        step, train = self._trainer.progress.step, self._trainer.config.train
+        if step == self._tended_step:
+            return False
         stopped = False
+        if step < train.steps:
+            self._trainer.between_steps()
         if step % train.eval_every == 0:
             self._evaluate(step)
         if step % train.checkpoint_every == 0:
             stopped = self._checkpoint()
         if step % train.gc_every == 0:
             gc.collect()
+        self._tended_step = step
         return stopped
 
     def _evaluate(self, step: int) -> None:
@@ -79,8 +99,9 @@ class Loop:
         trainer.recorder.event("eval", step=step, val_loss=loss, eval_s=eval_s, **older)
 
     def _checkpoint(self, must: bool = False) -> bool:
-        # Whoever resumes from here skips these steps, so the ledger must have them first.
+        # Whoever resumes from here skips these steps, so the ledger must have them first; and before that, everybody.
         stopped = self._trainer.settle()
+        barrier(self._trainer.world)
         self._trainer.recorder.commit()
         self._saver.save(must)
         return stopped
@@ -100,7 +121,7 @@ class Loop:
         """Every rank's own state, for `shoal verify` to compare."""
         trainer = self._trainer
         state = replica_state(trainer)
-        path = self._run.state(trainer.world.rank)
+        path = self._run.state(trainer.world.id)
         try:
             save_file(state, path)
         except (OSError, SafetensorError) as error:

@@ -27,6 +27,13 @@ def pin(world: World, wish: str) -> tuple[int, ...] | None:
     cores = deal_cores(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
     if cores is None or (wish == "auto" and len(neighbours) == 1):
         return None
+    return pin_to(cores, wish)
+
+
+def pin_to(cores: tuple[int, ...] | None, wish: str) -> tuple[int, ...] | None:
+    """These cores, where it is wished and allowed."""
+    if cores is None or wish == "off":
+        return None
     try:
         os.sched_setaffinity(0, cores)
     except OSError:

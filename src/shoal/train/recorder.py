@@ -11,17 +11,36 @@ import psutil
 from shoal.errors import ShoalError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
+from shoal.sync.membership.member import Member
 from shoal.sync.world import World
+
+# One line of the ledger.
+Record = dict[str, Any]
 
 
 class Recorder:
-    def __init__(self, run: RunFolder, world: World) -> None:
-        self._events = EventLog(run.events(world.rank), world.rank)
-        self._ledger = EventLog(run.commits, world.rank) if world.keeps_files else None
-        self._world = world
-        self._pending: list[dict[str, Any]] = []
+    """`member` is told of commits, where somebody counts on them."""
+
+    def __init__(self, run: RunFolder, world: World, member: Member | None = None) -> None:
+        self._run = run
+        self._member = member
+        self._events = EventLog(run.events(world.id), world.id)
+        self._ledger: EventLog | None = None
+        self._pending: list[Record] = []
+        self._enter(world)
         self._told_step = 0
+
+    def _enter(self, world: World) -> None:
+        self._world = world
         self._wire = WireCounter(world.interface) if world.is_node_main else None
+        if self._ledger is not None:
+            self._ledger.close()
+        self._ledger = EventLog(self._run.commits, world.id) if world.keeps_files else None
+
+    def begin_anew(self, world: World, pending: list[Record]) -> None:
+        """In another world, with what all of it has done and nobody may have committed."""
+        self._enter(world)
+        self._pending = pending
 
     def event(self, name: str, **fields: Any) -> None:
         self._events.write(name, **fields)
@@ -37,23 +56,39 @@ class Recorder:
 
     def propose(self, step: int, first: int, end: int, loss: float) -> None:
         """This step is done here; whether everybody had it is known when the next exchange succeeds."""
-        pending = {
-            "step": step,
-            "samples": [first, end],
-            "members": self._world.members,
-            "generation": self._world.generation,
-            "loss": loss,
-            "time": round(time.time(), 6),
-        }
-        self._pending.append(pending)
+        self._pending.append(self.describe(step, first, end, loss))
         if step <= self._told_step:
             self._events.write("loss", step=step, loss=loss)
 
-    def commit(self) -> None:
+    def describe(self, step: int, first: int, end: int, loss: float) -> Record:
+        world = self._world
+        return {
+            "step": step,
+            "samples": [first, end],
+            "members": list(world.ids),
+            "generation": str(world.generation),
+            "lineage": str(world.lineage),
+            "loss": loss,
+            "time": round(time.time(), 6),
+        }
+
+    @property
+    def pending(self) -> list[Record]:
+        return list(self._pending)
+
+    def commit(self, through: int | None = None) -> None:
+        """What everybody is known to have; only up to the step `through` where later ones may still be done again."""
+        ready = [pending for pending in self._pending if through is None or pending["step"] <= through]
+        if not ready:
+            return
+        if self._member is not None:
+            self._member.fence.await_lease()
         if self._ledger is not None:
-            for pending in self._pending:
+            for pending in ready:
                 self._ledger.append(pending)
-        self._pending = []
+        self._pending = self._pending[len(ready) :]
+        if self._member is not None:
+            self._member.committed(ready[-1]["step"])
 
     def warn(self, error: ShoalError) -> None:
         self._events.write("warning", **error.as_dict())

@@ -58,7 +58,8 @@ def _tell(world: World, checkpoint: Checkpoint | None) -> _Found:
         numbers = [progress.step, progress.cursor, any(name.startswith("optimizer.") for name in checkpoint.optimizer)]
         numbers += [checkpoint.parts is not None, parts.ranks, parts.mark, parts.step, parts.cursor, parts.flying]
     step, cursor, has_moments, has_parts, *of_parts = tell_all(world, 0, numbers)
-    return _Found(Progress(step, cursor, world.generation), bool(has_moments), Parts(*of_parts) if has_parts else None)
+    progress = Progress(step, cursor, str(world.generation), str(world.lineage))
+    return _Found(progress, bool(has_moments), Parts(*of_parts) if has_parts else None)
 
 
 def _parted(step: int) -> CheckpointError:
@@ -99,7 +100,7 @@ def _fall_back(
 ) -> Progress:
     """Everybody goes on from what is common, with the moments of one rank: half a round would be half a training."""
     assert found.parts is not None  # noqa: S101 - whoever falls back has looked for a part
-    goes_on = Progress(found.parts.step, found.parts.cursor, found.progress.generation)
+    goes_on = trainer.at(found.parts.step, found.parts.cursor)
     if not found.has_moments:
         donor = having[0] if having else 0
         tensors = own if trainer.world.rank in having else empty_moments(trainer.model)

@@ -21,6 +21,7 @@ from shoal.errors import RunFailed
 from shoal.model.gpt import GPT
 from shoal.sync.exchange import Shared, StepExchange
 from shoal.sync.gradients import GradientSync
+from shoal.sync.membership.fence import AtEdge, Fence, OpenFence
 from shoal.sync.outer import Outer
 from shoal.sync.timer import StepTimer
 from shoal.sync.times import CommTimes
@@ -41,7 +42,8 @@ class StopWish:
 @dataclass
 class Trainer:
     """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
-    `between_steps` is called on every rank when another one follows."""
+    `between_steps` is called on every rank when another one follows. `fence` says what may still be done in this
+    generation."""
 
     config: Config
     world: World
@@ -56,10 +58,12 @@ class Trainer:
     stop: StopWish
     peak_lr: float
     progress: Progress
+    fence: Fence = field(default_factory=OpenFence)
     compute: Choice = field(default_factory=Choice)
     times: dict[str, float] = field(default_factory=dict)
     between_steps: Callable[[], None] = field(default=lambda: None)
     _begun: deque[Progress] = field(default_factory=deque)
+    _edge: bool = False
 
     def step(self) -> bool:
         """Trains one global batch; whether anybody in the world is known to want to stop."""
@@ -68,18 +72,37 @@ class Trainer:
         lr = learning_rate(step, self.peak_lr, self.config.train)
         self._seed_dropout(step)
         loss_sum, comm = self._forward_backward()
-        self.recorder.commit()
-        self.exchange.begin(loss_sum, comm, self.stop.wanted)
-        grad_norm = self._update(lr)
+        self.recorder.commit(through=self.outer.common_step(self.progress.step))
+        self.exchange.begin(loss_sum, comm, self.stop.wanted, self.fence.edge)
+        grad_norm = self._update(step, lr)
         outer = self._outer_step(step)
         known = self.exchange.finish()
         self._book("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._book("optimizer", outer, outer.wait_s or 0.0)
         self.timer.add("wait", self.exchange.late_s)
-        self._advance(step)
         wants_stop = self._settle(known)
         self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=grad_norm)
         return wants_stop
+
+    def at(self, step: int, cursor: int) -> Progress:
+        return Progress(step, cursor, str(self.world.generation), str(self.world.lineage))
+
+    def end_at_edge(self) -> None:
+        """Raises where all ranks have agreed to stop together; where replicas have parted, once they have met again."""
+        if self._edge and not self.outer.apart:
+            raise AtEdge(f"all ranks stop together after step {self.progress.step}")
+
+    def begin_anew(self, world: World, step: int, cursor: int) -> None:
+        """In another world, from here on. What was on its way in the last one is gone."""
+        self.world = world
+        self.progress = self.at(step, cursor)
+        self._begun.clear()
+        self._edge = False
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def unknown(self) -> list[Progress]:
+        """Where the steps began of which this rank does not know the world's loss."""
+        return list(self._begun)
 
     def settle(self) -> bool:
         """Waits for what ranks have told each other of all steps so far; whether anybody wants to stop."""
@@ -123,13 +146,15 @@ class Trainer:
                 return
             yield pair
 
-    def _update(self, lr: float) -> float:
+    def _update(self, step: int, lr: float) -> float:
         with self.timer.phase("optimizer"):
             norm = clip(self.model.parameters(), self.config.train.clip)
-            self._refuse_nonfinite("gradient norm", norm, self.progress.step + 1)
+            self._refuse_nonfinite("gradient norm", norm, step)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            with self.fence.applying(self.outer.common_step(step)):
+                self.optimizer.step()
+                self._advance(step)
             self.optimizer.zero_grad(set_to_none=True)
             return norm
 
@@ -145,7 +170,7 @@ class Trainer:
 
     def _advance(self, step: int) -> None:
         self._begun.append(self.progress)
-        self.progress = Progress(step, self.progress.cursor + self.global_batch, self.world.generation)
+        self.progress = self.at(step, self.progress.cursor + self.global_batch)
 
     def _settle(self, known: list[Shared]) -> bool:
         """Steps of which everybody's figures are in can be committed."""
@@ -154,6 +179,7 @@ class Trainer:
             loss = shared.loss_sum / self.global_tokens
             self._refuse_nonfinite("loss", loss, before.step + 1)
             self.recorder.propose(before.step + 1, before.cursor, before.cursor + self.global_batch, loss)
+            self._edge |= shared.edge
         return any(shared.stop for shared in known)
 
     def _record(self, step: int, exchanges: tuple[CommTimes, ...], **figures: float) -> None:

@@ -23,26 +23,21 @@ from shoal.config.schema import Config
 from shoal.control.machine import physical_cores
 from shoal.control.placement import Placement
 from shoal.control.process import tie_to
+from shoal.control.rankline import LINE_FD
 from shoal.data.run_setup import create_run, reopen_run
 from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
+from shoal.sync.membership.forming import is_lost_peer
 from shoal.sync.world import World, choose_device, join, leave
-from shoal.train.build import build_trainer, describe_shard, describe_start
+from shoal.train.build import announce, build_trainer
+from shoal.train.elastic import train_as_member
 from shoal.train.facts import describe_process
 from shoal.train.loop import Loop
 from shoal.train.pinning import pin
 from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
-
-_SIGNS_OF_A_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Timed out waiting",
-    "keeps the keys",
-)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,6 +79,10 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
         # Our own launcher has divided the node's cores already; torchrun sets one thread whatever the machine has.
         torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
     device = choose_device(config.train.device, placement)
+    if LINE_FD in os.environ:
+        run = RunFolder.open(options.folder)
+        finished = train_as_member(config, run, placement, device, stop, options.resume)
+        return 0 if finished else Interrupted.exit_code
     with contextlib.ExitStack() as held:
         if options.folder is None and placement.rank == 0:
             # Before the others are met: they wait for us at the store, where deadlines are long.
@@ -104,14 +103,7 @@ def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launche
     process = describe_process(world)
     cpus = pin(world, config.train.pin)
     trainer = build_trainer(config, run, world, recorder, stop, resume)
-    shard = describe_shard(trainer, run)
-    recorder.event("start", launcher=launcher or "torchrun", **process, cpus=cpus, **describe_start(trainer))
-    recorder.event("shard", **shard)
-    with contextlib.suppress(OSError):
-        # A full disk must not end a training because its log cannot grow.
-        print(
-            f"rank {world.rank} of {world.size}: {shard['size']} of {shard['total']} samples, first: {shard['first']}"
-        )
+    announce(trainer, run, launcher=launcher or "torchrun", **process, cpus=cpus)
     try:
         return Loop(trainer, run).run()
     finally:
@@ -152,7 +144,7 @@ def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalE
 def _as_fault(error: Exception, rank: int) -> ShoalError:
     """A broken connection means that somebody else is gone: the launcher must not take this rank for the culprit."""
     text = str(error).strip().split("\n")[0]
-    if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER):
+    if is_lost_peer(error):
         return PeerLost(f"rank {rank} lost a peer: {text}")
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return RunFailed(f"rank {rank} is out of memory: {text}", fix="use a smaller --micro-batch or --seq-len")

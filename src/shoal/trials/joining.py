@@ -34,7 +34,7 @@ from shoal.data.prepare import digest_of
 from shoal.data.run_setup import DataFacts, read_facts, to_json
 from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
 from shoal.events import read_events
-from shoal.launch.orders import END, STOP, Go, Meet, Member, make_go, to_line
+from shoal.launch.orders import END, STOP, Go, Meet, make_go, read_member, read_membership, to_line
 from shoal.launch.outpost import Freight, send_while
 from shoal.launch.plan import plan_ranks
 from shoal.launch.supervise import tail_of
@@ -203,13 +203,13 @@ def _order(meet: Message, token: str, joined: Joined) -> Meet:
 
 
 def _plan(message: Message, joined: Joined) -> Go:
-    roster = [Member(**entry) for entry in message["roster"]]
+    roster = [read_member(entry) for entry in message["roster"]]
     interface = interface_for(joined.address, None, joined.node)
     nodes = [Node(member.node, member.address, interface, 1, physical_cores()) for member in roster]
     config = load_config(joined.run.config)
     meeting = Meeting(roster[0].address, roster[0].port)
     commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, meeting, bool(message["resume"]))
-    return make_go(roster, commands, joined.node)
+    return make_go(roster, commands, joined.node, read_membership(message["members"]))
 
 
 def _ship(channel: Channel, joined: Joined, agent: PipeLink, loop: asyncio.AbstractEventLoop) -> None:

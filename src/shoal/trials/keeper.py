@@ -132,7 +132,7 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
     config = load_config(run.config)
     try:
         with open_cluster(config.run.on, training_cargo(run), note) as cluster:
-            ranks = run_ranks(config.run, run, cluster, log, read_facts(run).digest, job.resume)
+            ranks = run_ranks(config.run, config.members, run, cluster, log, read_facts(run).digest, job.resume)
     except ShoalError:
         with contextlib.suppress(ShoalError):
             finish(run)

@@ -79,7 +79,8 @@ class Guest:
             self._tell({"type": "meet", **told, "sealed": seal(meet["token"], self.code)})
         elif "Go" in order:
             resume = any("--resume" in start["argv"] for start in order["Go"]["starts"])
-            self._tell({"type": "roster", "roster": order["Go"]["roster"], "resume": resume})
+            told = {name: order["Go"][name] for name in ("roster", "members")}
+            self._tell({"type": "roster", "resume": resume, **told})
 
     def _tell(self, message: Message) -> None:
         asyncio.run_coroutine_threadsafe(self.channel.send(message), self.loop)

@@ -101,7 +101,7 @@ class Scattered:
 
     def _gather(self, bucket: Bucket, desk: _Desk, piece: int, sent: dist.Work) -> dist.Work:
         sent.wait()
-        theirs = [desk.received[piece, rank] for rank in self._world.members if rank != self._world.rank]
+        theirs = [desk.received[piece, rank] for rank in range(self._world.size) if rank != self._world.rank]
         for run in desk.layout.pieces[piece][self._world.rank]:
             residual = self._residuals[run.parameter][run.of_parameter]
             others = [records[run.of_records] for records in theirs]

@@ -1,0 +1,123 @@
+"""This node's ranks, as its council sees them: who is here, in which generation, and where it stands. Pure but for the
+lines by which they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.control.membership.generation import Ballot, Ranks, State
+from shoal.control.rankline import Enter, Halt, ToRank
+from shoal.launch.lines import RankLine
+from shoal.launch.orders import Start
+
+# How long to wait before a killed rank is started again; the last one for every further time.
+BACK_OFF_S = (0.2, 1.0, 3.0)
+
+
+@dataclass
+class Hand:
+    """One rank. `here`: it has imported everything. `holds`: it has a state of its own. `inside`: the generation it was
+    last told to enter; `out`: it has answered a halt of that one. `again_at`: when it is started again."""
+
+    start: Start
+    line: RankLine | None = None
+    here: bool = False
+    holds: bool = False
+    inside: Ballot | None = None
+    formed: bool = False
+    out: bool = False
+    state: State | None = None
+    finished: bool = False
+    attempts: int = 0
+    again_at: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.line is not None
+
+    def say(self, message: ToRank) -> None:
+        if self.line is not None:
+            self.line.say(message)
+
+    def begin(self, line: RankLine) -> None:
+        self.line, self.again_at = line, None
+        self.here = self.holds = self.formed = self.out = self.finished = False
+        self.inside = self.state = None
+
+    def end(self) -> None:
+        self.line = None
+        self.here = self.holds = False
+
+    def enter(self, order: Enter) -> None:
+        self.inside, self.formed, self.out, self.state = order.generation, False, False, None
+        self.say(order)
+
+    def halted(self, state: State | None) -> None:
+        self.out, self.state, self.holds = True, state, state is not None
+
+
+@dataclass
+class Crew:
+    hands: Sequence[Hand]
+    restarts: int
+    _by_name: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._by_name = {hand.start.name: local for local, hand in enumerate(self.hands)}
+
+    def named(self, name: str) -> Hand:
+        return self.hands[self._by_name[name]]
+
+    def ready(self) -> Ranks:
+        """The local numbers of those that train or wait."""
+        return tuple(local for local, hand in enumerate(self.hands) if hand.alive and (hand.here or hand.inside))
+
+    def inside(self, generation: Ballot) -> list[Hand]:
+        return [hand for hand in self.hands if hand.alive and hand.inside == generation]
+
+    def still_in(self, generation: Ballot) -> list[Hand]:
+        """Those that were told to enter and have not come out."""
+        return [hand for hand in self.inside(generation) if not hand.out]
+
+    def halt(self, generation: Ballot, at_edge: bool) -> None:
+        for hand in self.still_in(generation):
+            hand.say(Halt(generation=generation, at_edge=at_edge))
+
+    def all_formed(self, generation: Ballot) -> bool:
+        return _all(hand.formed for hand in self.inside(generation))
+
+    def all_finished(self) -> bool:
+        """Whoever is left of those that trained has passed the last barrier."""
+        return any(hand.finished for hand in self.hands) and not any(
+            hand.alive and hand.inside and not hand.finished for hand in self.hands
+        )
+
+    def furthest(self, generation: Ballot) -> State | None:
+        states = [hand.state for hand in self.inside(generation) if hand.state is not None]
+        return max(states, key=lambda state: (state.step, state.committed), default=None)
+
+    def all_here(self) -> bool:
+        """Everybody who was started has said so: several that come together are let in together."""
+        return _all(hand.here or hand.inside is not None for hand in self.hands if hand.alive)
+
+    def try_again(self, hand: Hand, now: float) -> float | None:
+        """After how many seconds it is started again; None when that was tried often enough."""
+        if hand.attempts >= self.restarts:
+            return None
+        after_s = BACK_OFF_S[min(hand.attempts, len(BACK_OFF_S) - 1)]
+        hand.attempts += 1
+        hand.again_at = now + after_s
+        return after_s
+
+    def due(self, now: float) -> list[Hand]:
+        return [hand for hand in self.hands if hand.again_at is not None and now >= hand.again_at]
+
+    def is_gone(self) -> bool:
+        """Nobody is left, and nobody will be started again."""
+        return not any(hand.alive or hand.again_at is not None for hand in self.hands)
+
+
+def _all(answers: Iterable[bool]) -> bool:
+    found = list(answers)
+    return bool(found) and all(found)

@@ -1,0 +1,89 @@
+"""Where an agent's ranks are started: each with its marks, its log, a way to the keys, and in a run whose machines come
+and go a line of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from shoal.control.placement import AGENT_FD, KEEPS_FILES
+from shoal.control.process import marks
+from shoal.control.rankline import LINE_FD
+from shoal.errors import RunFailed
+from shoal.launch.crew import Hand
+from shoal.launch.keyring import Keyring
+from shoal.launch.keystore import read_request, to_frame
+from shoal.launch.lines import RankLine
+from shoal.launch.orders import Member, Start
+from shoal.launch.ranks import Ranks
+from shoal.runfolder import RunFolder
+
+Keep = Callable[[Coroutine[None, None, None]], None]
+OpenLine = Callable[[socket.socket], RankLine]
+
+
+class Workplace:
+    def __init__(self, run: RunFolder, node: str, ranks: Ranks, keys: Keyring, keep: Keep) -> None:
+        self._run = run
+        self._node = node
+        self._ranks = ranks
+        self._keys = keys
+        self._keep = keep
+
+    def start(self, start: Start, alone_with_folder: bool) -> None:
+        env = marks(self._run.path, start.name)
+        if not alone_with_folder:
+            env[KEEPS_FILES] = "0"
+        with self._starting(start), ExitStack() as theirs:
+            if start.store:
+                env[AGENT_FD] = str(self._serve_keys(theirs))
+            self._ranks.start(start, env, _descriptors(env))
+
+    def start_with_line(self, hand: Hand, open_line: OpenLine) -> None:
+        """Whether it keeps files it hears with each generation."""
+        with self._starting(hand.start), ExitStack() as theirs:
+            ours, line_end = socket.socketpair()
+            theirs.enter_context(line_end)
+            fds = {AGENT_FD: str(self._serve_keys(theirs)), LINE_FD: str(line_end.fileno())}
+            self._ranks.start(hand.start, {**marks(self._run.path, hand.start.name), **fds}, _descriptors(fds))
+            line = open_line(ours)
+            hand.begin(line)
+            self._keep(line.listen())
+
+    def shares_folder_with(self, member: Member) -> bool:
+        """Whoever's mark is in our folder wrote it there."""
+        with suppress(OSError):
+            return member.mark in self._run.journal(member.node).read_text(encoding="utf-8")
+        return False
+
+    def _serve_keys(self, theirs: ExitStack) -> int:
+        ours, end = socket.socketpair()
+        theirs.enter_context(end)
+        self._keep(self._serve(ours))
+        return end.fileno()
+
+    async def _serve(self, ours: socket.socket) -> None:
+        """One rank's questions, until it closes its end."""
+        reader, writer = await asyncio.open_connection(sock=ours)
+        with suppress(EOFError, OSError):
+            while True:
+                writer.write(to_frame(await self._keys.ask(await read_request(reader))))
+                await writer.drain()
+        writer.close()
+
+    @contextmanager
+    def _starting(self, start: Start) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(
+                f"cannot start {start.name} on {self._node}: {error.strerror}",
+                why="the machine is out of processes or memory, or the run folder is not writable",
+                fix="check there: ulimit -u; df -h",
+            ) from error
+
+
+def _descriptors(env: dict[str, str]) -> tuple[int, ...]:
+    return tuple(int(env[name]) for name in (AGENT_FD, LINE_FD) if name in env)

@@ -1,0 +1,121 @@
+"""A rank as a member of generations: told by its agent which to enter and when one is over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+
+from shoal.control.membership.generation import Ballot
+from shoal.control.rankline import (
+    Broken,
+    Committed,
+    Enter,
+    Finished,
+    Formed,
+    GiveUp,
+    Halt,
+    Halted,
+    Here,
+    Leased,
+    ToAgent,
+    ToRank,
+)
+from shoal.errors import Interrupted
+from shoal.sync.membership.fence import GenerationFence
+from shoal.sync.membership.freeing import Connections
+from shoal.sync.membership.line import AgentLine
+
+_MOST_WORDS = 400
+
+
+class Member:
+    """`fence` is what the training asks. A thread of its own listens to the agent, so that a rank that is stuck in an
+    exchange, or computes for seconds, still frees itself and answers at once."""
+
+    def __init__(self, line: AgentLine) -> None:
+        self.fence = GenerationFence()
+        self._line = line
+        self._connections = Connections()
+        self._changed = threading.Condition()
+        self._next: Enter | None = None
+        self._given_up: list[GiveUp] = []
+        threading.Thread(target=self._listen, name="agent's words", daemon=True).start()
+
+    # The training's side.
+
+    def here(self, committed: int) -> None:
+        self._say(Here(committed=committed))
+
+    def await_enter(self) -> Enter:
+        """As long as it takes: a minority waits here with its state until others are back, and ends with its agent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None)
+            enter, self._next = self._next, None
+        assert enter is not None  # noqa: S101 - what was waited for
+        self.fence.enter(enter.generation, enter.holds)
+        return enter
+
+    def is_called(self) -> bool:
+        """Whether there is no point in waiting for this generation any more."""
+        return self.fence.is_over or self._next is not None
+
+    def formed(self, generation: Ballot, copied_s: float) -> None:
+        self._say(Formed(generation=generation, copied_s=copied_s))
+
+    def committed(self, step: int) -> None:
+        self.fence.committed(step)
+        self._say(Committed(step=step))
+
+    def broken(self, generation: Ballot, why: str) -> None:
+        self._say(Broken(generation=generation, why=why[:_MOST_WORDS]))
+
+    def halted(self, generation: Ballot) -> None:
+        """Of our own accord, at the end of a step."""
+        self._say(Halted(generation=generation, state=self.fence.end(generation)))
+        self._connections.shut()
+
+    def finished(self) -> None:
+        self._say(Finished())
+
+    def take_given_up(self) -> list[GiveUp]:
+        with self._changed:
+            found, self._given_up = self._given_up, []
+        return found
+
+    # The agent's side.
+
+    def _listen(self) -> None:
+        while (message := self._line.receive()) is not None:
+            self._take(message)
+        # Without its agent a rank can commit nothing; the kernel ends it with the agent where it can.
+        os._exit(Interrupted.exit_code)
+
+    def _take(self, message: ToRank) -> None:
+        match message:
+            case Leased():
+                self.fence.lease(message.generation, message.at_s)
+            case Halt(at_edge=True):
+                self.fence.ask_for_edge(message.generation)
+            case Halt():
+                self._halt(message.generation)
+            case Enter():
+                with self._changed:
+                    self._next = message
+                    self._changed.notify_all()
+            case GiveUp():
+                with self._changed:
+                    self._given_up.append(message)
+
+    def _halt(self, generation: Ballot) -> None:
+        with self._changed:
+            if self._next is not None and self._next.generation == generation:
+                # It was over before we had come to it.
+                self._next = None
+        state = self.fence.end(generation)
+        self._connections.shut()
+        self._say(Halted(generation=generation, state=state))
+
+    def _say(self, message: ToAgent) -> None:
+        with suppress(OSError):
+            self._line.send(message)

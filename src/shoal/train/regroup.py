@@ -1,0 +1,276 @@
+"""From one generation to the next, in the same process: the group is freed and formed anew, states are compared,
+whoever is behind copies, and the training goes on where the furthest was. All ranks of the new world do the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.control.rankline import Enter
+from shoal.cost.batch import deal_anew, weights_of
+from shoal.errors import RunFailed, ShoalError
+from shoal.runfolder import RunFolder
+from shoal.sync.digests import combined, tensor_digests
+from shoal.sync.gradients import Alone
+from shoal.sync.membership.fence import AtEdge, Over
+from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
+from shoal.sync.membership.member import Member
+from shoal.sync.replicas import copy_from, gather
+from shoal.sync.world import World
+from shoal.train import ledger
+from shoal.train.build import deal_batches
+from shoal.train.choosing import Chooser
+from shoal.train.exchanges import make_exchanges
+from shoal.train.handover import Standing, Training, Verdict, compare, tell_records
+from shoal.train.recorder import Record
+from shoal.train.state import empty_moments, load_moments, moments, weights
+from shoal.train.trainer import Trainer
+from shoal.train.trial import apply
+from shoal.train.tuning import Choice
+
+
+@dataclass
+class Membership:
+    """What a rank needs to go from one generation to the next. `has_state`: there is something here to go on from."""
+
+    member: Member
+    store: dist.Store
+    place: Place
+    trainer: Trainer
+    chooser: Chooser
+    run: RunFolder
+    has_state: bool = True
+    _retreated: int = 0
+    _lasting: dict[str, Tensor] = field(default_factory=dict)
+
+    def regroup(self, error: Exception) -> None:
+        """After an exchange failed, or all stopped at an edge. Returns when the training can go on; raises what has
+        nothing to do with membership."""
+        began = time.perf_counter()
+        self._leave(error)
+        while not self.try_to_enter(self.member.await_enter(), began):
+            pass
+
+    def try_to_enter(self, enter: Enter, since: float) -> bool:
+        """False when this generation was over before it could train."""
+        try:
+            self._enter(enter, waited_s=time.perf_counter() - since)
+        except Exception as error:
+            self._leave(error)
+            return False
+        return True
+
+    def _leave(self, error: Exception) -> None:
+        """Out of the generation, and says so; what is not a lost peer is raised again."""
+        fence = self.member.fence
+        if isinstance(error, AtEdge):
+            self.member.halted(fence.generation)
+        elif not isinstance(error, Over) and not fence.is_over:
+            if not is_lost_peer(error):
+                raise error
+            self.member.broken(fence.generation, _first_line(error))
+        step, why = self.trainer.progress.step, _first_line(error)
+        self.trainer.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
+        # Its frames hold the group, and with it threads and connections.
+        error.__traceback__ = error.__context__ = None
+
+    def _enter(self, enter: Enter, waited_s: float) -> None:
+        began = time.perf_counter()
+        self._let_go()
+        sync = self.trainer.config.sync
+        world = form(enter, self.store, self.place, sync.join_timeout_s, sync.timeout_s)
+        formed = time.perf_counter()
+        copied = self._take_part(world, enter)
+        done = time.perf_counter()
+        self.member.formed(enter.generation, done - formed)
+        self.trainer.recorder.commit(self.trainer.outer.common_step(self.trainer.progress.step))
+        self.note_entered(
+            how="regrouped" if enter.holds else "joined",
+            waited_s=round(waited_s, 6),
+            formed_s=round(formed - began, 6),
+            copied_s=round(done - formed, 6),
+            copied=copied,
+        )
+
+    def note_entered(self, how: str, **figures: object) -> None:
+        world = self.trainer.world
+        self.trainer.recorder.event(
+            "membership",
+            generation=str(world.generation),
+            lineage=str(world.lineage),
+            world_rank=world.rank,
+            size=world.size,
+            ids=list(world.ids),
+            step=self.trainer.progress.step,
+            how=how,
+            **figures,
+        )
+
+    def _let_go(self) -> None:
+        """Everything that holds the old group; C++ frees its threads and buckets when nobody does."""
+        trainer = self.trainer
+        if self.has_state:
+            self._retreated = trainer.outer.retreat(trainer.progress.step)
+            self._lasting = trainer.outer.lasting()
+        with suppress(OSError, RuntimeError, ShoalError):
+            trainer.sync.close()
+        trainer.sync = Alone(trainer.model)
+        gc.unfreeze()
+        gc.collect()
+        unform()
+
+    def _take_part(self, world: World, enter: Enter) -> bool:
+        """Whether anybody had to copy."""
+        trainer, mine = self.trainer, self._stand(enter)
+        verdict = compare(world, mine)
+        if verdict.step < enter.state.step:
+            raise RunFailed(
+                f"generation {enter.generation} begins with step {enter.state.step}, and nobody in it is further than "
+                f"{verdict.step}",
+                why="whoever had that state has lost it",
+                fix=f"go on from the last checkpoint: shoal train --resume {self.run.path}",
+            )
+        training = self._training(verdict.step).tell(world, verdict.source)
+        pending = self._share_pending(world, verdict)
+        is_behind = world.rank in verdict.behind
+        if is_behind:
+            self.member.fence.lose_state()
+            self.has_state = False
+        self._settle_in(world, verdict.step, training)
+        if verdict.behind:
+            copy_from(world, verdict.source, weights(trainer.model).values())
+        self._make_exchanges(verdict, training)
+        self._bring_moments(verdict, training)
+        if verdict.behind:
+            _check_copies(world, self._state())
+        self.has_state = True
+        self.member.fence.moved(trainer.outer.common_step(verdict.step))
+        self._bring_ledger(world, verdict)
+        trainer.recorder.begin_anew(world, pending)
+        gc.freeze()
+        return bool(verdict.behind)
+
+    def _stand(self, enter: Enter) -> Standing:
+        if not self.has_state or not enter.holds:
+            return Standing(holds=False, step=0, digest=0)
+        return Standing(True, self._retreated, combined(tensor_digests(self._state())), len(self._unknown()))
+
+    def _state(self) -> dict[str, Tensor]:
+        """What all replicas have in common: inner moments where gradients are exchanged, the outer ones elsewhere."""
+        trainer = self.trainer
+        if trainer.config.sync.is_outer:
+            return {**weights(trainer.model), **self._lasting}
+        return {**weights(trainer.model), **moments(trainer.model, trainer.optimizer)}
+
+    def _training(self, step: int) -> Training:
+        trainer, deal = self.trainer, self.trainer.batches.shard.deal
+        cursor = trainer.progress.cursor - (trainer.progress.step - step) * deal.global_batch
+        return Training(
+            cursor=max(0, cursor),
+            global_batch=deal.global_batch,
+            micro_batch=deal.micro_batch,
+            peak_lr=trainer.peak_lr,
+            has_moments=bool(trainer.optimizer.state),
+            compiled=trainer.compute.compiled,
+            bf16=trainer.compute.precision == "bf16",
+            sync=self.chooser.tell(),
+        )
+
+    def _settle_in(self, world: World, step: int, training: Training) -> None:
+        """The same training in another world: the global batch stays, its shares are dealt anew."""
+        trainer = self.trainer
+        trainer.begin_anew(world, step, training.cursor)
+        trainer.peak_lr = training.peak_lr
+        trainer.config = trainer.config.model_copy(update={"sync": self.chooser.follow(training.sync)})
+        shares = weights_of(trainer.config.run, world.ids)
+        dealt = deal_anew(training.global_batch, training.micro_batch, shares)
+        trainer.batches = deal_batches(trainer.config, self.run, world, dealt)
+        if training.compiled != trainer.compute.compiled or training.bf16 != (trainer.compute.precision == "bf16"):
+            trainer.compute = Choice(training.compiled, "bf16" if training.bf16 else "fp32", "as the others do")
+            apply(trainer.compute, trainer.model)
+
+    def _make_exchanges(self, verdict: Verdict, training: Training) -> None:
+        trainer = self.trainer
+        made = make_exchanges(trainer.config, trainer.model, trainer.world, trainer.batches.shard.deal)
+        trainer.sync, trainer.outer, trainer.exchange = made.sync, made.outer, made.steps
+        trainer.outer.rewind(verdict.step, flying=0)
+        room = trainer.outer.lasting()
+        for name, tensor in room.items():
+            if (kept := self._lasting.get(name)) is not None:
+                tensor.copy_(kept)
+        copy_from(trainer.world, verdict.source, room.values())
+        self._lasting = room
+
+    def _bring_moments(self, verdict: Verdict, training: Training) -> None:
+        """Those of replicas that parted differ anyway: all go on with the source's."""
+        trainer = self.trainer
+        if not training.has_moments:
+            return
+        if not trainer.optimizer.state:
+            load_moments(trainer.model, trainer.optimizer, empty_moments(trainer.model), verdict.step)
+        if verdict.behind or trainer.outer.drifts:
+            copy_from(trainer.world, verdict.source, moments(trainer.model, trainer.optimizer).values())
+        for state in trainer.optimizer.state.values():
+            state["step"].fill_(verdict.step)
+
+    def _unknown(self) -> list[int]:
+        return [before.step + 1 for before in self.trainer.unknown() if before.step < self._retreated]
+
+    def _share_pending(self, world: World, verdict: Verdict) -> list[Record]:
+        """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
+        is gone with it: then it is what the source itself saw, and says so."""
+        own = [record for record in self.trainer.recorder.pending if record["step"] <= verdict.step]
+        told = tell_records(world, verdict.source, own + self._seen_alone(own) if world.rank == verdict.source else [])
+        by_step = {record["step"]: record for record in (*own, *told)}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _seen_alone(self, known: list[Record]) -> list[Record]:
+        trainer = self.trainer
+        losses = trainer.exchange.own_losses()
+        begun = trainer.unknown()
+        missing = [(before, loss) for before, loss in zip(begun, losses, strict=False) if before.step < self._retreated]
+        return [
+            trainer.recorder.describe(
+                before.step + 1, before.cursor, before.cursor + trainer.global_batch, loss / trainer.own_tokens
+            )
+            | {"partial": True}
+            for before, loss in missing
+            if before.step + 1 not in {record["step"] for record in known}
+        ]
+
+    def _bring_ledger(self, world: World, verdict: Verdict) -> None:
+        """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not."""
+        given_up = self.member.take_given_up()
+        path = self.run.commits
+        is_behind = world.keeps_files and world.rank in verdict.behind
+        mine = min([ledger.last_step(path), *(each.shared_step for each in given_up)]) if is_behind else 0
+        told = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
+        missing = [step for behind, _, step in told if behind]
+        sources = [rank for rank, (_, whole, _) in enumerate(told) if whole]
+        if not missing or not sources:
+            return
+        records = ledger.after(path, min(missing)) if world.rank == sources[0] else []
+        told_records = tell_records(world, sources[0], records)
+        if is_behind:
+            ledger.amend(path, world.id, given_up, told_records)
+
+
+def _check_copies(world: World, state: dict[str, Tensor]) -> None:
+    digests = {digest for [digest] in gather(world, [combined(tensor_digests(state))])}
+    if len(digests) > 1:
+        raise RunFailed(
+            "a copied state is not the one that was sent",
+            why="a machine's memory or network card changes bits, since the connection itself is checked",
+            fix="find out which machine it is: shoal verify RUN; then test its memory",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = error.seen if isinstance(error, ShoalError) else str(error)
+    return text.strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,241 @@
+"""An agent whose council is the test itself: real ranks, real gloo, real keys, and a script that says who is a member.
+
+with ScriptedAgent(run, 3) as agent:
+    agent.start(0, 1, 2)
+    agent.found((0, 1, 2))
+    agent.await_step(1, 10)
+    agent.kill(2)
+    agent.regroup((0, 1))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from shoal.cluster.node import start_process
+from shoal.control.machine import boot_clock
+from shoal.control.membership.generation import Ballot, Lineage, State
+from shoal.control.placement import AGENT_FD, KEEPS_FILES, Placement
+from shoal.control.rankline import (
+    LENGTH,
+    LINE_FD,
+    Enter,
+    Formed,
+    Halt,
+    Halted,
+    Here,
+    Leased,
+    ToAgent,
+    ToRank,
+    read_to_agent,
+    to_frame,
+)
+from shoal.events import read_events
+from shoal.launch.keystore import KeyStore, read_request
+from shoal.launch.keystore import to_frame as key_frame
+from shoal.runfolder import RunFolder
+
+M = TypeVar("M")
+
+
+class Rank:
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self.process = process
+        self.line = line
+        self.said: list[ToAgent] = []
+        self.changed = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError, ValueError), self.line.makefile("rb") as stream:
+            while head := stream.read(LENGTH):
+                message = read_to_agent(stream.read(int.from_bytes(head, "big")))
+                with self.changed:
+                    self.said.append(message)
+                    self.changed.notify_all()
+
+    def send(self, message: ToRank) -> None:
+        with suppress(OSError):
+            self.line.sendall(to_frame(message))
+
+    def hear(self, kind: type[M], where: Callable[[M], bool] = lambda message: True, within_s: float = 60.0) -> M:
+        def found() -> M | None:
+            return next((each for each in self.said if isinstance(each, kind) and where(each)), None)
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: found() is not None, within_s), f"no {kind.__name__}: {self.said[-5:]}"
+        message = found()
+        assert message is not None
+        return message
+
+
+class ScriptedAgent:
+    def __init__(self, run: Path, ranks: int, *words: str) -> None:
+        self.run = RunFolder(run)
+        self.ranks: dict[int, Rank] = {}
+        self.generation = Ballot(0, 0)
+        self.lineage = Lineage(name=Ballot(1, 0))
+        self.leased: set[int] = set()
+        self._size = ranks
+        self._words = words
+        self._keys = KeyStore()
+        self._loop = asyncio.new_event_loop()
+        self._serving: list[Future[None]] = []
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, daemon=True),
+            threading.Thread(target=self._lease, daemon=True),
+        ]
+
+    def __enter__(self) -> ScriptedAgent:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        for rank in self.ranks.values():
+            rank.process.kill()
+            rank.process.wait()
+            rank.line.close()
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join(5)
+        self._loop.close()
+
+    async def _close(self) -> None:
+        """Their ranks are dead: every connection ends by itself."""
+        await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
+
+    def start(self, *ids: int) -> None:
+        for number in ids:
+            self._start(number)
+
+    def found(self, ids: tuple[int, ...]) -> None:
+        self._call(ids, State(step=0), first=True, holding=ids, among=ids)
+        self.await_formed(ids)
+
+    def regroup(self, ids: tuple[int, ...], joining: Collection[int] = (), at_edge: bool = False) -> list[State]:
+        """Halts who is there, and begins the next generation with the furthest state."""
+        staying = [number for number in ids if number not in joining]
+        for number in staying:
+            self.ranks[number].send(Halt(generation=self.generation, at_edge=at_edge))
+        over = self.generation
+        states = [
+            halted.state
+            for number in staying
+            if (halted := self.ranks[number].hear(Halted, lambda each: each.generation == over)).state is not None
+        ]
+        furthest = max(states, key=lambda state: state.step)
+        for number in joining:
+            self.ranks[number].hear(Here)
+        self._call(ids, furthest, first=False, holding=staying, among=ids)
+        self.await_formed(ids)
+        return states
+
+    def await_formed(self, ids: Collection[int], within_s: float = 60.0) -> None:
+        now = self.generation
+        for number in ids:
+            self.ranks[number].hear(Formed, lambda each: each.generation == now, within_s)
+
+    def kill(self, number: int, signum: int = signal.SIGKILL) -> None:
+        self.leased.discard(number)
+        self.ranks[number].process.send_signal(signum)
+        if signum == signal.SIGKILL:
+            self.ranks[number].process.wait(10)
+
+    def await_step(self, number: int, step: int, within_s: float = 60.0) -> None:
+        deadline = time.monotonic() + within_s
+        while max((each["step"] for each in self.events(number, "step")), default=0) < step:
+            assert time.monotonic() < deadline, f"rank {number} did not come to step {step}: {self.log(number)[-2000:]}"
+            code = self.ranks[number].process.poll()
+            assert code in (None, 0), f"rank {number} ended with {code}: {self.log(number)[-3000:]}"
+            time.sleep(0.02)
+
+    def await_end(self, ids: Collection[int], within_s: float = 120.0) -> None:
+        for number in ids:
+            code = self.ranks[number].process.wait(within_s)
+            assert code == 0, f"rank {number} ended with {code}: {self.log(number)[-3000:]}"
+
+    def events(self, number: int, name: str) -> list[dict[str, Any]]:
+        path = self.run.events(number)
+        return [event for event in read_events(path) if event["event"] == name] if path.exists() else []
+
+    def log(self, number: int) -> str:
+        path = self.run.log("local", number)
+        return path.read_text() if path.exists() else ""
+
+    def _call(
+        self, ids: tuple[int, ...], state: State, first: bool, holding: Collection[int], among: Collection[int]
+    ) -> None:
+        self.generation = Ballot(self.generation.number + 1, 0)
+        for rank, number in enumerate(ids):
+            if number in among:
+                enter = Enter(
+                    generation=self.generation,
+                    lineage=self.lineage,
+                    rank=rank,
+                    local_rank=rank,
+                    local_size=len(ids),
+                    ids=ids,
+                    nodes=("local",) * len(ids),
+                    state=state,
+                    source=0,
+                    first=first,
+                    holds=number in holding,
+                    keeps_files=rank == 0,
+                )
+                self.ranks[number].send(enter)
+        self.leased = set(ids)
+
+    def _start(self, number: int) -> None:
+        ours, theirs = socket.socketpair()
+        our_keys, their_keys = socket.socketpair()
+        placement = Placement(number, self._size, number, self._size, launcher="shoal", agent_fd=their_keys.fileno())
+        env = placement.to_env() | {
+            LINE_FD: str(theirs.fileno()),
+            AGENT_FD: str(their_keys.fileno()),
+            KEEPS_FILES: "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        words = (sys.executable, "-m", "shoal.train.worker", "--folder", str(self.run.path), *self._words)
+        with theirs, their_keys:
+            fds = (theirs.fileno(), their_keys.fileno())
+            # Tied to this thread's process, as agents' ranks are.
+            process = start_process(words, {**os.environ, **env}, self.run.log("local", number), fds)
+        if number in self.ranks:
+            self.ranks[number].line.close()
+        self.ranks[number] = Rank(process, ours)
+        # asyncio itself holds tasks only weakly.
+        self._serving.append(asyncio.run_coroutine_threadsafe(self._serve(our_keys), self._loop))
+
+    async def _serve(self, ours: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        with suppress(EOFError, OSError):
+            while True:
+                request = await read_request(reader)
+                writer.write(key_frame(await self._keys.answer(request)))
+                await writer.drain()
+        writer.close()
+
+    def _lease(self) -> None:
+        while not self._over.wait(0.1):
+            for number in list(self.leased):
+                self.ranks[number].send(Leased(generation=self.generation, at_s=boot_clock()))

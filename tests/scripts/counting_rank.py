@@ -1,0 +1,203 @@
+"""A rank without torch: it speaks to its agent like a worker, and its training is to count steps together.
+
+An exchange is a key to which every rank of the generation adds; it succeeds when all have. What it committed
+it writes into its own ledger. The wish to end after a step travels in the exchange, so all end after the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from shoal.control.machine import boot_clock
+from shoal.control.membership.generation import State
+from shoal.control.rankline import (
+    LEASE_S,
+    LENGTH,
+    LINE_FD,
+    Broken,
+    Committed,
+    Enter,
+    Finished,
+    Formed,
+    GiveUp,
+    Halt,
+    Halted,
+    Here,
+    Leased,
+    ToAgent,
+    read_to_rank,
+    to_frame,
+)
+
+# In an exchange: how many have added, how many wish to end the generation, how many were asked to stop altogether.
+EDGE, STOP = 1000, 1_000_000
+
+
+class KeeperGone(Exception):
+    pass
+
+
+class Rank:
+    def __init__(self, out: Path, steps: int, step_s: float) -> None:
+        self.steps, self.step_s = steps, step_s
+        self.keys = socket.socket(fileno=int(os.environ["SHOAL_AGENT_FD"]))
+        self.line = socket.socket(fileno=int(os.environ[LINE_FD]))
+        self.ledger = out.open("a", buffering=1)
+        self.state: State | None = State(step=0)
+        self.order: Enter | None = None
+        self.lease_until = 0.0
+        self.halt: Halt | None = None
+        self.asked_to_stop = False
+
+    def main(self) -> int:
+        signal.signal(signal.SIGINT, self.stop)
+        self.note(event="here")
+        self.say(Here(committed=0))
+        while True:
+            self.listen(wait_s=0.05)
+            if self.asked_to_stop and self.order is None:
+                return 130
+            if self.order is not None and (code := self.take_part(self.order)) is not None:
+                return code
+
+    def stop(self, *_: object) -> None:
+        self.asked_to_stop = True
+
+    def take_part(self, order: Enter) -> int | None:
+        """One generation, to its end; an exit code when the training is over."""
+        self.note(event="enter", generation=str(order.generation), holds=order.holds, ids=order.ids, rank=order.rank)
+        try:
+            if not self.form(order):
+                return self.leave(order)
+            while self.state is not None and self.state.step < self.steps:
+                total = self.exchange(order, f"step-{self.state.step + 1}", edge=True)
+                if total is None or self.is_halted_at_once():
+                    return self.leave(order)
+                self.apply(order)
+                if total >= STOP:
+                    return 130
+                if total >= EDGE:
+                    return self.leave(order)
+            if self.exchange(order, "end") is None:
+                return self.leave(order)
+        except KeeperGone as error:
+            self.say(Broken(generation=order.generation, why=str(error)))
+            return self.leave(order)
+        self.say(Finished())
+        self.note(event="finished")
+        return 0
+
+    def form(self, order: Enter) -> bool:
+        if order.rank == order.source and self.state is not None:
+            self.ask(op="set", key=f"{order.prefix}/state", value=text(self.state.model_dump_json()))
+        if order.first or (order.holds and self.state is not None and self.state.step == order.state.step):
+            pass
+        else:
+            self.state = None
+            while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
+                self.listen()
+                if self.is_halted_at_once():
+                    return False
+            self.state = State.model_validate_json(untext(found))
+            self.note(event="copied", step=self.state.step)
+        if self.exchange(order, "formed") is None:
+            return False
+        self.say(Formed(generation=order.generation))
+        return True
+
+    def exchange(self, order: Enter, name: str, edge: bool = False) -> int | None:
+        """The sum when everybody has added; None when we are told to give up first."""
+        time.sleep(self.step_s)
+        self.listen()
+        if self.is_halted_at_once():
+            return None
+        wish = EDGE * (self.halt is not None) + STOP * self.asked_to_stop if edge else 0
+        key = f"{order.prefix}/{name}"
+        total = int(self.ask(op="add", key=key, amount=1 + wish)["total"])
+        while total % EDGE < order.size:
+            self.listen(wait_s=0.005)
+            if self.is_halted_at_once():
+                return None
+            total = int(self.ask(op="add", key=key, amount=0)["total"])
+        return total
+
+    def apply(self, order: Enter) -> None:
+        assert self.state is not None
+        step = self.state.step + 1
+        committed = self.state.step
+        self.state = State(step=step, digest=f"{step:x}", committed=committed)
+        while boot_clock() > self.lease_until:
+            self.listen(wait_s=0.05)
+            if self.is_halted_at_once():
+                return
+        if committed:
+            self.note(event="commit", step=committed, generation=str(order.generation), lineage=str(order.lineage.name))
+            self.say(Committed(step=committed))
+
+    def leave(self, order: Enter) -> None:
+        while self.halt is None:
+            self.listen(wait_s=0.2)
+        self.say(Halted(generation=order.generation, state=self.state))
+        self.note(event="halted", generation=str(order.generation), step=self.state and self.state.step)
+        self.order = self.halt = None
+
+    def is_halted_at_once(self) -> bool:
+        return self.halt is not None and not self.halt.at_edge
+
+    def listen(self, wait_s: float = 0.0) -> None:
+        while select.select([self.line], [], [], wait_s)[0]:
+            match read_to_rank(self.receive(self.line)):
+                case Enter() as order:
+                    self.order, self.halt = order, None
+                case Halt() as halt if self.order is not None and halt.generation == self.order.generation:
+                    self.halt = halt
+                case Leased() as lease if self.order is not None and lease.generation == self.order.generation:
+                    self.lease_until = lease.at_s + LEASE_S
+                case GiveUp() as given:
+                    self.note(event="given-up", lineage=str(given.lineage), standing=str(given.standing))
+                case _:
+                    pass
+            wait_s = 0.0
+
+    def say(self, message: ToAgent) -> None:
+        self.line.sendall(to_frame(message))
+
+    def ask(self, **request: object) -> dict[str, object]:
+        payload = json.dumps(request).encode()
+        self.keys.sendall(len(payload).to_bytes(4, "big") + payload)
+        answer: dict[str, object] = json.loads(self.receive(self.keys))
+        if "error" in answer:
+            raise KeeperGone(answer["error"])
+        return answer
+
+    def receive(self, connection: socket.socket) -> bytes:
+        size = connection.recv(LENGTH, socket.MSG_WAITALL)
+        if not size:
+            sys.exit(0)
+        return connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+
+    def note(self, **fields: object) -> None:
+        self.ledger.write(json.dumps({"time": time.time(), **fields}) + "\n")
+
+
+def text(value: str) -> str:
+    import base64
+
+    return base64.b64encode(value.encode()).decode()
+
+
+def untext(value: object) -> str:
+    import base64
+
+    return base64.b64decode(str(value)).decode()
+
+
+if __name__ == "__main__":
+    sys.exit(Rank(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])).main())

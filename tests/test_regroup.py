@@ -1,0 +1,111 @@
+"""Ranks that go from one generation to the next in their own process: real workers, real gloo, a scripted council."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import build_config
+from shoal.data.run_setup import create_run
+from shoal.report.ledger import check_ledger
+from shoal.report.replicas import compare_replicas
+from shoal.runfolder import RunFolder
+from tests.programs import TINY, read_jsonl
+from tests.scripted_agent import ScriptedAgent
+
+STEPS = 60
+COMMON = (*TINY, f"train.steps={STEPS}", "train.global_batch=12", "train.eval_every=1000", "train.checkpoint_every=20")
+
+
+def make_run(folder: Path, *sets: str, ranks: int = 3) -> Path:
+    run = create_run(build_config("grammar", None, sets=[*COMMON, f"run.on=local:{ranks}", *sets]), folder, ranks)
+    return run.path
+
+
+def judge(run: Path, ids: tuple[int, ...], steps: int = STEPS) -> None:
+    """Every step once, every sample once, and the same bits everywhere."""
+    ledger = check_ledger(read_jsonl(run / "commits.jsonl"))
+    assert ledger.ok, ledger
+    assert (ledger.steps, ledger.samples) == (steps, 12 * steps)
+    states = RunFolder(run).state_files()
+    assert compare_replicas({number: states[number] for number in ids}).byte_equivalent
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[ScriptedAgent]:
+    run = make_run(tmp_path / "run", "sync.inside=gloo")
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        yield agent
+
+
+def test_survivors_go_on_and_lose_no_step(agent: ScriptedAgent) -> None:
+    agent.await_step(0, 5)
+    agent.kill(2)
+    agent.regroup((0, 1))
+    agent.await_end((0, 1))
+    judge(agent.run.path, (0, 1))
+    [_, event] = agent.events(1, "membership")
+    assert (event["how"], event["size"], event["ids"]) == ("regrouped", 2, [0, 1])
+
+
+def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
+    agent.await_step(0, 5)
+    agent.kill(0)
+    agent.regroup((1, 2))
+    agent.await_step(1, 10)
+    agent.start(0)
+    agent.regroup((0, 1, 2), joining=(0,), at_edge=True)
+    agent.await_end((0, 1, 2))
+    judge(agent.run.path, (0, 1, 2))
+    assert agent.events(0, "membership")[-1]["how"] == "joined"
+
+
+def test_a_frozen_rank_commits_nothing_and_comes_back(agent: ScriptedAgent) -> None:
+    agent.await_step(0, 5)
+    agent.kill(1, signal.SIGSTOP)
+    agent.regroup((0, 2))
+    agent.await_step(0, 20)
+    agent.kill(1, signal.SIGCONT)
+    agent.regroup((0, 1, 2), joining=(1,))
+    agent.await_end((0, 1, 2))
+    judge(agent.run.path, (0, 1, 2))
+
+
+WAYS = {
+    "shared": ("sync.inside=shared",),
+    "copies": ("sync.inside=copies",),
+    "stock": ("sync.mode=stock",),
+    "barrier": ("sync.measure=barrier", "sync.inside=gloo"),
+    "fp16": ("sync.wire=fp16", "sync.inside=gloo"),
+    "int8": ("sync.wire=int8", "sync.inside=gloo"),
+    "powersgd": ("sync.wire=powersgd:2", "sync.inside=gloo"),
+    "accumulate": ("sync.accumulate=2", "train.global_batch=6"),
+    "local": ("sync.mode=local", "sync.every=4"),
+    "diloco": ("sync.mode=diloco", "sync.every=5"),
+    "diloco-int8": ("sync.mode=diloco", "sync.every=5", "sync.wire=int8"),
+    "streaming": ("sync.mode=streaming", "sync.every=8", "sync.fragments=2", "sync.overlap=2"),
+    "auto": ("sync.mode=auto",),
+    "weights": ("run.weights=1/2/1",),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *WAYS[way])
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        agent.await_step(0, 7)
+        agent.kill(1)
+        agent.regroup((0, 2))
+        agent.start(1)
+        agent.await_step(0, 12)
+        agent.regroup((0, 1, 2), joining=(1,), at_edge=True)
+        agent.await_end((0, 1, 2))
+    judge(run, (0, 1, 2))
