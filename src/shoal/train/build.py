@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
     config = config.model_copy(update={"sync": config.sync.begun})
     torch.manual_seed(config.train.seed)
     model = GPT(config.model).to(world.device)
-    return Trainer(
+    trainer = Trainer(
         config=config,
         world=world,
         model=model,
@@ -65,6 +66,11 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
         peak_lr=0.0,
         progress=Progress(step=0, cursor=0),
     )
+    # All of this lives as long as the process. Collections that look only at what comes later, exchanges above all,
+    # take milliseconds instead of a fifth of a second.
+    gc.collect()
+    gc.freeze()
+    return trainer
 
 
 def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> None:

@@ -42,13 +42,11 @@ def change_exchanges(trainer: Trainer, sync: SyncConfig) -> None:
     trainer.sync.close()
     # What is not needed any more goes before new room is taken: gradients of 124M parameters are 496 MB.
     trainer.sync = Alone(trainer.model)
-    gc.unfreeze()
     gc.collect()
     trainer.config = trainer.config.model_copy(update={"sync": sync})
     made = make_exchanges(trainer.config, trainer.model, trainer.world, trainer.batches.shard.deal)
     trainer.sync, trainer.outer, trainer.exchange = made.sync, made.outer, made.steps
     trainer.outer.rewind(trainer.progress.step, flying=0)
-    gc.freeze()
 
 
 def describe_exchanges(trainer: Trainer) -> dict[str, object]:

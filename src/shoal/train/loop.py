@@ -43,7 +43,6 @@ class Loop:
         """Trains to the end, or until somebody wants to stop; True when the end was reached."""
         # Collected at the same step on every rank: left to itself, one rank's collection makes all others wait.
         gc.collect()
-        gc.freeze()
         gc.disable()
         load = LoadMeter()
         while True:

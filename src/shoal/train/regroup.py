@@ -121,7 +121,6 @@ class Membership:
         with suppress(OSError, RuntimeError, ShoalError):
             trainer.sync.close()
         trainer.sync = Alone(trainer.model)
-        gc.unfreeze()
         gc.collect()
         unform()
 
@@ -153,7 +152,6 @@ class Membership:
         self.member.fence.moved(trainer.outer.common_step(verdict.step))
         self._bring_ledger(world, verdict)
         trainer.recorder.begin_anew(world, pending)
-        gc.freeze()
         return bool(verdict.behind)
 
     def _stand(self, enter: Enter) -> Standing:
