@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.trials.chaos.measure import longest_pause
 from shoal.trials.chaos.plan import Injection, SoakFault, expand, is_due, plan_injections, plan_soak
 from shoal.trials.chaos.record import Record
 from shoal.trials.chaos.soakjudge import SoakResult, compare_losses, judge_fault, judge_soak
+from shoal.trials.chaos.strangers import open_ports
 
 
 def test_what_lasts_becomes_two_injections() -> None:
@@ -202,3 +204,11 @@ def test_losses_are_compared_where_both_runs_have_them() -> None:
     ours = [*commits(3.0, 60), *commits(1.0, 80)]
     assert compare_losses(ours, commits(2.0, 70)) == (1.0, 2.0)
     assert compare_losses(ours, []) == (None, None)
+
+
+def test_open_ports_are_read_from_the_kernels_table() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        table = Path("/proc/self/net/tcp").read_text()
+        held = {str(Path(f"/proc/self/fd/{ours.fileno()}").readlink())}
+        assert open_ports(table, held) == [f"127.0.0.1:{ours.getsockname()[1]}"]
+        assert other.getsockname()[1] != ours.getsockname()[1]

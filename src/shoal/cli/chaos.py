@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,8 @@ Seed = Annotated[int, typer.Option(min=0, help="Which random moments, files and 
 @app.callback()
 def chaos() -> None:
     """Scripted faults with asserted outcomes, done to a real small training."""
+    # A lab, a training and frozen nodes are to be cleared away, however politely we are asked to leave.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @app.command("list")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import LabError
@@ -33,6 +33,7 @@ print("done", flush=True)
 sys.stdin.read()
 """
 _DEADLINE_S = 60.0
+_LISTENING = "0A"
 
 
 def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable[[], None]:
@@ -53,14 +54,23 @@ def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable
 
 
 def listening(run: Path) -> dict[str, list[str]]:
-    """`address:port` by node."""
+    """`address:port` by node. Read from each process's own table: one of a node is in another network than ours."""
     found: dict[str, list[str]] = {}
     for process in find(run):
-        try:
-            sockets = psutil.Process(process.pid).net_connections(kind="tcp4")
-        except psutil.Error:
-            continue
-        for each in sockets:
-            if each.status == psutil.CONN_LISTEN:
-                found.setdefault(process.node, []).append(f"{each.laddr.ip}:{each.laddr.port}")
-    return found
+        place = Path("/proc") / str(process.pid)
+        with contextlib.suppress(OSError):
+            held = {str(link.readlink()) for link in (place / "fd").iterdir()}
+            found.setdefault(process.node, []).extend(open_ports((place / "net/tcp").read_text(), held))
+    return {node: places for node, places in found.items() if places}
+
+
+def open_ports(table: str, held: set[str]) -> list[str]:
+    """From the kernel's table of TCP sockets: those that listen and are among the descriptors `held`."""
+    rows = (line.split() for line in table.splitlines()[1:])
+    return [_place(row[1]) for row in rows if row[3] == _LISTENING and f"socket:[{row[9]}]" in held]
+
+
+def _place(digits: str) -> str:
+    """The kernel prints an address as a number in the machine's own order."""
+    address, _, port = digits.partition(":")
+    return f"{socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder))}:{int(port, 16)}"
