@@ -8,6 +8,7 @@
     ├── HostError           exit 3   a machine could not be reached or prepared over SSH
     ├── CheckpointError     exit 3   a checkpoint is missing or broken
     ├── RunFailed           exit 3   a rank failed, or the world did not form
+    │   ├── OutOfMemory              a rank asked for more memory than its machine or GPU has
     │   ├── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
     │   └── ControlError             a machine that cannot be reached, or cannot train with the others
     │       └── Stranger             it does not know the run's token, or says that we don't
@@ -75,6 +76,10 @@ class RunFailed(ShoalError):
     not say what these mean."""
 
     logs: tuple[str, ...] = ()
+
+
+class OutOfMemory(RunFailed):
+    pass
 
 
 class PeerLost(RunFailed):

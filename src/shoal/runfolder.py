@@ -159,6 +159,10 @@ class RunFolder:
         """What the agent of a node has to say."""
         return self.path / "agents" / f"{node}.jsonl"
 
+    def journals(self) -> list[Path]:
+        """Of all agents there are any of."""
+        return sorted((self.path / "agents").glob("*.jsonl"))
+
     def votes(self, node: str) -> Path:
         """What the agent of a node has promised the others; see `control.membership`."""
         return self.path / "agents" / f"{node}.votes"

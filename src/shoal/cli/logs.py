@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shoal.cli.lines import make_line_printer
+from shoal.cli.lines import make_line_printer, print_note
 from shoal.errors import UsageError
+from shoal.events import EventTail
 from shoal.launch.found import find
 from shoal.launch.logs import LogFollower
 from shoal.runfolder import RunFolder
@@ -25,9 +26,13 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, help="Of this rank only.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
-    """What the ranks printed, stderr included: merged in order, line by line, coloured by rank."""
+    """What the ranks printed, stderr included: merged in order, line by line, coloured by rank.
+
+    While it follows, notes about the run itself go to stderr: who left, who came, what was done.
+    """
     folder = RunFolder.find(run)
-    follower = LogFollower(folder, rank)
+    follower, keeper = LogFollower(folder, rank), EventTail(folder.keeper)
+    keeper.skip_to_end()
     show = make_line_printer(Console(highlight=False, soft_wrap=True))
     count = 0
     while True:
@@ -35,6 +40,9 @@ def logs(
         for line in follower.poll():
             count += 1
             show(line)
+        for event in keeper.poll() if follow else ():
+            if event["event"] == "note":
+                print_note(event["text"])
         if over:
             break
         sys.stdout.flush()

@@ -81,6 +81,8 @@ def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
             ("on the wire", f"{_wire(manifest)} a rank and step"),
             ("replicas", replica_verdict(manifest)),
         ]
+    if manifest.recoveries:
+        rows.append(("members", members_verdict(manifest)))
     return rows
 
 
@@ -88,8 +90,23 @@ def replica_verdict(manifest: Manifest) -> str:
     if manifest.byte_equivalent is None:
         return "not compared"
     if manifest.byte_equivalent:
-        return f"all {manifest.world_size} identical to the bit"
+        return f"all {len(manifest.members) or manifest.world_size} identical to the bit"
     return f"they DIFFER, by up to {_number(manifest.max_abs_diff, '.3g')}"
+
+
+def members_verdict(manifest: Manifest) -> str:
+    """How often it changed who took part, and what that cost."""
+    changes, known = (
+        len(manifest.recoveries),
+        [each.seconds for each in manifest.recoveries if each.seconds is not None],
+    )
+    parts = [
+        f"changed {changes}×, {len(manifest.members)} at the end",
+        f"at most {max(known):.1f} s to the next commit" if known else "",
+        f"{manifest.redone_steps} steps redone" if manifest.redone_steps else "",
+        f"{manifest.abandoned_steps} steps abandoned" if manifest.abandoned_steps else "",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def print_scaling(points: list[ScalingPoint]) -> None:

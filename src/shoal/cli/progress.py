@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shoal.config.schema import Config
+from shoal.control.membership.generation import NEVER
 from shoal.events import Event
+from shoal.report.entered import read_entered
 from shoal.trials.training import Display
 from shoal.units import format_count, format_duration, format_share
 
@@ -43,14 +45,14 @@ class PlainDisplay:
     def __init__(self, console: Console, steps: int, title: str) -> None:
         self._console = console
         self._line = StepLine(steps)
-        self._title = title
+        self._teller = Teller(title)
         self._said_at = time.monotonic()
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
-            for text in announcements(event, self._title):
+            for text in self._teller.announce(event):
                 self._console.print(text, soft_wrap=True)
-            if is_main_step(event):
+            if self._teller.leads(event, "step"):
                 self._step(event)
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class PlainDisplay:
 class BarDisplay:
     def __init__(self, console: Console, steps: int, title: str) -> None:
         self._line = StepLine(steps)
-        self._title = title
+        self._teller = Teller(title)
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -78,10 +80,12 @@ class BarDisplay:
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
-            for text in announcements(event, self._title):
+            for text in self._teller.announce(event):
                 self._progress.console.print(text, soft_wrap=True)
-            if is_main_step(event):
+            if self._teller.leads(event, "step"):
                 self._step(event)
+            elif self._teller.leads(event, "lost") and self._task is not None:
+                self._progress.update(self._task, description="between two generations: agreeing on who goes on")
 
     def close(self) -> None:
         self._progress.stop()
@@ -99,27 +103,49 @@ def make_display(config: Config, quiet: bool = False) -> Display:
     return kind(console, config.train.steps, config.run.preset)
 
 
-def is_main_step(event: Event) -> bool:
-    return bool(event["event"] == "step" and event["rank"] == 0)
+class Teller:
+    """Says what happens beside the steps, and whose steps are shown: those of the first rank of the newest generation,
+    which is rank 0 as long as nobody leaves."""
 
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._lead = 0
+        self._newest = NEVER
+        self._started = False
+        self._dealt: set[int] = set()
 
-def announcements(event: Event, title: str) -> Iterable[str]:
-    """Lines for what happens beside the steps."""
-    kind, rank = event["event"], event["rank"]
-    if kind == "start" and rank == 0:
-        yield start_line(event, title)
-        if event["resumed_from"]:
-            yield f"going on after step {event['resumed_from']}"
-    elif kind == "choice" and rank == 0:
-        yield f"step {event['step']}: from here on {escape(event['why'])}"
-    elif kind == "shard":
-        yield f"rank {rank}: {event['size']:,} of {event['total']:,} samples, first: {escape(event['first'])}"
-    elif kind == "eval" and rank == 0:
-        yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"
-    elif kind == "note":
-        yield f"[yellow]note[/]: {escape(event['text'])}"
-    elif kind == "warning":
-        yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
+    def leads(self, event: Event, kind: str) -> bool:
+        return bool(event["event"] == kind and event["rank"] == self._lead)
+
+    def announce(self, event: Event) -> Iterator[str]:
+        match event["event"]:
+            case "membership":
+                self._follow(event)
+            case "start" if event["rank"] == self._lead and not self._started:
+                self._started = True
+                yield start_line(event, self._title)
+                if event["resumed_from"]:
+                    yield f"going on after step {event['resumed_from']}"
+            case "shard" if event["rank"] not in self._dealt:
+                # A rank that is started again has the same part.
+                self._dealt.add(event["rank"])
+                yield (
+                    f"rank {event['rank']}: {event['size']:,} of {event['total']:,} samples, "
+                    f"first: {escape(event['first'])}"
+                )
+            case "choice" if event["rank"] == self._lead:
+                yield f"step {event['step']}: from here on {escape(event['why'])}"
+            case "eval" if event["rank"] == self._lead:
+                yield f"step {event['step']}: validation loss {event['val_loss']:.4f}"
+            case "note":
+                yield f"[yellow]note[/]: {escape(event['text'])}"
+            case "warning":
+                yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
+
+    def _follow(self, event: Event) -> None:
+        entered = read_entered(event)
+        if entered is not None and entered.generation > self._newest:
+            self._newest, self._lead = entered.generation, entered.ids[0]
 
 
 def start_line(event: Event, title: str) -> str:

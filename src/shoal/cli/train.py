@@ -51,6 +51,7 @@ FLAGS = {
     "wire": "sync.wire",
     "measure": "sync.measure",
     "inside": "sync.inside",
+    "on_silent_tie": "members.on_silent_tie",
 }
 
 
@@ -70,6 +71,9 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    lineage: Annotated[
+        str | None, typer.Option(help="With --resume, where machines trained apart: the training to go on with.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="A text file or a folder of them.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="char, byte or bpe.")] = None,
     depth: Annotated[int | None, typer.Option(help="One dial for the model's size; 12 is GPT-2.")] = None,
@@ -92,6 +96,10 @@ def train(
         str | None, typer.Option(help="How gradients travel: fp32, fp16, bf16, int8, powersgd:RANK.")
     ] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
+    on_silent_tie: Annotated[
+        str | None,
+        typer.Option(help="When half of the machines fall silent, the others continue on their own or pause."),
+    ] = None,
     inside: Annotated[
         str | None, typer.Option(help="Ranks of one machine exchange through memory: auto, gloo, copies or shared.")
     ] = None,
@@ -117,13 +125,13 @@ def train(
 ) -> None:
     """Train a model data-parallel; gradients are exchanged in every step, or with --sync parameters now and then.
 
-    Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run.
+    Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run, members.
     """
     given = locals()
     if resume is not None:
         refuse_with_resume(given)
         clear_leftovers(clean)
-        run, manifest = train_on(resume, make_display, steps, detach)
+        run, manifest = train_on(resume, make_display, steps, detach, lineage or "")
     else:
         name = preset or DEFAULT_PRESET
         settings = build_config(name, config, flags_to_overrides(given), set_ or [])
@@ -164,7 +172,7 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
     """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
-    allowed = {"steps", "resume", "json", "detach", "clean"}
+    allowed = {"steps", "resume", "lineage", "json", "detach", "clean"}
     # A zero was given too: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]

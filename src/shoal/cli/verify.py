@@ -11,11 +11,10 @@ import typer
 from shoal.cli.output import print_json, stdout_console
 from shoal.config.load import load_config
 from shoal.errors import ShoalError
-from shoal.events import read_events
-from shoal.report.finish import finish
-from shoal.report.ledger import LedgerReport, check_ledger
+from shoal.report.finish import finish, read_commits
+from shoal.report.ledger import Fork, LedgerReport, check_ledger
 from shoal.report.replicas import ReplicaReport, judge_replicas
-from shoal.report.summary import summarize
+from shoal.report.wording import count, join
 from shoal.runfolder import RunFolder
 
 app = typer.Typer(add_completion=False)
@@ -31,8 +30,8 @@ def verify(
     Exit code 0 when they do, 1 when they don't.
     """
     folder = RunFolder.open(run)
-    replicas = judge_replicas(folder, summarize(folder.read_all_events()).world_size)
-    ledger = check_ledger(read_events(folder.commits) if folder.commits.exists() else ())
+    replicas = judge_replicas(folder)
+    ledger = check_ledger(read_commits(folder))
     with contextlib.suppress(ShoalError):
         # A read-only folder can be verified too; the verdict is then only printed.
         finish(folder, replicas)
@@ -48,7 +47,7 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
     console = stdout_console()
     if replicas.byte_equivalent:
         console.print(
-            f"[green]identical[/]: {replicas.ranks} replicas{_tensors(replicas)}, equal to the bit "
+            f"[green]identical[/]: {count(replicas.ranks, 'replica')}{_tensors(replicas)}, equal to the bit "
             f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})",
             soft_wrap=True,
         )
@@ -66,7 +65,18 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
             f"{replicas.max_abs_diff:.3g}, {nearness}",
             soft_wrap=True,
         )
+    if replicas.left_out:
+        console.print(left_out_remark(replicas.left_out), soft_wrap=True)
     console.print(ledger_verdict(ledger, sharding), soft_wrap=True)
+    for fork in ledger.forked:
+        console.print(fork_verdict(fork), soft_wrap=True)
+
+
+def left_out_remark(ranks: list[int]) -> str:
+    """Their states are of the step at which they left."""
+    one = len(ranks) == 1
+    who = f"rank {ranks[0]}" if one else f"ranks {join([str(rank) for rank in ranks])}"
+    return f"[yellow]left out[/]: the state that {who} wrote earlier; {'it' if one else 'they'} took no part in the end"
 
 
 def _tensors(replicas: ReplicaReport) -> str:
@@ -79,10 +89,30 @@ def ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
         return "[yellow]no ledger[/]: no step was committed"
     if ledger.ok:
         in_shards = "" if sharding == "cursor" else " within the shards"
-        redone = f", {ledger.redone} steps redone after a resume" if ledger.redone else ""
         samples = f"{ledger.samples:,} samples, none skipped or used twice{in_shards}"
-        return f"[green]complete[/]: {ledger.steps} steps, {samples}{redone}"
+        return f"[green]complete[/]: {ledger.steps} steps, {samples}{history_of(ledger)}"
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
-        f"twice, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
+        f"twice, {count(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
+        f"{history_of(ledger)}"
+    )
+
+
+def history_of(ledger: LedgerReport) -> str:
+    """What was done and does not stand, and by how many worlds; nothing for a run that went straight through."""
+    parts = [
+        f"{count(ledger.redone, 'step')} redone" if ledger.redone else "",
+        f"{count(ledger.abandoned, 'step')} abandoned" if ledger.abandoned else "",
+        f"{count(ledger.generations, 'generation')} in {count(ledger.lineages, 'lineage')}"
+        if ledger.generations > 1
+        else "",
+    ]
+    return "".join(f", {part}" for part in parts if part)
+
+
+def fork_verdict(fork: Fork) -> str:
+    one, other = fork.lineages
+    return (
+        f"[red]forked[/]: the lineages {one} and {other} both trained steps {fork.first} to {fork.last} at the "
+        "same time, and neither is marked abandoned; what the checkpoints hold is one of two models"
     )

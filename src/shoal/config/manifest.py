@@ -80,9 +80,23 @@ class PredictionRecord(Record):
     is_measured: bool
 
 
+class RecoveryRecord(Record):
+    """One change of who took part: `generation` went on after `step` with these ranks, `seconds` after the first of
+    them had stopped its next step was done. `stands` is false where its lineage was given up later."""
+
+    generation: str
+    lineage: str
+    stands: bool
+    step: int
+    members: list[int]
+    seconds: float | None
+    text: str
+
+
 class Manifest(Record):
     """Times are from the second half of the run: medians, and for `phases` the means of a typical step, so that they
-    add up. Bytes are per step and rank.
+    add up. Bytes are per step and rank. Where the world changed, they are of the steps that `world_size` ranks did
+    together; `members` are the ids of those who took part at last.
     """
 
     shoal_manifest: int = 1
@@ -130,6 +144,14 @@ class Manifest(Record):
     tokens_per_sec: dict[int, float]
     tokens_per_sec_1proc: float | None
     tokens_per_sec_2proc: float | None
+
+    members: list[int] = []
+    generations: int = 1
+    lineage: str | None = None
+    recoveries: list[RecoveryRecord] = []
+    membership_notes: list[str] = []
+    redone_steps: int = 0
+    abandoned_steps: int = 0
 
     byte_equivalent: bool | None = None
     max_abs_diff: float | None = None

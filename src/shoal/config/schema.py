@@ -255,7 +255,8 @@ class RunConfig(Section):
     """Where and how the ranks are started. `threads` unset is the node's cores divided by its ranks.
 
     `weights` such as 1/1/0.5 give a slow machine a smaller share of every batch, one number a rank; unset, all are
-    equal. A hosts file sets it from the `weight` of its machines.
+    equal. A hosts file sets it from the `weight` of its machines. `lineage`: the training that a resumed run goes on
+    with, where its machines have two.
     """
 
     preset: str = "grammar"
@@ -263,6 +264,7 @@ class RunConfig(Section):
     launcher: Literal["shoal", "torchrun", "spawn"] = "shoal"
     threads: Positive | None = None
     weights: Annotated[str, Field(pattern=r"^\d+(\.\d+)?(/\d+(\.\d+)?)*$")] | None = None
+    lineage: Annotated[str, Field(pattern=r"^(\d+-\d+)?$")] = ""
 
 
 class MembersConfig(Section):

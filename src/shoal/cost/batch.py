@@ -114,6 +114,12 @@ def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_
     return train.micro_batch
 
 
+def half_micro_batch(train: TrainConfig, weights: Sequence[float]) -> int | None:
+    """Half of the present one, or the next below that fits the batch; None where it cannot be smaller."""
+    half = micro_batch(train, weights) // 2
+    return max(_divisors(world_batch(train, len(weights)), half), default=None)
+
+
 def _check_fits(size: int, batch: int, world_size: int) -> None:
     if batch % size == 0 and batch // size >= world_size:
         return

@@ -52,8 +52,8 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     return run
 
 
-def reopen_run(path: Path, steps: int | None = None) -> RunFolder:
-    """For `--resume`: the same configuration, and the same text or none at all."""
+def reopen_run(path: Path, steps: int | None = None, lineage: str = "") -> RunFolder:
+    """For `--resume`: the same configuration, and the same text or none at all. `lineage` counts for this once."""
     run = RunFolder.open(path)
     config = load_config(run.config)
     prepared = _prepare(config)
@@ -65,6 +65,7 @@ def reopen_run(path: Path, steps: int | None = None) -> RunFolder:
         )
     if steps is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"lineage": lineage})})
     write_atomically(run.data, to_json(_facts(prepared)))
     write_atomically(run.config, to_toml(config))
     return run

@@ -65,8 +65,12 @@ class CursorShard:
 
     def indices(self, cursor: int) -> Indices:
         """The samples of the step that begins at the global position `cursor`."""
+        return sample_indices(np.arange(*self.positions(cursor)), self.count, self.seed)
+
+    def positions(self, cursor: int) -> tuple[int, int]:
+        """Where these stand in the order of the data, `[first, end)`."""
         first = cursor + self.deal.offset(self.rank)
-        return sample_indices(np.arange(first, first + self.deal.share(self.rank)), self.count, self.seed)
+        return first, first + self.deal.share(self.rank)
 
     @property
     def size(self) -> int:
@@ -86,10 +90,14 @@ class ModuloShard:
     seed: int
 
     def indices(self, cursor: int) -> Indices:
+        inside = sample_indices(np.arange(*self.positions(cursor)), self.size, self.seed)
+        return inside * len(self.deal.micro_batches) + self.rank
+
+    def positions(self, cursor: int) -> tuple[int, int]:
+        """Where a step's samples stand in the order of this shard, `[first, end)`."""
         share = self.deal.share(self.rank)
         first = cursor // self.deal.global_batch * share
-        inside = sample_indices(np.arange(first, first + share), self.size, self.seed)
-        return inside * len(self.deal.micro_batches) + self.rank
+        return first, first + share
 
     @property
     def size(self) -> int:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Node
+from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
+from shoal.cost.relief import relief
 from shoal.errors import Interrupted, RunFailed
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.plan import plan_module, plan_ranks, plan_script
@@ -50,7 +52,8 @@ def run_ranks(
         world.see_through()
     faults = _faults(news)
     endings = outlived(world.endings) if world.is_elastic else world.endings
-    error = failure(endings, faults, _log_tails(world, run)) or _never_formed(world)
+    helps = relief(load_config(run.config), world.ranks)
+    error = failure(endings, faults, _log_tails(world, run), helps) or _never_formed(world)
     if world.interrupts and not (world.interrupts == 1 and caused(faults)):
         raise _interrupted(run, at_once=world.interrupts > 1)
     if error:

@@ -7,7 +7,8 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, from_dict
+from shoal.cost.relief import RELIEF
+from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event
 
 
@@ -27,14 +28,17 @@ class Ending:
     lost: str = ""
 
 
-def failure(endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str]) -> ShoalError | None:
-    """The error that explains the run's failure, or None when every process ended well."""
+def failure(
+    endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str], relief: str = RELIEF
+) -> ShoalError | None:
+    """The error that explains the run's failure, or None when every process ended well. `relief` is what helps against
+    a lack of memory."""
     failed = _failed(endings)
     first = first_to_fail(failed, faults)
     if first is None:
         return None
     fault = _fault_of(first, faults)
-    error = _explain(first, fault)
+    error = _explain(first, fault, relief)
     others = [ending for ending in failed if ending is not first]
     if isinstance(error, RunFailed) and not _says_why(first, fault):
         error.logs = tuple(ending.log for ending in (first, *others))
@@ -100,7 +104,7 @@ def _fault_of(ending: Ending, faults: Mapping[int, Event]) -> Event | None:
     return min(own, key=lambda fault: (fault.get("error") == PeerLost.__name__, fault.get("time", 0)), default=None)
 
 
-def _explain(ending: Ending, fault: Event | None) -> ShoalError:
+def _explain(ending: Ending, fault: Event | None, relief: str) -> ShoalError:
     who = f"rank {ending.ranks[0]}" if len(ending.ranks) == 1 else ending.name
     if fault is not None:
         error = from_dict(fault)
@@ -110,16 +114,17 @@ def _explain(ending: Ending, fault: Event | None) -> ShoalError:
     log = f"read its log: less {shlex.quote(ending.log)}"
     if ending.lost:
         return RunFailed(f"{ending.node} is gone, and {who} with it", why=ending.lost, fix=log)
-    return RunFailed(f"{who} on {ending.node} {_how(ending.code, ending.starved)}", fix=log)
+    if ending.starved:
+        seen = f"{who} on {ending.node} was killed (SIGKILL) when the machine ran out of memory"
+        return OutOfMemory(seen, why="the kernel ends a process when there is no memory left", fix=relief)
+    return RunFailed(f"{who} on {ending.node} {_how(ending.code)}", fix=log)
 
 
-def _how(code: int, starved: bool) -> str:
+def _how(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     # Real-time signals have no name of their own.
     name = {int(known): known.name for known in signal.Signals}.get(-code, f"signal {-code}")
-    if -code == signal.SIGKILL and starved:
-        return f"was killed ({name}) when the machine ran out of memory: use a smaller --micro-batch or --seq-len"
     if -code == signal.SIGKILL:
         return f"was killed ({name}) by somebody; the machine did not run out of memory meanwhile"
     return f"was killed by {name}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.report.members_picture import has_changed, members_chart
 from shoal.report.palette import IDEAL, MEASURED, PHASE_COLOURS, PHASE_NAMES, VALIDATION
 from shoal.report.plots import STACK, step_parts
 from shoal.report.ranklog import Floats, Steps
@@ -26,6 +27,8 @@ def charts(summary: Summary, scaling: list[ScalingPoint]) -> dict[str, Figure]:
     if any(rank.phases for rank in summary.ranks.values()):
         figures["medians"] = medians_chart(summary)
         figures |= {f"steps-{rank.rank}": steps_chart(rank) for rank in summary.ranks.values() if rank.phases}
+    if has_changed(summary):
+        figures["members"] = members_chart(summary)
     if scaling:
         figures["speed"] = speed_chart(in_order(scaling))
         figures["split"] = split_chart(in_order(scaling))

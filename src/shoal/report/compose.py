@@ -10,6 +10,7 @@ from shoal.config.manifest import ChoiceRecord, Levers, Manifest, NodeRecord, Pr
 from shoal.config.schema import Config
 from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.run_setup import DataFacts
+from shoal.report.changes import Changes, describe_changes
 from shoal.report.explain_choice import choice_record, explain_choice
 from shoal.report.explain_prediction import explain_prediction
 from shoal.report.explain_run import explain_single
@@ -27,12 +28,14 @@ def compose_manifest(
     scaling: list[ScalingPoint] | None = None,
     data: DataFacts | None = None,
     prediction: PredictionRecord | None = None,
+    changes: Changes | None = None,
 ) -> Manifest:
     """Facts come from what the ranks recorded, and from the configuration where they recorded nothing."""
     start = summary.start
     speeds = _speeds(summary, scaling or [])
     allreduce = summary.allreduce_s
     chosen = choice_record(summary.choice)
+    changes = changes or describe_changes(summary.history, (), ())
     return Manifest(
         created=_iso(summary.started_at),
         status=summary.status,
@@ -73,6 +76,13 @@ def compose_manifest(
         tokens_per_sec=speeds,
         tokens_per_sec_1proc=speeds.get(1),
         tokens_per_sec_2proc=speeds.get(2),
+        members=list(summary.members),
+        generations=changes.generations,
+        lineage=changes.lineage,
+        recoveries=changes.recoveries,
+        membership_notes=changes.notes,
+        redone_steps=changes.redone_steps,
+        abandoned_steps=changes.abandoned_steps,
         byte_equivalent=replicas.byte_equivalent if replicas else None,
         max_abs_diff=replicas.max_abs_diff if replicas else None,
         choice_notes=explain_choice(config.sync, chosen, summary),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.report.summary import DISTURBING_CORES, Spread, Summary
-from shoal.report.wording import join, ms, percent, ranks, speed
+from shoal.report.wording import join, ms, percent, ranks, speed, times
 from shoal.units import format_si
 
 _NAMES = {
@@ -23,6 +23,7 @@ def explain_single(summary: Summary) -> str:
         return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
     sentences = [
         _speed(summary, summary.step_s),
+        _changed(summary),
         _split(summary, summary.step_s),
         _allreduce(summary),
         _bytes(summary),
@@ -37,6 +38,15 @@ def _speed(summary: Summary, step_s: Spread) -> str:
     rate = f", which is {speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
     window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
     return f"{where}{rate}{window}."
+
+
+def _changed(summary: Summary) -> str:
+    """Figures of a world that came and went say whose they are."""
+    changes = sum(not stretch.is_first for stretch in summary.history)
+    if not changes:
+        return ""
+    together = f"{ranks(summary.world_size)} did together"
+    return f"Who took part changed {times(changes)}; these figures are of steps that {together}."
 
 
 def _split(summary: Summary, step_s: Spread) -> str:

@@ -18,6 +18,8 @@ from shoal.config.load import load_config
 from shoal.config.manifest import Manifest, PredictionRecord
 from shoal.data.run_setup import DataFacts, read_facts
 from shoal.errors import DataError, ShoalError, UsageError
+from shoal.events import Event, read_events
+from shoal.report.changes import describe_changes
 from shoal.report.compose import carry_over, compose_manifest
 from shoal.report.replicas import ReplicaReport
 from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, to_json
@@ -49,8 +51,19 @@ def manifest_of(
     run: RunFolder, summary: Summary, replicas: ReplicaReport | None, scaling: list[ScalingPoint]
 ) -> Manifest:
     prediction = read_prediction(run)
-    fresh = compose_manifest(load_config(run.config), summary, replicas, scaling, _data_facts(run), prediction)
+    changes = describe_changes(summary.history, read_commits(run), _read_journals(run))
+    config = load_config(run.config)
+    fresh = compose_manifest(config, summary, replicas, scaling, _data_facts(run), prediction, changes)
     return carry_over(fresh, read_manifest(run))
+
+
+def read_commits(run: RunFolder) -> list[Event]:
+    return list(read_events(run.commits)) if run.commits.exists() else []
+
+
+def _read_journals(run: RunFolder) -> Iterator[Event]:
+    for path in run.journals():
+        yield from read_events(path)
 
 
 def read_manifest(run: RunFolder) -> Manifest | None:

@@ -6,37 +6,51 @@ A step may be recorded again: after a resume, the steps since the checkpoint are
 It starts at the position where the step started before, because the cursor belongs to the state that the run went back
 to, and it supersedes the earlier record of its step and of every later one, whose updates were thrown away with their
 state. A step that is recorded again from another position is a *double*: the run went back, but its cursor did not.
+
+Where machines lost each other, two lineages may have trained the same steps. One of them is marked *abandoned* when
+they meet, and what it did since they parted does not count. Two that both stand are a *fork*: nobody has said which of
+the two models is the run's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import BaseModel, computed_field
 
 from shoal.events import Event
-from shoal.report.ranklog import is_step
+from shoal.report.chapters import Abandonment, Entry, Pages, Range, ran_at_once, read_pages
 
-Range = tuple[int, int]
+
+class Fork(BaseModel):
+    """Two lineages that both trained the steps `first` to `last`."""
+
+    lineages: tuple[str, str]
+    first: int
+    last: int
 
 
 class LedgerReport(BaseModel):
-    """`gaps` were skipped, `overlaps` were used by more than one step; both are `[first, end)` of global positions."""
+    """`gaps` were skipped, `overlaps` were used by more than one step; both are `[first, end)` of global positions.
+    `redone` and `abandoned` count records that don't stand, `generations` and `lineages` all that wrote any."""
 
     steps: int
     samples: int
     gaps: list[Range]
     overlaps: list[Range]
     doubles: list[int]
+    forked: list[Fork]
     redone: int
+    abandoned: int
+    generations: int
+    lineages: int
     unreadable: int
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        return not (self.gaps or self.overlaps or self.doubles or self.unreadable)
+        return not (self.gaps or self.overlaps or self.doubles or self.forked or self.unreadable)
 
 
 @dataclass
@@ -47,13 +61,9 @@ class _Ledger:
     last: int = -1
     doubles: set[int] = field(default_factory=set)
     redone: int = 0
-    unreadable: int = 0
 
-    def add(self, record: Event) -> None:
-        step, samples = record.get("step"), _range(record.get("samples"))
-        if not is_step(step) or samples is None:
-            self.unreadable += 1
-            return
+    def add(self, entry: Entry) -> None:
+        step, samples = entry.step, entry.samples
         if step <= self.last:
             self._go_back(step, samples[0])
         self.ranges[step] = samples
@@ -69,9 +79,14 @@ class _Ledger:
 
 def check_ledger(commits: Iterable[Event]) -> LedgerReport:
     """An empty ledger is in order: nothing was used, nothing twice."""
+    pages = read_pages(commits)
+    generations, lineages = len(pages.generations), len(pages.lineages)
+    abandoned = sum(_give_up(pages, each) for each in pages.abandonments)
+    forked = _part_forks(pages)
     ledger = _Ledger()
-    for record in commits:
-        ledger.add(record)
+    for chapter in sorted((each for each in pages.chapters if each.entries), key=lambda chapter: chapter.lines):
+        for entry in chapter.entries:
+            ledger.add(entry)
     gaps, overlaps = find_gaps_and_overlaps(ledger.ranges.values())
     return LedgerReport(
         steps=len(ledger.ranges),
@@ -79,9 +94,38 @@ def check_ledger(commits: Iterable[Event]) -> LedgerReport:
         gaps=gaps,
         overlaps=overlaps,
         doubles=sorted(ledger.doubles),
+        forked=forked,
         redone=ledger.redone,
-        unreadable=ledger.unreadable,
+        abandoned=abandoned,
+        generations=generations,
+        lineages=lineages,
+        unreadable=pages.unreadable,
     )
+
+
+def _give_up(pages: Pages, given: Abandonment) -> int:
+    """How many entries no longer stand. The standing lineage may have left the other one a step after the last that
+    both surely shared: what it was built on, and nobody else wrote down, stays."""
+    others = [chapter for chapter in pages.chapters if chapter.lineage != given.lineage]
+    heirs = [each for each in others if each.lineage == given.standing and each.entries]
+    began = min((each.steps[0] for each in heirs), default=0) if given.lineage.number < given.standing.number else 0
+    known = {entry.step for chapter in others for entry in chapter.entries}
+
+    def is_void(step: int) -> bool:
+        return step > given.after and (step >= began or step in known)
+
+    return sum(chapter.take(is_void) for chapter in pages.chapters if chapter.lineage == given.lineage)
+
+
+def _part_forks(pages: Pages) -> list[Fork]:
+    """Names every fork and leaves only its longer branch, so that gaps and overlaps are judged as if that one stood."""
+    found = []
+    for earlier, later, first in ran_at_once(pages):
+        last = min(earlier.steps[1], later.steps[1])
+        found.append(Fork(lineages=(str(earlier.lineage), str(later.lineage)), first=first, last=last))
+        shorter = later if later.steps[1] <= earlier.steps[1] else earlier
+        shorter.take(first.__le__)
+    return found
 
 
 def find_gaps_and_overlaps(ranges: Iterable[Range]) -> tuple[list[Range], list[Range]]:
@@ -96,10 +140,3 @@ def find_gaps_and_overlaps(ranges: Iterable[Range]) -> tuple[list[Range], list[R
             overlaps.append((first, min(cursor, end)))
         cursor = max(cursor, end)
     return gaps, overlaps
-
-
-def _range(samples: Any) -> Range | None:
-    if not (isinstance(samples, list) and len(samples) == 2 and all(is_step(position) for position in samples)):
-        return None
-    first, end = samples
-    return (first, end) if first <= end else None

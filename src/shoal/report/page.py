@@ -19,6 +19,7 @@ from shoal.report.charts import Figure, charts
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import explain
 from shoal.report.finish import manifest_of, writing
+from shoal.report.members_picture import members_section
 from shoal.report.scaling import ScalingPoint, read_scaling
 from shoal.report.summary import Summary, summarize
 from shoal.runfolder import RunFolder, write_atomically
@@ -67,6 +68,7 @@ def _body(
         _section("What went wrong", sections.faults_section(summary)),
         sections.key_figures(manifest, summary),
         _section("What the numbers say", _lesson(summary, points)),
+        _section("Who took part", members_section(summary, manifest, _chart("members", figures))),
         _section("How replicas agree", sections.choice_section(manifest)),
         _section("Loss", _chart("loss", figures)),
         _section("Where a step's time goes", _times(summary, figures)),

@@ -23,4 +23,5 @@ PHASE_COLOURS = {
 # Between the set's two blues: a thin line of the darker one is lost on a dark page.
 MEASURED = "#1f86c7"
 IDEAL = "#8a8a8a"
+LINEAGE_COLOURS = ("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999")
 VALIDATION = "#d55e00"

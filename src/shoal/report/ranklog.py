@@ -8,12 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.events import Event
+from shoal.report.entered import Entered, read_entered
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -22,11 +23,20 @@ PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other"
 TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), "allreduce_s")
 # What a `choice` says anew of what a `start` has said.
 _OF_EXCHANGES = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
-COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes")
+# `entry` is where in `RankLog.entered` the step's generation is; -1 before any.
+COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes", "entry")
 
 
 def _columns() -> dict[str, array[float]]:
     return {name: array("d") for name in COLUMNS}
+
+
+class Span(NamedTuple):
+    """The steps that a rank did in one generation and, unless another rank did, in none after it."""
+
+    entered: Entered
+    first: int
+    last: int
 
 
 @dataclass
@@ -34,7 +44,8 @@ class RankLog:
     """One rank's events, read in order.
 
     A resumed run appends to the same file: the last record of a step wins, and what is said about speed is about the
-    steps since the last start, because world, threads and machine may have been different before.
+    steps since the last start, because world, threads and machine may have been different before. Of a run whose ranks
+    come and go, it is about those steps that `measured_size` ranks did together, where that is set.
     """
 
     rank: int
@@ -47,10 +58,15 @@ class RankLog:
     fault: Event | None = None
     warnings: list[Event] = field(default_factory=list)
     val_loss: dict[int, float] = field(default_factory=dict)
+    entered: list[Entered] = field(default_factory=list)
+    member_of: Entered | None = None
+    measured_size: int | None = None
+    _val_entry: dict[int, int] = field(default_factory=dict)
     _row: dict[int, int] = field(default_factory=dict)
     _values: dict[str, array[float]] = field(default_factory=_columns)
     _measured_from: int = 0
     _restarted: bool = True
+    _trained_since: bool = False
 
     def add(self, event: Event) -> None:
         match event.get("event"):
@@ -58,6 +74,8 @@ class RankLog:
                 self._begin(event)
             case "choice":
                 self._change(event)
+            case "membership":
+                self._enter(event)
             case "shard":
                 self.shard = event
             case "step":
@@ -71,7 +89,7 @@ class RankLog:
             case "warning":
                 self.warnings.append(event)
             case "end":
-                self.ended, self.end = str(event.get("status")), event
+                self.ended, self.end, self._trained_since = str(event.get("status")), event, True
 
     @property
     def steps(self) -> Steps:
@@ -84,13 +102,48 @@ class RankLog:
 
     def measured(self) -> Steps:
         """Positions (in `steps`) of the second half of the steps since the last start: the first half warms up."""
-        positions = np.flatnonzero(self.steps >= self._measured_from)
+        counts = self.steps >= self._measured_from
+        if self.measured_size is not None:
+            counts &= self.sizes() == self.measured_size
+        positions = np.flatnonzero(counts)
         return positions[len(positions) // 2 :]
+
+    def sizes(self) -> Steps:
+        """How many ranks did each of `steps` together; 0 where nobody said."""
+        known = np.array([*(len(entered.ids) for entered in self.entered), 0], dtype=np.int64)
+        return known[self.column("entry").astype(np.int64)]
+
+    def counted(self) -> Steps:
+        """Positions of the steps since the last start."""
+        return np.flatnonzero(self.steps >= self._measured_from)
+
+    def generations(self) -> list[Entered | None]:
+        """The one that did each of `steps`."""
+        return [self._entered_at(entry) for entry in self.column("entry").astype(np.int64).tolist()]
+
+    def spans(self) -> tuple[Span, ...]:
+        entries, steps = self.column("entry"), self.steps
+        done = [(entered, steps[entries == entry]) for entry, entered in enumerate(self.entered)]
+        return tuple(Span(entered, int(each[0]), int(each[-1])) for entered, each in done if len(each))
+
+    def entered_at_eval(self, step: int) -> Entered | None:
+        return self._entered_at(self._val_entry[step])
+
+    def _entered_at(self, entry: int) -> Entered | None:
+        return self.entered[entry] if entry >= 0 else None
+
+    def _enter(self, event: Event) -> None:
+        if (entered := read_entered(event)) is not None:
+            self.entered.append(entered)
+            self.member_of, self._trained_since = entered, False
 
     def _begin(self, event: Event) -> None:
         self.start, self.ended, self.end, self.fault = event, None, {}, None
         if self.started_at is None and is_number(event.get("time")):
             self.started_at = float(event["time"])
+        # A process says in which generation it begins just before or just after that it has started.
+        if self._trained_since:
+            self.member_of = None
         # The mark is set by the first step to come, so that resuming a finished run, which has no step left to do,
         # does not throw away what was measured.
         self._restarted = True
@@ -107,9 +160,11 @@ class RankLog:
             return
         if self._restarted:
             self._measured_from, self._restarted = step, False
+        self._trained_since = True
         row = self._row.setdefault(step, len(self._row))
+        entry = len(self.entered) - 1 if self.member_of else -1
         for name, values in self._values.items():
-            value = as_float(event.get(name))
+            value = entry if name == "entry" else as_float(event.get(name))
             if row < len(values):
                 values[row] = value
             else:
@@ -124,6 +179,7 @@ class RankLog:
     def _add_eval(self, event: Event) -> None:
         if is_step(event.get("step")) and is_number(event.get("val_loss")):
             self.val_loss[event["step"]] = float(event["val_loss"])
+            self._val_entry[event["step"]] = len(self.entered) - 1 if self.member_of else -1
 
 
 def collect(events: Iterable[Event]) -> dict[int, RankLog]:

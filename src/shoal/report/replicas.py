@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict
 from shoal.config.load import load_config
 from shoal.errors import DataError
 from shoal.events import Event
+from shoal.report.membership import last_members
+from shoal.report.ranklog import collect
 from shoal.report.statefile import StateFile, as_floats, open_state
 from shoal.runfolder import RunFolder
 
@@ -29,7 +31,7 @@ class ReplicaReport(BaseModel):
     `equal` allows differences up to `TOLERANCE`; `byte_equivalent` allows none, so a zero that changed its sign counts
     and two NaNs of the same bits do not. `max_abs_diff` is infinite where no number can say how far apart two states
     are: a tensor missing on one side, of another shape or type, or a NaN against a number. `tensors` is None where only
-    digests were compared.
+    digests were compared. `left_out` are ranks that wrote a state once and took no part in the end.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
@@ -42,15 +44,19 @@ class ReplicaReport(BaseModel):
     tensors: int | None
     differing_ranks: list[int]
     digests: dict[int, str]
+    left_out: list[int] = []
 
 
-def compare_replicas(files: dict[int, Path], expected_ranks: int | None = None) -> ReplicaReport:
+def compare_replicas(files: dict[int, Path], members: Collection[int] = ()) -> ReplicaReport:
     """Digests first; only files that differ are read a second time, to name what differs and by how much.
 
-    Files are read block by block, so memory does not grow with the model. `expected_ranks`, when known, makes a state
-    that was never written an error instead of a smaller comparison.
+    Files are read block by block, so memory does not grow with the model. `members`, where known, are the ranks that
+    took part in the end: a state that one of them never wrote is an error instead of a smaller comparison, and those of
+    others are left out.
     """
-    _refuse_missing(files, expected_ranks)
+    _refuse_missing(files, members)
+    left_out = [rank for rank in sorted(files) if members and rank not in members]
+    files = {rank: path for rank, path in files.items() if rank not in left_out}
     states = {rank: open_state(path) for rank, path in sorted(files.items())}
     digests = {rank: digest(state) for rank, state in states.items()}
     reference = states[min(states)]
@@ -66,17 +72,20 @@ def compare_replicas(files: dict[int, Path], expected_ranks: int | None = None) 
         tensors=len(reference.tensors),
         differing_ranks=differing,
         digests=digests,
+        left_out=left_out,
     )
 
 
-def judge_replicas(run: RunFolder, ranks: int) -> ReplicaReport:
+def judge_replicas(run: RunFolder) -> ReplicaReport:
     """By the states where they all are in this folder; by the digests that the ranks sent home where they stayed on
     machines with disks of their own."""
-    files = run.state_files()
+    files, members = run.state_files(), last_members(collect(run.read_all_events()))
     shares_disk = load_config(run.config).run.on.startswith(("local", "lab"))
-    if len(files) == ranks or shares_disk or len(digests := final_digests(run.read_all_events())) < ranks:
-        return compare_replicas(files, ranks)
-    return compare_digests(digests)
+    if not shares_disk and not files.keys() >= set(members):
+        digests = final_digests(run.read_all_events())
+        if digests.keys() >= set(members):
+            return compare_digests({rank: digests[rank] for rank in members})
+    return compare_replicas(files, members)
 
 
 def final_digests(events: Iterable[Event]) -> dict[int, str]:
@@ -139,8 +148,8 @@ def max_distance(ours: bytes, theirs: bytes, dtype: str) -> float:
     return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
-def _refuse_missing(files: dict[int, Path], expected_ranks: int | None) -> None:
-    missing = sorted(set(range(expected_ranks or 0)) - files.keys())
+def _refuse_missing(files: dict[int, Path], members: Collection[int]) -> None:
+    missing = sorted(set(members) - files.keys())
     if files and not missing:
         return
     who = f"rank {', '.join(map(str, missing))} wrote" if files else "this run has"

@@ -13,9 +13,11 @@ from shoal.report.explain_prediction import NAMES, phase_errors
 from shoal.report.palette import PHASE_COLOURS, PHASE_NAMES
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
 from shoal.report.summary import Summary
+from shoal.report.wording import count
 from shoal.units import format_count, format_share, format_si
 
 NOTHING = "–"
+_ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest"}
 
 
 def key_figures(manifest: Manifest, summary: Summary) -> str:
@@ -32,7 +34,7 @@ def key_figures(manifest: Manifest, summary: Summary) -> str:
         ),
         ("sent per step and rank", _bytes(manifest.wire_bytes_per_step), _theory(manifest)),
         ("loss", _or_nothing(manifest.final_loss, "{:.3f}"), f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"),
-        ("ranks", str(manifest.world_size), f"on {len(manifest.nodes)} node{'s' * (len(manifest.nodes) != 1)}"),
+        ("ranks", str(manifest.world_size), _where(manifest)),
         ("model", _or_nothing(manifest.model_params, "{}", format_count), "parameters"),
         ("replicas", *_replicas_figure(manifest)),
     ]
@@ -128,8 +130,8 @@ def scaling_table(points: list[ScalingPoint]) -> str:
 
 
 def manifest_section(manifest: Manifest) -> str:
-    """Every field as it is in `manifest.json`; the lesson has its own place on the page."""
-    fields = manifest.model_dump(mode="json", exclude={"lesson_notes", "choice_notes", "shoal_manifest"})
+    """Every field as it is in `manifest.json`; some have their own place on the page."""
+    fields = manifest.model_dump(mode="json", exclude=_ELSEWHERE)
     rows = "".join(
         f'<tr><th scope="row">{escape(key)}</th><td>{_value(value)}</td></tr>' for key, value in fields.items()
     )
@@ -158,6 +160,13 @@ def _replicas_figure(manifest: Manifest) -> tuple[str, str]:
     if manifest.byte_equivalent is None:
         return NOTHING, "not verified yet"
     return ("identical", "bit for bit") if manifest.byte_equivalent else ("differ", "see below")
+
+
+def _where(manifest: Manifest) -> str:
+    nodes = count(len(manifest.nodes), "node")
+    if not manifest.recoveries:
+        return f"on {nodes}"
+    return f"measured; {len(manifest.members)} at the end, {nodes} in all"
 
 
 def _theory(manifest: Manifest) -> str:

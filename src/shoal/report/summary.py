@@ -13,7 +13,9 @@ import numpy as np
 from shoal.cost.collectives import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import Event
-from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Steps, as_float, collect
+from shoal.report.losses import losses, val_losses
+from shoal.report.membership import Stretch, history, last_members, measured_size, party
+from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Span, Steps, as_float, collect
 
 # Other programs that kept fewer cores busy than this did not change what was measured.
 DISTURBING_CORES = 0.25
@@ -41,6 +43,7 @@ class RankSummary:
     step_s: Spread | None
     phases: dict[str, Spread]
     allreduce_s: Spread | None
+    spans: tuple[Span, ...]
 
     @property
     def node(self) -> str:
@@ -54,10 +57,16 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. What was never recorded is None, an empty dictionary or an empty curve."""
+    """A run in figures. What was never recorded is None, an empty dictionary or an empty curve.
+
+    `world_size` is that of the steps that were measured, `ranks` are those of the last launch and `members` the ids of
+    those who took part at last; `history` and `took_part` are of all launches, empty where nobody can come or go."""
 
     status: Status
     world_size: int
+    members: tuple[int, ...]
+    history: tuple[Stretch, ...]
+    took_part: dict[int, RankSummary]
     ranks: dict[int, RankSummary]
     started_at: float | None
     steps_done: int
@@ -93,31 +102,42 @@ class Summary:
 
 
 def summarize(events: Iterable[Event]) -> Summary:
-    """Figures are medians, means and 95th percentiles over the second half of the steps since the last start."""
-    logs = _present(collect(events))
+    """Figures are medians, means and 95th percentiles over the second half of the steps since the last start; where
+    the world changed in between, of the steps that `measured_size` says."""
+    everybody = collect(events)
+    logs, members = party(everybody), last_members(everybody)
+    last = {rank: log for rank, log in logs.items() if rank in members}
+    size = measured_size(logs)
+    for log in logs.values():
+        log.measured_size = size
     ranks = {rank: _summarize_rank(log) for rank, log in logs.items()}
     longest = max(logs.values(), key=lambda log: len(log.steps), default=RankLog(0))
-    world_size = _world_size(logs)
+    loss_steps, loss = losses(logs, longest)
+    world_size = size or len(members)
+    timed = {rank: log for rank, log in logs.items() if len(log.measured())} or logs
     step_s = spread(_pooled(logs, "step_s"))
     tokens = spread(_pooled(logs, "tokens"))
     return Summary(
-        status=_status(logs, world_size),
+        status=_status(last, len(members)),
         world_size=world_size,
+        members=members,
+        history=history(everybody),
+        took_part={rank: ranks.get(rank) or _summarize_rank(log) for rank, log in everybody.items() if log.entered},
         ranks=ranks,
         started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
-        steps_done=int(longest.steps[-1]) if len(longest.steps) else 0,
+        steps_done=int(loss_steps[-1]) if len(loss_steps) else 0,
         measured=_measured_range(longest),
         tokens_per_step=tokens.median if tokens else None,
         step_s=step_s,
         tokens_per_s=tokens.median / step_s.median if tokens and step_s and step_s.median > 0 else None,
         phases=_typical_phases(logs.values()),
         allreduce_s=spread(_pooled(logs, "allreduce_s")),
-        wire_bytes_per_step=_wire_bytes(logs),
-        theoretical_bytes_per_step=_theory(logs, longest.start, world_size),
-        loss_steps=longest.steps,
-        loss=longest.column("loss"),
-        val_loss={step: loss for log in logs.values() for step, loss in sorted(log.val_loss.items())},
-        other_load=_other_load(logs.values()),
+        wire_bytes_per_step=_wire_bytes(timed),
+        theoretical_bytes_per_step=_theory(timed, longest.start, world_size),
+        loss_steps=loss_steps,
+        loss=loss,
+        val_loss=val_losses(logs),
+        other_load=_other_load(last.values()),
         peak_memory_bytes=_peak_memory(logs.values()),
         choice=next((log.choice for log in logs.values() if log.choice), {}),
         faults=_causes_first([log.fault for log in logs.values() if log.fault is not None]),
@@ -142,17 +162,6 @@ def spread(values: Floats) -> Spread | None:
     return Spread(float(values.mean()), float(np.median(values)), float(np.percentile(values, 95)))
 
 
-def _present(logs: dict[int, RankLog]) -> dict[int, RankLog]:
-    """Without the ranks of an earlier, larger world: a run resumed on fewer ranks leaves their files behind."""
-    world_size = _world_size(logs)
-    return {rank: log for rank, log in logs.items() if log.start.get("world_size", world_size) == world_size}
-
-
-def _world_size(logs: dict[int, RankLog]) -> int:
-    sizes = [log.start.get("world_size") for log in logs.values()]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), len(logs))
-
-
 def _summarize_rank(log: RankLog) -> RankSummary:
     series = {name: log.column(name) for name in TIMES}
     spreads = {name: spread(_measured(log, name)) for name in TIMES}
@@ -165,6 +174,7 @@ def _summarize_rank(log: RankLog) -> RankSummary:
         step_s=spreads["step_s"],
         phases={phase: found for phase in PHASES if (found := spreads[f"{phase}_s"]) is not None},
         allreduce_s=spreads["allreduce_s"],
+        spans=log.spans(),
     )
 
 

@@ -27,6 +27,10 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number) or f"{number} times"
+
+
 def ranks(number: int) -> str:
     word = _SMALL[number] if number < len(_SMALL) else str(number)
     return f"{word} rank" if number == 1 else f"{word} ranks"

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from shoal.errors import RunFailed
 
 
+class NotFinite(RunFailed):
+    """What replicas exchanged is no number, on every rank alike; what they have in common is untouched by it."""
+
+
 @dataclass(frozen=True)
 class Descent:
     """How far an outer step goes along the outer gradient. One all the way, without momentum, is the plain average."""
@@ -106,7 +110,7 @@ class Piece:
 def _refuse_nonfinite(gap: Tensor) -> None:
     """The same on every rank; it must not reach a checkpoint."""
     if not torch.isfinite(gap.sum()):
-        raise RunFailed(
+        raise NotFinite(
             "the parameters that replicas exchanged are not finite",
             why="one of them diverged, or a difference was too large for the wire format",
             fix="start a new run with a lower rate (--set train.lr=…) or with --wire fp32",

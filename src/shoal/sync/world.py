@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shoal.control.membership.generation import NEVER, Ballot
+from shoal.control.membership.generation import NEVER, Ballot, Lineage
 from shoal.control.placement import Placement
 from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
@@ -21,6 +21,9 @@ from shoal.sync.store import AgentStore
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
 # then, so a connection that is not there in seconds never will be.
 _CONNECT_TIMEOUT_S = 4.0
+
+# Of a world that nobody can leave.
+_NO_LINEAGE = Lineage(name=NEVER)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class World:
     store: dist.Store
     ids: tuple[int, ...]
     generation: Ballot = NEVER
-    lineage: Ballot = NEVER
+    lineage: Lineage = _NO_LINEAGE
     keeps_files: bool = True
     link_mbps: int | None = None
 

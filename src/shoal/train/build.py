@@ -85,7 +85,7 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> N
     if resume:
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
-        trainer.progress = go_on(trainer, checkpoints, chooser.resume_at)
+        trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage)
     trainer.compute = _tune(trainer, run if resume else None)
 
 

@@ -35,12 +35,13 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class Progress:
     """How far training has come: steps done, and the global position of the next sample; in which generation, of which
-    lineage (`docs/faults.md`)."""
+    lineage (`docs/faults.md`). `history`: the lineages before it, and the step after which each was left."""
 
     step: int
     cursor: int
     generation: str = "0-0"
     lineage: str = "0-0"
+    history: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,15 @@ class CheckpointFolder:
             fix="start anew: shoal train … --out NEW_FOLDER",
         )
 
+    def newest(self) -> Progress | None:
+        """How far the newest one has come that can be read; its sums are checked when it is loaded."""
+        for folder in self._newest_first():
+            with contextlib.suppress(CheckpointError), _as_checkpoint_error(folder):
+                state = json.loads((folder / _STATE).read_text())
+                state.pop("parts", None)
+                return read_progress(state)
+        return None
+
     def set_aside_newer(self, step: int) -> None:
         """For a run that went back to `step`: it would otherwise be resumed from what it has left behind."""
         for folder in self._newest_first():
@@ -155,7 +165,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
         parts = Parts(**state.pop("parts")) if "parts" in state else None
-        return Checkpoint(Progress(**state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
+        return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
+
+
+def read_progress(state: dict[str, Any]) -> Progress:
+    history = tuple((str(lineage), int(step)) for lineage, step in state.pop("history", ()))
+    return Progress(**state, history=history)
 
 
 class DamagedCheckpoint(CheckpointError):

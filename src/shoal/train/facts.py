@@ -51,7 +51,7 @@ def describe_process(world: World) -> dict[str, Any]:
         "node": world.node,
         "local_rank": world.local_rank,
         "generation": str(world.generation),
-        "lineage": str(world.lineage),
+        "lineage": str(world.lineage.name),
         "pid": os.getpid(),
         "device": str(world.device),
         "backend": world.backend,

@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from shoal.errors import RunFailed
 from shoal.sync.replicas import gather, tell_all
 from shoal.sync.world import World
-from shoal.train.recorder import Record
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,25 @@ class Training:
         return Training(cursor, batch, micro, _as_float(lr), *flags, tuple(sync))
 
 
-def tell_records(world: World, source: int, records: Sequence[Record]) -> list[Record]:
-    """Lines of the ledger, from one rank to all."""
-    payload = json.dumps(list(records)).encode() if world.rank == source else b""
+def tell_document(world: World, source: int, document: Any) -> Any:
+    """Anything that JSON can say, from one rank to all."""
+    payload = json.dumps(document).encode() if world.rank == source else b""
     [size] = tell_all(world, source, [len(payload)])
     block = torch.zeros(size, dtype=torch.uint8, device=world.device)
     if world.rank == source:
         block.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     dist.broadcast(block, src=source, group=world.group)
-    found: list[Record] = json.loads(block.cpu().numpy().tobytes())
-    return found
+    return json.loads(block.cpu().numpy().tobytes())
+
+
+def gather_documents(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Something small of every rank, for all."""
+    payload = json.dumps(mine).encode()
+    longest = max(size for [size] in gather(world, [len(payload)]))
+    block = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(world.device)
+    everyone = [torch.empty_like(block) for _ in range(world.size)]
+    dist.all_gather(everyone, block, group=world.group)
+    return [json.loads(theirs.cpu().numpy().tobytes()) for theirs in everyone]
 
 
 def _as_int(value: float) -> int:

@@ -15,6 +15,7 @@ from shoal.errors import RunFailed
 from shoal.runfolder import RunFolder
 from shoal.sync.world import barrier
 from shoal.train.checkpoint import CheckpointFolder
+from shoal.train.comparing import Comparison
 from shoal.train.evaluate import evaluate
 from shoal.train.load import LoadMeter
 from shoal.train.regroup import Membership
@@ -36,6 +37,7 @@ class Loop:
         self._validation = open_tokens(Path(read_facts(run).val)).tokens
         checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
         self._saver = Saver(trainer, checkpoints, saved_step=trainer.progress.step)
+        self._comparison = Comparison(trainer, checkpoints)
         self._evaluated_step = -1
         self._tended_step = trainer.progress.step
 
@@ -80,6 +82,8 @@ class Loop:
             self._evaluate(step)
         if step % train.checkpoint_every == 0:
             stopped = self._checkpoint()
+        elif self._comparison.is_due(step):
+            self._comparison.hold()
         if step % train.gc_every == 0:
             gc.collect()
         self._tended_step = step
@@ -102,7 +106,8 @@ class Loop:
         stopped = self._trainer.settle()
         barrier(self._trainer.world)
         self._trainer.recorder.commit()
-        self._saver.save(must)
+        if self._comparison.hold(must):
+            self._saver.save(must)
         return stopped
 
     def _end(self, finished: bool, load: LoadMeter) -> None:

@@ -67,7 +67,7 @@ class Recorder:
             "samples": [first, end],
             "members": list(world.ids),
             "generation": str(world.generation),
-            "lineage": str(world.lineage),
+            "lineage": str(world.lineage.name),
             "loss": loss,
             "time": round(time.time(), 6),
         }

@@ -27,7 +27,7 @@ from shoal.train import ledger
 from shoal.train.build import deal_batches
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
-from shoal.train.handover import Standing, Training, Verdict, compare, tell_records
+from shoal.train.handover import Standing, Training, Verdict, compare, tell_document
 from shoal.train.recorder import Record
 from shoal.train.state import empty_moments, load_moments, moments, weights
 from shoal.train.trainer import Trainer
@@ -103,7 +103,7 @@ class Membership:
         self.trainer.recorder.event(
             "membership",
             generation=str(world.generation),
-            lineage=str(world.lineage),
+            lineage=str(world.lineage.name),
             world_rank=world.rank,
             size=world.size,
             ids=list(world.ids),
@@ -141,6 +141,8 @@ class Membership:
         if is_behind:
             self.member.fence.lose_state()
             self.has_state = False
+        history = tell_document(world, verdict.source, trainer.history)
+        trainer.history = tuple((lineage, step) for lineage, step in history)
         self._settle_in(world, verdict.step, training)
         if verdict.behind:
             copy_from(world, verdict.source, weights(trainer.model).values())
@@ -224,7 +226,8 @@ class Membership:
         """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
         is gone with it: then it is what the source itself saw, and says so."""
         own = [record for record in self.trainer.recorder.pending if record["step"] <= verdict.step]
-        told = tell_records(world, verdict.source, own + self._seen_alone(own) if world.rank == verdict.source else [])
+        mine = own + self._seen_alone(own) if world.rank == verdict.source else []
+        told: list[Record] = tell_document(world, verdict.source, mine)
         by_step = {record["step"]: record for record in (*own, *told)}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -254,9 +257,9 @@ class Membership:
         if not missing or not sources:
             return
         records = ledger.after(path, min(missing)) if world.rank == sources[0] else []
-        told_records = tell_records(world, sources[0], records)
+        records = tell_document(world, sources[0], records)
         if is_behind:
-            ledger.amend(path, world.id, given_up, told_records)
+            ledger.amend(path, world.id, given_up, records)
 
 
 def _check_copies(world: World, state: dict[str, Tensor]) -> None:

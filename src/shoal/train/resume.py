@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.sync.replicas import copy_from, gather, tell_all
 from shoal.sync.world import World
-from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress
+from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress, read_progress
+from shoal.train.handover import gather_documents
 from shoal.train.part import read_part
+from shoal.train.pasts import Kept, choose, have_parted, shared_step
 from shoal.train.saving import Saver
 from shoal.train.snapshot import load_own_state
 from shoal.train.state import empty_moments, fill, load_moments, load_weights, moments, weights
@@ -21,29 +23,34 @@ from shoal.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class _Found:
-    """What rank 0 found, as everybody knows it. `has_moments`: the inner optimizer's are common to all ranks."""
+    """What was found, as everybody knows it. `has_moments`: the inner optimizer's are common to all ranks."""
 
     progress: Progress
     has_moments: bool
     parts: Parts | None
 
 
-def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, bool], None]) -> Progress:
-    """Rank 0 picks the checkpoint and everybody copies what is common, whatever lies on other disks. `reached` is told
-    which step it is of, and whether replicas had parted by then, before anything of it is loaded."""
-    checkpoint = folder.load_latest(set_aside=True) if trainer.world.is_main else None
-    found = _tell(trainer.world, checkpoint)
+def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, bool], None], lineage: str) -> Progress:
+    """One rank's checkpoint is chosen, the furthest, and everybody copies what is common. `reached` is told which step
+    it is of, and whether replicas had parted by then, before anything of it is loaded. `lineage` is the one to go on
+    with, where machines trained apart."""
+    source, kept = _choose(trainer.world, folder, lineage)
+    checkpoint = folder.load_latest(set_aside=True) if trainer.world.rank == source else None
+    found = _tell(trainer.world, source, checkpoint)
+    chosen = kept[source].progress
+    trainer.history = (*chosen.history, (chosen.lineage, found.progress.step))
+    _give_up_others(trainer.world, folder, kept, chosen)
     reached(found.progress.step, not found.has_moments)
     if not found.has_moments and not trainer.config.sync.is_outer:
         raise _parted(found.progress.step)
-    _load_common(trainer, checkpoint, found)
+    _load_common(trainer, source, checkpoint, found)
     if found.parts is None:
-        return found.progress
+        return trainer.at(found.progress.step, found.progress.cursor)
     own, problem = _own_part(folder, found.progress.step, trainer.world.rank, found.parts)
     having = [rank for rank, [has_part] in enumerate(gather(trainer.world, [own is not None])) if has_part]
     if own is not None and found.parts.ranks == trainer.world.size == len(having):
         load_own_state(trainer, own, found.progress.step)
-        return found.progress
+        return trainer.at(found.progress.step, found.progress.cursor)
     trainer.progress = _fall_back(trainer, found, own or {}, having, problem)
     Saver(trainer, folder, saved_step=-1).save(must=True)
     if trainer.world.keeps_files:
@@ -51,15 +58,28 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
     return trainer.progress
 
 
-def _tell(world: World, checkpoint: Checkpoint | None) -> _Found:
+def _choose(world: World, folder: CheckpointFolder, wanted: str) -> tuple[int, dict[int, Kept]]:
+    newest = folder.newest() if world.keeps_files else None
+    told = gather_documents(world, {"node": world.node, "progress": asdict(newest)} if newest else {})
+    kept = {rank: Kept(each["node"], read_progress(each["progress"])) for rank, each in enumerate(told) if each}
+    return choose(kept, wanted), kept
+
+
+def _give_up_others(world: World, folder: CheckpointFolder, kept: dict[int, Kept], chosen: Progress) -> None:
+    """What this machine has trained apart from what was chosen would be resumed from next time."""
+    ours = kept.get(world.rank)
+    if ours is not None and have_parted(ours.progress, chosen):
+        folder.set_aside_newer(shared_step(ours.progress, chosen))
+
+
+def _tell(world: World, source: int, checkpoint: Checkpoint | None) -> _Found:
     numbers = [0] * 9
     if checkpoint is not None:
         progress, parts = checkpoint.progress, checkpoint.parts or Parts(0, 0, 0, 0)
         numbers = [progress.step, progress.cursor, any(name.startswith("optimizer.") for name in checkpoint.optimizer)]
         numbers += [checkpoint.parts is not None, parts.ranks, parts.mark, parts.step, parts.cursor, parts.flying]
-    step, cursor, has_moments, has_parts, *of_parts = tell_all(world, 0, numbers)
-    progress = Progress(step, cursor, str(world.generation), str(world.lineage))
-    return _Found(progress, bool(has_moments), Parts(*of_parts) if has_parts else None)
+    step, cursor, has_moments, has_parts, *of_parts = tell_all(world, source, numbers)
+    return _Found(Progress(step, cursor), bool(has_moments), Parts(*of_parts) if has_parts else None)
 
 
 def _parted(step: int) -> CheckpointError:
@@ -70,20 +90,20 @@ def _parted(step: int) -> CheckpointError:
     )
 
 
-def _load_common(trainer: Trainer, checkpoint: Checkpoint | None, found: _Found) -> None:
+def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, found: _Found) -> None:
     model, outer = trainer.model, trainer.outer
     if checkpoint is not None:
         load_weights(model, checkpoint.model)
-    copy_from(trainer.world, 0, weights(model).values())
+    copy_from(trainer.world, source, weights(model).values())
     common_step, flying = (found.parts.step, found.parts.flying) if found.parts else (found.progress.step, 0)
     outer.rewind(common_step, flying)
     room = outer.state()
     if checkpoint is not None:
         fill(room, checkpoint.optimizer)
-    copy_from(trainer.world, 0, room.values())
+    copy_from(trainer.world, source, room.values())
     if found.has_moments:
         tensors = checkpoint.optimizer if checkpoint is not None else empty_moments(model)
-        _share_moments(trainer, 0, tensors, found.progress.step)
+        _share_moments(trainer, source, tensors, found.progress.step)
 
 
 def _own_part(

@@ -41,8 +41,9 @@ def load_own_state(trainer: Trainer, own: Mapping[str, Tensor], step: int) -> No
 
 
 def replica_state(trainer: Trainer) -> dict[str, Tensor]:
-    """What must have the same bits on every rank when a training has ended."""
-    return {**weights(trainer.model), **_common_beside_weights(trainer)}
+    """What must have the same bits on every rank when a training has ended, and before that in `outer.common()`."""
+    beside = trainer.outer.lasting() if trainer.outer.drifts else moments(trainer.model, trainer.optimizer)
+    return {**weights(trainer.model), **beside}
 
 
 def describe_parts(trainer: Trainer, mark: int) -> Parts:

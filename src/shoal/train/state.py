@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
+from shoal.sync.digests import flat_bytes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -70,13 +67,8 @@ def digest(tensors: dict[str, Tensor]) -> str:
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         hasher.update(name.encode())
-        hasher.update(_bytes(tensors[name]))
+        hasher.update(flat_bytes(tensors[name]))
     return hasher.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> Buffer:
-    flat: Buffer = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    return flat
 
 
 def _take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -17,18 +17,19 @@ from torch.optim import AdamW
 
 from shoal.config.schema import Config
 from shoal.data.batches import Batches, Rows
-from shoal.errors import RunFailed
 from shoal.model.gpt import GPT
 from shoal.sync.exchange import Shared, StepExchange
 from shoal.sync.gradients import GradientSync
 from shoal.sync.membership.fence import AtEdge, Fence, OpenFence
 from shoal.sync.outer import Outer
+from shoal.sync.piece import NotFinite
 from shoal.sync.timer import StepTimer
 from shoal.sync.times import CommTimes
 from shoal.sync.world import World
 from shoal.train.checkpoint import Progress
 from shoal.train.clip import clip
 from shoal.train.recorder import Recorder
+from shoal.train.refusal import Outcome, refuse
 from shoal.train.schedule import learning_rate
 from shoal.train.tuning import Choice
 
@@ -43,7 +44,7 @@ class StopWish:
 class Trainer:
     """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
     `between_steps` is called on every rank when another one follows. `fence` says what may still be done in this
-    generation."""
+    generation; `history` are the lineages before this launch's first one."""
 
     config: Config
     world: World
@@ -59,11 +60,13 @@ class Trainer:
     peak_lr: float
     progress: Progress
     fence: Fence = field(default_factory=OpenFence)
+    history: tuple[tuple[str, int], ...] = ()
     compute: Choice = field(default_factory=Choice)
     times: dict[str, float] = field(default_factory=dict)
     between_steps: Callable[[], None] = field(default=lambda: None)
     _begun: deque[Progress] = field(default_factory=deque)
     _edge: bool = False
+    _unsound: Outcome | None = None
 
     def step(self) -> bool:
         """Trains one global batch; whether anybody in the world is known to want to stop."""
@@ -73,19 +76,22 @@ class Trainer:
         self._seed_dropout(step)
         loss_sum, comm = self._forward_backward()
         self.recorder.commit(through=self.outer.common_step(self.progress.step))
-        self.exchange.begin(loss_sum, comm, self.stop.wanted, self.fence.edge)
-        grad_norm = self._update(step, lr)
+        own = self._outcome(step, loss_sum)
+        self.exchange.begin(loss_sum if own.is_sound else math.nan, comm, self.stop.wanted, self.fence.edge)
+        self._update(lr, own)
         outer = self._outer_step(step)
         known = self.exchange.finish()
         self._book("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._book("optimizer", outer, outer.wait_s or 0.0)
         self.timer.add("wait", self.exchange.late_s)
         wants_stop = self._settle(known)
-        self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=grad_norm)
+        self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=own.norm)
         return wants_stop
 
     def at(self, step: int, cursor: int) -> Progress:
-        return Progress(step, cursor, str(self.world.generation), str(self.world.lineage))
+        lineage = self.world.lineage
+        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks)
+        return Progress(step, cursor, str(self.world.generation), str(lineage.name), (*self.history, *forks))
 
     def end_at_edge(self) -> None:
         """Raises where all ranks have agreed to stop together; where replicas have parted, once they have met again."""
@@ -97,7 +103,7 @@ class Trainer:
         self.world = world
         self.progress = self.at(step, cursor)
         self._begun.clear()
-        self._edge = False
+        self._edge, self._unsound = False, None
         self.optimizer.zero_grad(set_to_none=True)
 
     def unknown(self) -> list[Progress]:
@@ -146,21 +152,34 @@ class Trainer:
                 return
             yield pair
 
-    def _update(self, step: int, lr: float) -> float:
+    def _outcome(self, step: int, loss_sum: float) -> Outcome:
         with self.timer.phase("optimizer"):
             norm = clip(self.model.parameters(), self.config.train.clip)
-            self._refuse_nonfinite("gradient norm", norm, step)
+        return Outcome(step, loss_sum, norm, self.batches.shard.positions(self.progress.cursor))
+
+    def _update(self, lr: float, own: Outcome) -> None:
+        """Where gradients are summed every rank has the same norm, so all refuse the step here. Elsewhere the others
+        learn of it later: until then this rank goes along, and what it brings to a round stays a number."""
+        if not own.is_sound:
+            self._unsound = self._unsound or own
+        if not math.isfinite(own.norm) and not self.outer.drifts:
+            self._refuse()
+        with self.timer.phase("optimizer"):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self.fence.applying(self.outer.common_step(step)):
-                self.optimizer.step()
-                self._advance(step)
+            with self.fence.applying(self.outer.common_step(own.step)):
+                if self._unsound is None:
+                    self.optimizer.step()
+                self._advance(own.step)
             self.optimizer.zero_grad(set_to_none=True)
-            return norm
 
     def _outer_step(self, step: int) -> CommTimes:
         with self.timer.phase("optimizer"):
-            return self.outer.after(step, last=step == self.config.train.steps)
+            try:
+                return self.outer.after(step, last=step == self.config.train.steps)
+            except NotFinite:
+                self._refuse()
+                raise
 
     def _book(self, phase: str, comm: CommTimes, wait_s: float) -> None:
         """The end of a phase was communication: a part of it waiting for a peer, the rest the network's."""
@@ -177,7 +196,8 @@ class Trainer:
         for shared in known:
             before = self._begun.popleft()
             loss = shared.loss_sum / self.global_tokens
-            self._refuse_nonfinite("loss", loss, before.step + 1)
+            if not math.isfinite(loss):
+                self._refuse()
             self.recorder.propose(before.step + 1, before.cursor, before.cursor + self.global_batch, loss)
             self._edge |= shared.edge
         return any(shared.stop for shared in known)
@@ -187,15 +207,12 @@ class Trainer:
         self.times = self.timer.finish() | ({"allreduce": sum(under_way)} if under_way else {})
         self.recorder.step(step, self.times, tokens=self.global_tokens, **figures)
 
-    def _refuse_nonfinite(self, what: str, value: float, step: int) -> None:
-        """Where gradients are summed over the world every rank sees it in the same step; no such step reaches a
-        checkpoint."""
-        if not math.isfinite(value):
-            raise RunFailed(
-                f"the {what} became {value} in step {step}",
-                why="the training diverged, most often because the learning rate is too high",
-                fix=f"start a new run with a lower rate: --set train.lr={self.config.train.lr / 3:.2g}",
-            )
+    def _refuse(self) -> None:
+        """Where all ranks have come to know of the same trouble in the same place: they can still tell each other
+        whose it is."""
+        error = refuse(self.world, self._unsound, self.config.train.lr)
+        if error is not None:
+            raise error
 
     def _seed_dropout(self, step: int) -> None:
         """A function of rank and step instead of a running generator: resuming is exact without saving its state."""

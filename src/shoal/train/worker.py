@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -24,8 +25,9 @@ from shoal.control.machine import physical_cores
 from shoal.control.placement import Placement
 from shoal.control.process import tie_to
 from shoal.control.rankline import LINE_FD
+from shoal.cost.relief import RELIEF, relief
 from shoal.data.run_setup import create_run, reopen_run
-from shoal.errors import Interrupted, PeerLost, RunFailed, ShoalError, UsageError
+from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
 from shoal.sync.membership.forming import is_lost_peer
@@ -38,6 +40,9 @@ from shoal.train.pinning import pin
 from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
+
+# torch's allocator has two ways to say it; the last is the kernel's.
+_SIGNS_OF_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _note_fault(options, placement, error)
         return say(error)
     except Exception as error:
-        _note_fault(options, placement, _as_fault(error, placement.rank))
+        _note_fault(options, placement, _as_fault(error, placement, _relief(options, placement)))
         with contextlib.suppress(OSError):
             traceback.print_exc()
         return RunFailed.exit_code
@@ -141,14 +146,32 @@ def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalE
         log.close()
 
 
-def _as_fault(error: Exception, rank: int) -> ShoalError:
+def _as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
     """A broken connection means that somebody else is gone: the launcher must not take this rank for the culprit."""
     text = str(error).strip().split("\n")[0]
+    rank = placement.rank
     if is_lost_peer(error):
         return PeerLost(f"rank {rank} lost a peer: {text}")
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return RunFailed(f"rank {rank} is out of memory: {text}", fix="use a smaller --micro-batch or --seq-len")
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in text for sign in _SIGNS_OF_NO_MEMORY):
+        return OutOfMemory(
+            f"rank {rank} on {placement.node} is out of memory: {_asked_for(text)}",
+            why="its weights, moments and activations are more than the machine, or its limit, has room for",
+            fix=relief,
+        )
     return RunFailed(f"rank {rank} raised {type(error).__name__}: {text}")
+
+
+def _asked_for(text: str) -> str:
+    asked = re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE)
+    return f"it asked for {int(asked[1]) / 1e9:.2f} GB more" if asked else text or "it was refused what it asked for"
+
+
+def _relief(options: argparse.Namespace, placement: Placement) -> str:
+    """Whatever failed, its message must come: where the configuration cannot be read, it names no number."""
+    try:
+        return relief(_config(options), placement.world_size)
+    except ShoalError:
+        return RELIEF
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ from shoal.config.load import load_config
 from shoal.events import Event, parse_event
 from shoal.launch.found import Found, find_keeper, is_alive
 from shoal.launch.logs import LogFollower
+from shoal.report.membership import last_members
+from shoal.report.ranklog import collect
 from shoal.runfolder import RunFolder
 from shoal.trials.following import POLL_S, Keeping, RunNews
 from shoal.trials.scripts import ShowLine, ShowNote
 from shoal.trials.training import MakeDisplay
 
-_OPENING = (b'{"event":"start"', b'{"event":"shard"')
+_ENTERED = b'{"event":"membership"'
+_OPENING = (b'{"event":"start"', b'{"event":"shard"', _ENTERED)
 
 
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
@@ -24,7 +27,7 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     keeping, keeper = Keeping(run), find_keeper(run.path)
     news = RunNews(run)
     with contextlib.closing(watch(config)) as display:
-        display([event for rank in run.event_files() for event in _opening(run, rank)])
+        display(opening(run))
         for notes in _until_over(keeping, keeper):
             display([*notes, *news.poll()])
     keeping.raise_error()
@@ -51,12 +54,32 @@ def _until_over(keeping: Keeping, keeper: Found | None) -> Iterator[list[Event]]
     yield keeping.poll()
 
 
-def _opening(run: RunFolder, rank: int) -> list[Event]:
-    """How the newest launch began on a rank: what it is, and its part of the data."""
-    opening: list[Event] = []
+def opening(run: RunFolder) -> list[Event]:
+    """How the newest launch began on each rank that takes part: what it is, its part of the data, who is with it."""
+    events = [event for rank in run.event_files() for event in _opening_of(run, rank)]
+    members = last_members(collect(events))
+    return [event for event in events if event["rank"] in members]
+
+
+def _opening_of(run: RunFolder, rank: int) -> list[Event]:
+    found: list[Event] = []
+    previous = b""
     with contextlib.suppress(FileNotFoundError), run.events(rank).open("rb") as file:
-        # Picked before they are parsed: there may be a million steps in between.
-        for event in map(parse_event, filter(lambda line: line.startswith(_OPENING), file)):
-            if event is not None:
-                opening = [*([] if event["event"] == "start" else opening), event]
-    return opening
+        for line in file:
+            # Picked before they are parsed: there may be a million steps in between.
+            if line.startswith(_OPENING) and (event := parse_event(line)) is not None:
+                found = [*_kept(found, event, previous.startswith(_ENTERED)), event]
+            previous = line
+    return found
+
+
+def _kept(before: list[Event], event: Event, named_first: bool) -> list[Event]:
+    """What still holds of what a rank has said: a new process begins anew, and may have named its generation just
+    before; of several generations the last counts."""
+    match event["event"]:
+        case "start":
+            return before[-1:] if named_first else []
+        case "membership":
+            return [each for each in before if each["event"] != "membership"]
+        case _:
+            return before

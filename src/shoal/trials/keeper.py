@@ -132,12 +132,12 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
     config = load_config(run.config)
     try:
         with open_cluster(config.run.on, training_cargo(run), note) as cluster:
-            ranks = run_ranks(config.run, config.members, run, cluster, log, read_facts(run).digest, job.resume)
+            run_ranks(config.run, config.members, run, cluster, log, read_facts(run).digest, job.resume)
     except ShoalError:
         with contextlib.suppress(ShoalError):
             finish(run)
         raise
-    finish(run, judge_replicas(run, ranks))
+    finish(run, judge_replicas(run))
 
 
 def training_cargo(run: RunFolder) -> Cargo:

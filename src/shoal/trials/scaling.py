@@ -68,7 +68,7 @@ def _median(tries: list[tuple[ScalingPoint, RunFolder]]) -> tuple[ScalingPoint, 
 
 def _conclude(out: Path, points: list[ScalingPoint], runs: dict[int, RunFolder]) -> ScalingResult:
     largest = runs[max(runs)]
-    manifest = finish(largest, compare_replicas(largest.state_files(), max(runs)), points)
+    manifest = finish(largest, compare_replicas(largest.state_files(), range(max(runs))), points)
     picture = out / "scaling.png"
     with writing(out):
         plot_scaling(points, picture)

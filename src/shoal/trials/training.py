@@ -53,11 +53,11 @@ def _with_cluster(config: Config) -> Config:
 
 
 def train_on(
-    path: Path, watch: MakeDisplay, steps: int | None = None, detach: bool = False
+    path: Path, watch: MakeDisplay, steps: int | None = None, detach: bool = False, lineage: str = ""
 ) -> tuple[RunFolder, Manifest | None]:
-    """Goes on with an interrupted or finished run from its newest whole checkpoint."""
+    """Goes on with an interrupted or finished run from its newest checkpoint; of this `lineage`, if one is named."""
     run = RunFolder.open(path)
-    return run, _train(run, watch, Job(resume=True), detach, lambda: reopen_run(path, steps))
+    return run, _train(run, watch, Job(resume=True), detach, lambda: reopen_run(path, steps, lineage))
 
 
 def _train(

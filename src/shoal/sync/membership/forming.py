@@ -58,7 +58,7 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
         store=base,
         ids=enter.ids,
         generation=enter.generation,
-        lineage=enter.lineage.name,
+        lineage=enter.lineage,
         keeps_files=enter.keeps_files,
         link_mbps=place.link_mbps,
     )

@@ -1,0 +1,79 @@
+"""Cheap digests: any bit, any name, any shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.sync.digests import combined, tensor_digests
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, Tensor]:
+    names = draw(st.lists(st.text("abc.", min_size=1, max_size=6), min_size=1, max_size=6, unique=True))
+    return {name: draw(tensors()) for name in names}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    dtype, shape = draw(st.sampled_from(TYPES)), draw(SHAPES)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.frombuffer(bytearray(draw(st.binary(min_size=size, max_size=size))), dtype=dtype).view(shape)
+
+
+def flip(tensor: Tensor, bit: int) -> None:
+    tensor.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+
+
+@given(state=states(), data=st.data())
+def test_one_flipped_bit_anywhere_is_seen_and_found(state: dict[str, Tensor], data: st.DataObject) -> None:
+    before = tensor_digests(state)
+    name = data.draw(st.sampled_from(sorted(state)))
+    flip(state[name], data.draw(st.integers(0, 8 * state[name].nbytes - 1)))
+    after = tensor_digests(state)
+    assert [each for each in state if before[each] != after[each]] == [name]
+    assert combined(before) != combined(after)
+
+
+@given(state=states())
+def test_equal_states_have_equal_digests_in_any_order(state: dict[str, Tensor]) -> None:
+    backwards = {name: state[name].clone() for name in reversed(state)}
+    assert tensor_digests(backwards) == tensor_digests(state)
+    assert list(tensor_digests(backwards)) == list(backwards)
+    assert combined(tensor_digests(backwards)) == combined(tensor_digests(state))
+    assert -(2**63) <= combined(tensor_digests(state)) < 2**63
+
+
+def test_a_name_or_a_shape_counts_too() -> None:
+    tensor = torch.arange(6.0)
+    others: list[dict[str, Tensor]] = [
+        {"a": tensor},
+        {"b": tensor},
+        {"a": tensor.view(2, 3)},
+        {"a": tensor.view(torch.int32)},
+        {},
+    ]
+    assert len({combined(tensor_digests(state)) for state in others}) == len(others)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    state = {f"tensor {index}": torch.arange(index * 500_000) for index in range(8)}
+    ours = torch.get_num_threads()
+    expected = tensor_digests(state)
+    torch.set_num_threads(threads)
+    try:
+        assert tensor_digests(state) == expected
+    finally:
+        torch.set_num_threads(ours)
+
+
+def test_a_tensor_that_does_not_lie_in_one_piece_counts_as_its_values() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    assert tensor_digests({"a": whole.t()}) == tensor_digests({"a": whole.t().contiguous()})
