@@ -199,9 +199,8 @@ def test_how_a_run_ends_is_always_judged(ending: Ending, name: str) -> None:
 
 def test_a_run_without_a_number_of_steps_is_stopped() -> None:
     endless = parse_scenario({**SCENARIO, "training": {}}, "x")
-    assert failed(judge(endless, Measured(), Ending(130, None, 0))) == []
-    telling = parse_scenario({**SCENARIO, "training": {"members": {"digest_every": 5}}}, "x")
-    assert failed(judge(telling, Measured(), Ending(130, None, 0))) == ["replicas equal to the bit"]
+    assert failed(judge(endless, Measured(), Ending(130, True, 3))) == []
+    assert failed(judge(endless, Measured(), Ending(130, None, 0))) == ["replicas equal to the bit"]
 
 
 def test_a_command_is_judged_by_its_answer() -> None:
@@ -214,16 +213,18 @@ def test_a_command_is_judged_by_its_answer() -> None:
     assert len(failed(judge(check, Measured(), bad))) == 3
 
 
-def test_digests_of_the_same_step_are_compared() -> None:
-    def told(rank: int, number: int, sha: str) -> Event:
-        return {"event": "digest", "rank": rank, "step": number, "sha256": sha, "time": 1.0}
-
-    same = Record(ranks=[told(0, 20, "a"), told(1, 20, "a"), told(0, 40, "b")])
-    assert compare_told(same) == (True, 2)
-    assert compare_told(Record(ranks=[told(0, 20, "a"), told(1, 20, "b")])) == (False, 2)
-    again = Record(ranks=[told(0, 20, "x"), told(1, 20, "a"), told(0, 20, "a")])
-    assert compare_told(again) == (True, 2)
-    assert compare_told(Record(ranks=[told(0, 20, "a")])) == (None, 0)
+def test_replicas_of_a_stopped_run_have_compared_themselves() -> None:
+    record = Record(ranks=[{**member(0, 1.0, "1-0", 3, "first"), "step": 0}, step(0, 19, 2.0)])
+    assert compare_told(Record(), every=20) == (None, 0)
+    assert compare_told(record, every=20) == (None, 0)
+    record.ranks.append(step(0, 21, 2.1))
+    assert compare_told(record, every=20) == (True, 3)
+    record.ranks.append({**member(0, 3.0, "10-0", 2), "step": 22})
+    assert compare_told(record, every=20) == (None, 0)
+    record.ranks.append(step(0, 40, 4.0))
+    assert compare_told(record, every=20) == (True, 2)
+    record.ranks.append({"event": "divergence", "rank": 0, "step": 40, "time": 4.1})
+    assert compare_told(record, every=20) == (False, 0)
 
 
 def test_only_ranks_that_came_to_an_end_are_compared() -> None:

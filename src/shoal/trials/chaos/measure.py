@@ -6,16 +6,16 @@ All times are of one machine's clock: an emulated node has no other.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
 from pydantic import BaseModel, ConfigDict
 
 from shoal.events import Event
-from shoal.report.ledger import LedgerReport, check_ledger
+from shoal.report.ledger import check_ledger
 from shoal.trials.chaos.record import Record
-
-Ballot = tuple[int, int]
+from shoal.trials.chaos.replicas import ballot, newest_generation
 
 
 class Measured(BaseModel):
@@ -51,9 +51,10 @@ def measure(record: Record) -> Measured:
     first, last = (float(record.injected[i]["time"]) for i in (0, -1))
     regrouped = _regrouped(record, first)
     ledger = check_ledger(record.commits)
+    lost_samples = sum(end - begin for begin, end in ledger.gaps)
     steps = sorted(float(event["time"]) for event in record.ranks_said("step"))
     pause = longest_pause(steps, first)
-    regroup = _formed(regrouped)
+    regroup, newest = _formed(regrouped), newest_generation(record)
     return Measured(
         detect_s=_since(first, _first_after(first, _signs_of_loss(record))),
         regroup_s=_since(first, regroup),
@@ -63,10 +64,10 @@ def measure(record: Record) -> Measured:
         pause_s=_since(first, _first_after(first, _times(record.agents_said("pause")))),
         longest_pause_s=pause,
         reconfigurations=len({event["generation"] for event in regrouped}),
-        members=_members(record),
+        members=None if newest is None else int(newest["size"]),
         steps=record.furthest_step,
-        lost_steps=_lost_steps(record, ledger),
-        lost_samples=sum(end - begin for begin, end in ledger.gaps),
+        lost_steps=_lost_steps(record, lost_samples),
+        lost_samples=lost_samples,
         redone_steps=_redone(record),
         stale_commits=count_stale(record.commits),
         abandoned=sum("abandoned" in commit for commit in record.commits),
@@ -74,11 +75,6 @@ def measure(record: Record) -> Measured:
         ledger_ok=ledger.ok,
         sentences=sentences(record, first),
     )
-
-
-def ballot(text: str) -> Ballot:
-    number, _, member = text.partition("-")
-    return int(number), int(member or 0)
 
 
 def count_stale(commits: Sequence[Event]) -> int:
@@ -131,16 +127,10 @@ def _signs_of_loss(record: Record) -> list[float]:
     return _times([*record.ranks_said("lost", "fault"), *record.agents_said("lost", "pause", "tell"), *ended_badly])
 
 
-def _members(record: Record) -> int | None:
-    said = record.ranks_said("membership")
-    newest = max(said, key=lambda event: ballot(str(event["generation"])), default=None)
-    return int(newest["size"]) if newest else None
-
-
-def _lost_steps(record: Record, ledger: LedgerReport) -> int:
-    """Steps that the ledger's last one should rest on, and that no standing record has."""
-    last = next((int(commit["step"]) for commit in reversed(record.commits) if "step" in commit), 0)
-    return max(0, last - ledger.steps)
+def _lost_steps(record: Record, lost_samples: int) -> int:
+    """As many as it takes to use the samples that no standing record has."""
+    sizes = [end - first for first, end in (commit["samples"] for commit in record.commits if "samples" in commit)]
+    return math.ceil(lost_samples / median(sizes)) if lost_samples else 0
 
 
 def _redone(record: Record) -> int:

@@ -1,9 +1,16 @@
-"""Were replicas equal, by what their ranks said? Pure."""
+"""Who was in the world, and were replicas equal, by what their ranks said? Pure."""
 
 from __future__ import annotations
 
 from shoal.events import Event
 from shoal.trials.chaos.record import Record
+
+Ballot = tuple[int, int]
+
+
+def ballot(text: str) -> Ballot:
+    number, _, member = text.partition("-")
+    return int(number), int(member or 0)
 
 
 def ranks_that_ended(record: Record) -> list[Event]:
@@ -12,13 +19,20 @@ def ranks_that_ended(record: Record) -> list[Event]:
     return [event for event in last.values() if event.get("event") == "end"]
 
 
-def compare_told(record: Record) -> tuple[bool | None, int]:
-    """Digests of the same step, over all steps that more than one rank told of; None where there is no such step."""
-    by_step: dict[int, dict[int, str]] = {}
-    for event in record.ranks_said("digest"):
-        # A rank that did the step again has the later word: the earlier state was thrown away.
-        by_step.setdefault(int(event["step"]), {})[int(event["rank"])] = str(event["sha256"])
-    compared = [told for told in by_step.values() if len(told) > 1]
-    if not compared:
+def compare_told(record: Record, every: int) -> tuple[bool | None, int]:
+    """Ranks compare themselves after each `every` steps and tell of a difference. None where the newest generation has
+    not come to that yet: then nobody knows."""
+    if record.ranks_said("divergence"):
+        return False, 0
+    newest = newest_generation(record)
+    if newest is None:
         return None, 0
-    return all(len(set(told.values())) == 1 for told in compared), max(map(len, compared))
+    size, began = int(newest["size"]), int(newest["step"])
+    if size > 1 and record.furthest_step // every <= began // every:
+        return None, 0
+    return True, size
+
+
+def newest_generation(record: Record) -> Event | None:
+    """Of all that ranks have entered."""
+    return max(record.ranks_said("membership"), key=lambda event: ballot(str(event["generation"])), default=None)

@@ -184,7 +184,8 @@ class Stage:
         with contextlib.suppress(OSError):
             keep_checkpoints(self.run, self.ground.disk)
         ended = self.watch.ended
-        equal, count = _replicas(self.run, self.record)
+        every = self.scenario.config(self.ground.on, seed=0).members.digest_every
+        equal, count = _replicas(self.run, self.record, every)
         return Ending(
             exit_code=None if ended is None else int(ended["code"]),
             replicas_equal=equal,
@@ -196,14 +197,14 @@ class Stage:
         )
 
 
-def _replicas(run: RunFolder, record: Record) -> tuple[bool | None, int]:
+def _replicas(run: RunFolder, record: Record, every: int) -> tuple[bool | None, int]:
     """Of the ranks that came to an end: one that was killed and not started again has nothing to compare.
 
-    A run that was asked to stop leaves no states, but its ranks have told their digests now and then."""
+    A run that was asked to stop leaves no states, but its ranks have compared themselves now and then."""
     whole = {int(event["rank"]) for event in ranks_that_ended(record)}
     files = {rank: path for rank, path in run.state_files().items() if rank in whole}
     if not files:
-        return compare_told(record)
+        return compare_told(record, every)
     try:
         return compare_replicas(files).byte_equivalent, len(files)
     except ShoalError:

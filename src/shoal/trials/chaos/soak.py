@@ -27,10 +27,11 @@ from shoal.trials.training import train_new
 
 _SAMPLE_S = 5.0
 _START_S = 120.0
+_DIGEST_EVERY = 20
 # A flat learning rate: a run that is stopped somewhere can be compared with another one at the same step.
 _TRAINING: dict[str, dict[str, Any]] = {
     "train": {"min_lr_fraction": 1.0, "checkpoint_every": 200, "lr": 1e-3},
-    "members": {"digest_every": 20},
+    "members": {"digest_every": _DIGEST_EVERY},
 }
 
 
@@ -61,7 +62,7 @@ def soak(order: SoakOrder, out: Path, show: Show) -> SoakResult:
         finally:
             left = faulty.end()
     reference = _reference(order, out / "reference", faulty.watch.furthest_step, show)
-    equal, _ = compare_told(faulty.watch.record)
+    equal, _ = compare_told(faulty.watch.record, _DIGEST_EVERY)
     return judge_soak(
         record=faulty.watch.record,
         outcomes=outcomes,

@@ -23,6 +23,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "heads": 2, "width": 32, "seq_len": 32},
     "data": {"sentences": 400},
     "train": {"global_batch": 12, "checkpoint_every": 50, "eval_every": 1_000_000, "compile": "off"},
+    "members": {"digest_every": 20},
 }
 # Where a scenario names no number of steps, the run is asked to stop when all has happened.
 ENDLESS = 1_000_000
@@ -94,11 +95,6 @@ class Scenario(BaseModel):
     @property
     def ends_by_itself(self) -> bool:
         return "steps" in self.training.get("train", {})
-
-    @property
-    def tells_digests(self) -> bool:
-        """Whether ranks compare themselves often enough that a run which is stopped has been compared, too."""
-        return "digest_every" in self.training.get("members", {})
 
     @property
     def target_s(self) -> float | None:
