@@ -125,7 +125,7 @@ class Injector:
     def _power_on(self, node: str) -> None:
         lab = self._ground.need_lab()
         lab.perform(changes.restart(node))
-        words = (sys.executable, "-m", "shoal", "join", str(self._run.path))
+        words = (sys.executable, "-m", "shoal", "join", str(self._run.path), "--node", node)
         log = self._run.log(node, "join")
         self.joined.append(lab.start(node, words, {}, log))
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from shoal.events import Event
 from shoal.report.ledger import check_ledger
 from shoal.trials.chaos.record import Record
-from shoal.trials.chaos.replicas import ballot, newest_generation
+from shoal.trials.chaos.replicas import ballot, came_back, newest_generation
 
 
 class Measured(BaseModel):
@@ -60,7 +60,7 @@ def measure(record: Record) -> Measured:
         regroup_s=_since(first, regroup),
         next_step_s=pause if regroup is None else _since(first, _first_after(regroup, steps)),
         next_commit_s=_since(first, _first_after(regroup or first, _times(record.commits))),
-        rejoin_s=_since(last, _first_after(last, _times(e for e in regrouped if e.get("how") == "joined"))),
+        rejoin_s=_since(last, came_back(record, last)),
         pause_s=_since(first, _first_after(first, _times(record.agents_said("pause")))),
         longest_pause_s=pause,
         reconfigurations=len({event["generation"] for event in regrouped}),

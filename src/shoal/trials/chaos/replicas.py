@@ -36,3 +36,9 @@ def compare_told(record: Record, every: int) -> tuple[bool | None, int]:
 def newest_generation(record: Record) -> Event | None:
     """Of all that ranks have entered."""
     return max(record.ranks_said("membership"), key=lambda event: ballot(str(event["generation"])), default=None)
+
+
+def came_back(record: Record, after: float) -> float | None:
+    """When somebody who had no part in the training any more had one again."""
+    joined = (event for event in record.ranks_said("membership") if event.get("how") == "joined")
+    return min((float(event["time"]) for event in joined if event["time"] > after), default=None)

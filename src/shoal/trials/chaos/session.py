@@ -22,7 +22,7 @@ from shoal.trials.chaos.judge import Assertion, judge
 from shoal.trials.chaos.measure import Measured, measure
 from shoal.trials.chaos.plan import Injection, is_due, plan_injections
 from shoal.trials.chaos.record import Ending, Record
-from shoal.trials.chaos.replicas import compare_told, ranks_that_ended
+from shoal.trials.chaos.replicas import came_back, compare_told, ranks_that_ended
 from shoal.trials.chaos.spec import Scenario
 from shoal.trials.chaos.watch import Watch
 from shoal.trials.stopping import end_processes, stop
@@ -149,15 +149,24 @@ class Stage:
         asked_at: float | None = None
         began = time.monotonic()
         patient = self.scenario.ends_by_itself or self._is_ending()
+        settled_at: float | None = None
         while self._is_running():
             self._look("watches")
-            if not patient and time.monotonic() - began > self.scenario.watch_s:
+            if settled_at is None and self._is_whole(time.monotonic() - began):
+                settled_at = time.monotonic()
+            if not patient and settled_at and time.monotonic() - settled_at > self.scenario.watch_s:
                 self.show("stops")
                 asked_at = time.monotonic()
                 stop(self.run, wait_s=max(1.0, self._deadline - asked_at))
             time.sleep(POLL_S)
         self.watch.poll()
         return time.monotonic() - (asked_at or began)
+
+    def _is_whole(self, waited_s: float) -> bool:
+        """Whoever is expected back is back, or will not be in time."""
+        within_s = self.scenario.expect.rejoin_within_s
+        last = float(self.record.injected[-1]["time"])
+        return within_s is None or waited_s > within_s or came_back(self.record, last) is not None
 
     def _is_ending(self) -> bool:
         """Whether the last thing that was done to it asks it to end."""
