@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal.control.membership.rules import Rules
 from shoal.events import Event, read_events
+from shoal.launch.found import find
 from shoal.launch.orders import Go, Membership, Start
 from tests.agent_checks import Agent, roster
 from tests.runs_checks import wait_until
@@ -59,6 +60,9 @@ class Team:
         enough = len(self.notes(rank, "commit")) + more
         wait_until(lambda: len(self.notes(rank, "commit")) >= enough, within_s, why=self.everything)
 
+    def await_notes(self, rank: int, kind: str) -> list[Event]:
+        return wait_until(lambda: self.notes(rank, kind), why=self.everything)
+
     def await_size(self, rank: int, size: int, entries: int = 2, within_s: float = 20.0) -> Event:
         """Until it trains in a generation of so many ranks, at least its second one, and has committed in it."""
 
@@ -90,8 +94,6 @@ class Team:
 
 
 def find_part(agent: Agent, part: str) -> int:
-    from shoal.launch.found import find
-
     return next(found.pid for found in find(agent.run.path) if found.part == part)
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import time
 from pathlib import Path
 
-from shoal.launch.orders import STOP
+import pytest
+
+from shoal.control.membership.rules import Rules
+from shoal.launch.found import find
+from shoal.launch.orders import END, STOP
 from tests.agent_checks import agents
 from tests.member_checks import Team, start_again
+from tests.programs import shoal
 from tests.runs_checks import wait_until
 
 
@@ -49,6 +55,7 @@ def test_a_killed_rank_is_started_again_and_the_others_go_on(tmp_path: Path) -> 
     assert [code for agent in members for code, _ in agent.ended().values()] == [130, 130, 130]
 
 
+@pytest.mark.long
 def test_the_only_rank_of_a_machine_comes_back_as_a_guest(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
@@ -60,6 +67,7 @@ def test_the_only_rank_of_a_machine_comes_back_as_a_guest(tmp_path: Path) -> Non
         team.check_ledgers(0, 1, 2)
 
 
+@pytest.mark.long
 def test_a_killed_agent_is_done_without_and_comes_back(tmp_path: Path) -> None:
     """The one that keeps the keys, and proposes first."""
     with agents(tmp_path, tmp_path, tmp_path) as members:
@@ -80,6 +88,7 @@ def test_a_killed_agent_is_done_without_and_comes_back(tmp_path: Path) -> None:
         assert [agent.code(within_s=10) for agent in members] == [0, 0, 0]
 
 
+@pytest.mark.long
 def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
@@ -93,3 +102,143 @@ def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
         start_again(members[1])
         team.await_size(1, 2)
         team.check_ledgers(1, 2)
+
+
+@pytest.mark.long
+def test_a_machine_that_slept_is_done_without_and_let_in_again(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1, 1))
+        team.go(rules=Rules(silent_after_s=1.5))
+        team.await_commits(2)
+        machine = (team.pid(2), members[2].process.pid)
+        freeze(machine, signal.SIGSTOP)
+        try:
+            entered = team.await_size(0, 2)
+            assert entered["ids"] == [0, 1]
+            asleep = team.commits(2)
+        finally:
+            freeze(machine, signal.SIGCONT)
+        team.await_size(2, 3)
+        later = team.commits(2)[len(asleep) :]
+        assert {generation for _, generation in later}.isdisjoint({"1-0"}), "a stale rank commits nothing"
+        team.check_ledgers(0, 1, 2)
+        assert members[2].said("ended") == [], "its rank kept its process"
+
+
+def freeze(pids: tuple[int, ...], signum: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, signum)
+
+
+@pytest.mark.long
+def test_a_short_freeze_changes_nothing(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1))
+        team.go(rules=Rules(silent_after_s=5.0))
+        team.await_commits(0)
+        freeze((members[1].process.pid,), signal.SIGSTOP)
+        time.sleep(1.5)
+        freeze((members[1].process.pid,), signal.SIGCONT)
+        team.await_commits(0, more=20)
+        assert [len(agent.said("generation")) for agent in members] == [1, 1]
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1), step_s=30)
+        team.go()
+        team.await_notes(0, "enter")
+        os.kill(team.pid(0), signal.SIGKILL)
+        assert [agent.code(within_s=10) for agent in members] == [0, 0]
+        assert find(tmp_path) == []
+    assert members[0].ended() == {"rank-0": (-signal.SIGKILL, False)}
+    assert members[0].said("restart") == []
+
+
+def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
+    """To start it again would only have it raise again."""
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        os.kill(team.pid(1), signal.SIGUSR1)
+        assert [agent.code(within_s=10) for agent in members] == [0, 0]
+        assert find(tmp_path) == []
+    assert members[1].ended() == {"rank-1": (7, False)}
+    assert members[0].ended() == {"rank-0": (-signal.SIGKILL, True)}
+
+
+@pytest.mark.long
+def test_a_machine_whose_ranks_keep_dying_leaves(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1))
+        team.go(restarts=1)
+        team.await_commits(0)
+        os.kill(team.pid(1), signal.SIGKILL)
+        team.await_size(1, 2)
+        os.kill(team.pid(1), signal.SIGKILL)
+        assert members[1].code(within_s=10) == 0
+        assert members[1].said("done")[-1]["finished"] is False
+        team.await_size(0, 1, entries=4)
+        members[0].tell(STOP)
+        assert members[0].code(within_s=10) == 0
+    assert len(members[1].said("restart")) == 1
+
+
+@pytest.mark.long
+def test_what_is_started_again_while_all_stop_is_not(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        os.kill(team.pid(1), signal.SIGKILL)
+        members[1].first("restart")
+        members[0].tell(END)
+        assert [agent.code(within_s=5) for agent in members] == [0, 0]
+        assert find(tmp_path) == []
+
+
+@pytest.mark.long
+def test_a_dead_agent_is_started_again_by_hand(tmp_path: Path) -> None:
+    """`shoal join RUN` leaves it to itself once the others have let it in."""
+    with agents(tmp_path, tmp_path) as members:
+        (tmp_path / "job.json").write_text("{}")
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        members[1].process.kill()
+        members[1].process.wait()
+        team.await_size(0, 1)
+        done = shoal("join", tmp_path, "--node", "node2")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("node2 takes part again: node1, node2 train on from step ")
+        team.await_size(1, 2)
+        again = shoal("join", tmp_path, "--node", "node2")
+        assert again.returncode == 2
+        assert f"error: node2 takes part in {tmp_path} already" in again.stderr
+        nobody = shoal("join", tmp_path, "--node", "node7")
+        assert "knows no node node7 that could come back" in nobody.stderr
+        members[0].tell(STOP)
+        assert members[0].code(within_s=10) == 0
+        wait_until(lambda: find(tmp_path) == [], within_s=10)
+    left = shoal("join", tmp_path)
+    assert left.returncode == 2
+    assert f"error: nothing of {tmp_path} can come back on this machine" in left.stderr
+
+
+@pytest.mark.long
+def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
+    """Alone it needs nobody's word; without any rank nothing is left to go on with."""
+    with agents(tmp_path) as members:
+        team = Team(members, (3,))
+        team.go()
+        team.await_commits(0)
+        os.kill(team.pid(0), signal.SIGKILL)
+        team.await_size(1, 2)
+        team.await_size(0, 3)
+        freeze(tuple(map(team.pid, range(3))), signal.SIGKILL)
+        assert members[0].code(within_s=10) == 0
+        assert find(tmp_path) == []
+    assert members[0].said("done")[-1]["finished"] is False
+    assert [event["code"] for event in members[0].said("ended")] == [-signal.SIGKILL] * 4

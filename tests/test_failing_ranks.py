@@ -162,7 +162,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_killed_rank_is_named_and_the_other_folded_beneath(tmp_path: Path) -> None:
-    with training(tmp_path / "run", *LONG) as run:
+    with training(tmp_path / "run", *LONG, *set_flags("members.on_loss=end")) as run:
         pids = run.pids()
         os.kill(pids[1], signal.SIGKILL)
         assert run.end(within_s=5) == 3

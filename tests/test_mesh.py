@@ -24,12 +24,13 @@ ME = introduce(0, "node1", "m", "c", "d")
 class Peer:
     """One member in this very process; what its mesh says of the others is kept."""
 
-    def __init__(self, number: int, cpu: str = "the same") -> None:
+    def __init__(self, number: int, cpu: str = "the same", config: str = "c") -> None:
         self.mesh = Mesh(self._hear, lambda member, how: self.lost.append((member, how)), self._note)
         self.heard: list[tuple[int, Message]] = []
         self.lost: list[tuple[int, str]] = []
+        self.met: list[int] = []
         self.notes: list[str] = []
-        self._me = replace(ME, member=number, node=f"node{number + 1}", cpu=cpu)
+        self._me = replace(ME, member=number, node=f"node{number + 1}", cpu=cpu, config=config)
 
     async def listen(self) -> Member:
         port = await self.mesh.listen("127.0.0.1", self._me, TOKEN)
@@ -108,6 +109,113 @@ def test_who_slept_itself_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [peer.lost for peer in peers] == [[], []]
 
     together(scene, [Peer(0), Peer(1)])
+
+
+def in_touch(peers: list[Peer]) -> None:
+    for number, peer in enumerate(peers):
+        peer.mesh.keep_up({}, peer.met.append)
+        assert sorted(peer.met) == [other for other in range(len(peers)) if other != number]
+
+
+async def until(happened: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not happened():
+            await asyncio.sleep(0.02)
+
+
+async def meet_and_keep_up(peers: list[Peer]) -> None:
+    roster = dict(enumerate([await peer.listen() for peer in peers]))
+    await asyncio.gather(*(peer.mesh.meet(roster) for peer in peers))
+    in_touch(peers)
+
+
+def play(scene: Callable[[], Awaitable[list[Peer]]]) -> None:
+    async def begin() -> None:
+        for peer in await scene():
+            await peer.mesh.close()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(begin(), 10))
+
+
+def test_a_lost_connection_is_made_again() -> None:
+    async def scene() -> list[Peer]:
+        peers = [Peer(0), Peer(1)]
+        await meet_and_keep_up(peers)
+        for channel in peers[0].mesh._channels[1]:
+            channel.close()
+        await until(lambda: all(peer.lost and len(peer.met) == 2 for peer in peers))
+        await until_heard(peers[0], 1, peers[1])
+        await until_heard(peers[1], 0, peers[0])
+        return peers
+
+    play(scene)
+
+
+async def until_heard(speaker: Peer, to: int, listener: Peer) -> None:
+    before = len(listener.heard)
+    speaker.mesh.post(to, {"type": "news"})
+    await until(lambda: len(listener.heard) > before)
+
+
+def test_nobody_is_lost_for_being_silent_where_others_judge() -> None:
+    async def scene() -> list[Peer]:
+        peers = [Peer(0), Peer(1)]
+        await meet_and_keep_up(peers)
+        await asyncio.sleep(1.0)
+        assert [peer.lost for peer in peers] == [[], []]
+        return peers
+
+    play(scene)
+
+
+def test_whoever_dials_anew_is_connected_again_and_lost_to_nobody() -> None:
+    async def scene() -> list[Peer]:
+        peers = [Peer(0), Peer(1)]
+        await meet_and_keep_up(peers)
+        for peer in (*peers, *peers):
+            peer.mesh.dial_anew()
+            await asyncio.sleep(0.2)
+        await until(lambda: all(len(peer.met) >= 4 for peer in peers))
+        assert [peer.lost for peer in peers] == [[], []]
+        assert [len(peer.mesh._channels[1 - number]) for number, peer in enumerate(peers)] == [2, 2]
+        await until_heard(peers[0], 1, peers[1])
+        await until_heard(peers[1], 0, peers[0])
+        return peers
+
+    play(scene)
+
+
+def test_a_newcomer_is_told_of_by_whom_it_asked() -> None:
+    """It knows one of the two, and the other one does not know it."""
+
+    async def scene() -> list[Peer]:
+        peers = [Peer(0), Peer(1)]
+        await meet_and_keep_up(peers)
+        guest = Peer(5)
+        await guest.listen()
+        guest.mesh.keep_up({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
+        await until(lambda: {0, 1} <= set(guest.met) and 5 in peers[0].met and 5 in peers[1].met)
+        assert peers[1].mesh.places.name(5) == "node6"
+        return [*peers, guest]
+
+    play(scene)
+
+
+def test_a_member_of_another_config_is_refused_and_harms_nobody() -> None:
+    async def scene() -> list[Peer]:
+        peers = [Peer(0), Peer(1)]
+        await meet_and_keep_up(peers)
+        guest = Peer(5, config="another")
+        await guest.listen()
+        guest.mesh.keep_up({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
+        await until(lambda: peers[0].notes)
+        assert peers[0].notes[0].startswith("refused a member: node1 and node6 cannot train together: configuration")
+        assert (guest.met, peers[0].lost) == ([], [])
+        await until_heard(peers[1], 0, peers[0])
+        return [*peers, guest]
+
+    play(scene)
 
 
 def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

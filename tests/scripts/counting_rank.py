@@ -6,6 +6,7 @@ it writes into its own ledger. The wish to end after a step travels in the excha
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -58,6 +59,8 @@ class Rank:
 
     def main(self) -> int:
         signal.signal(signal.SIGINT, self.stop)
+        # As one does that meets a bug of its own.
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
         self.note(event="here")
         self.say(Here(committed=0))
         while True:
@@ -95,21 +98,25 @@ class Rank:
         return 0
 
     def form(self, order: Enter) -> bool:
-        if order.rank == order.source and self.state is not None:
+        """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
+        has_it = self.state is not None and order.holds and self.state.step == order.state.step
+        if self.state is not None and (order.first or has_it):
             self.ask(op="set", key=f"{order.prefix}/state", value=text(self.state.model_dump_json()))
-        if order.first or (order.holds and self.state is not None and self.state.step == order.state.step):
-            pass
-        else:
-            self.state = None
-            while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
-                self.listen()
-                if self.is_halted_at_once():
-                    return False
-            self.state = State.model_validate_json(untext(found))
-            self.note(event="copied", step=self.state.step)
+        elif not self.copy(order):
+            return False
         if self.exchange(order, "formed") is None:
             return False
         self.say(Formed(generation=order.generation))
+        return True
+
+    def copy(self, order: Enter) -> bool:
+        self.state = None
+        while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
+            self.listen()
+            if self.is_halted_at_once():
+                return False
+        self.state = State.model_validate_json(untext(found))
+        self.note(event="copied", step=self.state.step)
         return True
 
     def exchange(self, order: Enter, name: str, edge: bool = False) -> int | None:
@@ -188,14 +195,10 @@ class Rank:
 
 
 def text(value: str) -> str:
-    import base64
-
     return base64.b64encode(value.encode()).decode()
 
 
 def untext(value: object) -> str:
-    import base64
-
     return base64.b64decode(str(value)).decode()
 
 

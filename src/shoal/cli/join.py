@@ -1,4 +1,4 @@
-"""`shoal join`: take part in a run that another machine hosts, without SSH."""
+"""`shoal join`: take part in a run that another machine hosts, without SSH; or again, after our agent died."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shoal.config.load import load_config
 from shoal.events import EventTail
 from shoal.runfolder import RunFolder
 from shoal.trials.joining import join as take_part
+from shoal.trials.rejoining import rejoin
 from shoal.trials.training import Display, default_out
 
 app = typer.Typer(add_completion=False)
@@ -24,12 +25,21 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def join(
-    invitation: Annotated[str, typer.Argument(help="ADDRESS:PORT#CODE, as shoal host printed it.")],
+    invitation: Annotated[
+        str, typer.Argument(help="ADDRESS:PORT#CODE, as shoal host printed it; or the folder of a run to come back to.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="This machine's run folder.", show_default="runs/joined-TIME")
     ] = None,
+    node: Annotated[str | None, typer.Option(help="With a run folder: which node, where it has several.")] = None,
 ) -> None:
-    """Take part in a run that another machine hosts: type there `shoal host`, and here the line that it prints."""
+    """Take part in a run that another machine hosts: type there `shoal host`, and here the line that it prints.
+
+    A machine whose agent was killed comes back to a run that goes on elsewhere: shoal join RUN-FOLDER.
+    """
+    if Path(invitation).is_dir():
+        sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
+        return
     show = OwnRank()
     try:
         joined = take_part(parse_invitation(invitation), out or default_out("joined"), print_note, show)

@@ -8,42 +8,28 @@ whose machines come and go it also has a council (`launch.elastic`), and can be 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import shlex
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.node import reserve_port
 from shoal.control.channel import Message
-from shoal.control.devices import this_machine_is_cpu_only
-from shoal.control.hello import introduce
-from shoal.control.machine import boot_clock, physical_cores
-from shoal.control.membership.council import Council
+from shoal.control.machine import boot_clock
 from shoal.control.membership.promisefile import PromiseFile
 from shoal.control.process import unmark
-from shoal.control.rankline import ToAgent
-from shoal.control.route import interface_for
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.again import forget_orders, keep_orders, read_orders
 from shoal.launch.awake import awake
-from shoal.launch.crew import Crew, Hand
 from shoal.launch.elastic import Elastic
-from shoal.launch.found import KEEPER, MESSENGER, find
 from shoal.launch.joined import LonelyScripts
 from shoal.launch.keyring import Keyring
-from shoal.launch.keystore import Request
-from shoal.launch.lines import RankLine
 from shoal.launch.mesh import Mesh
-from shoal.launch.orders import END, STOP, Go, Meet, Membership, read_go, read_meet, read_wish
+from shoal.launch.orders import END, STOP, Go, Meet, Membership, read_go, read_meet, read_stdin, read_wish
 from shoal.launch.ranks import Ended, Ranks
-from shoal.launch.seating import Seating
+from shoal.launch.ready import as_bug, get_ready
 from shoal.launch.workplace import Workplace
 from shoal.runfolder import RunFolder
 
@@ -60,7 +46,7 @@ class Agent:
         self._mesh = Mesh(self._on_message, self._on_lost, self._note)
         self._keys = Keyring(meet.member, self._mesh.tell)
         self._ranks = Ranks(self._run, meet.node, self._now)
-        self._workplace = Workplace(self._run, meet.node, self._ranks, self._keys, self._keep)
+        self._workplace = Workplace(self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write)
         self._elastic: Elastic | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
@@ -72,9 +58,11 @@ class Agent:
 
     async def work(self, lines: asyncio.StreamReader) -> int:
         async def begin() -> None:
-            go = await self._await_go(lines)
+            line = await lines.readline()
+            if not line or read_wish(line):
+                raise Abandoned
             self._keep(self._obey(lines))
-            await self._begin(go)
+            await self._begin(read_go(line))
 
         return await self._live(begin())
 
@@ -91,14 +79,14 @@ class Agent:
                 await self._see_through()
             self._name_the_absent()
         except ShoalError as error:
-            self.write("refused", **error.as_dict())
+            self._write("refused", **error.as_dict())
             return error.exit_code
         except Abandoned:
-            self.write("note", text="the launcher left before the run began")
+            self._write("note", text="the launcher left before the run began")
             return Interrupted.exit_code
         except Exception as error:
             traceback.print_exc()
-            self.write("refused", **_as_bug(error, self._orders.node).as_dict())
+            self._write("refused", **as_bug(error, self._orders.node).as_dict())
             return RunFailed.exit_code
         finally:
             begin.close()
@@ -108,36 +96,12 @@ class Agent:
             await self._mesh.close()
             if self._elastic is not None:
                 forget_orders(self._run, self._orders.node)
-            self.write("done", finished=self._elastic is not None and self._elastic.finished)
+            self._write("done", finished=self._has_finished())
         return 0
 
     async def _get_ready(self) -> None:
-        orders = self._orders
-        _refuse_leftovers(self._run.path, orders.node, is_new=orders.life == 0)
-        interface = interface_for(orders.address, orders.interface, orders.node)
-        mark = secrets.token_hex(16)
-        me = introduce(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
-        port = await self._mesh.listen(orders.address, me, orders.token)
-        self._script_port = None if orders.script_port is None else reserve_port(orders.address, orders.script_port)
-        self.write(
-            "ready",
-            node=orders.node,
-            mark=mark,
-            pid=os.getpid(),
-            port=port,
-            script_port=self._script_port and self._script_port.getsockname()[1],
-            interface=interface,
-            cores=physical_cores(),
-            cpu_only=this_machine_is_cpu_only(),
-            life=orders.life,
-            highest=PromiseFile(self._run.votes(orders.node)).load().highest,
-        )
-
-    async def _await_go(self, lines: asyncio.StreamReader) -> Go:
-        line = await lines.readline()
-        if not line or read_wish(line):
-            raise Abandoned
-        return read_go(line)
+        said, self._script_port = await get_ready(self._orders, self._run, self._mesh)
+        self._write("ready", **said)
 
     async def _begin(self, go: Go) -> None:
         self._roster = dict(enumerate(go.roster))
@@ -153,7 +117,7 @@ class Agent:
             self._mesh.watch()
         else:
             self._mesh.keep_up(self._roster, self._elastic.connected)
-            self._elastic.found(go.members)
+            self._elastic.found()
 
     async def _begin_again(self, go: Go) -> None:
         if go.members is None:
@@ -166,23 +130,18 @@ class Agent:
         self._elastic.come_back()
 
     def _make_elastic(self, go: Go, members: Membership) -> Elastic:
-        me = self._orders.member
         promises = PromiseFile(self._run.votes(self._orders.node))
-        council = Council(me, members.rules, promises, boot_clock(), self._name)
-        self._crew = Crew([Hand(start) for start in go.starts], members.restarts)
-        seating = Seating(me, go.roster)
-        return Elastic(council, members.rules, seating, self._crew, self._mesh, self._keys, self)
+        return Elastic(self._orders.member, go, members, promises, self._mesh, self._keys, self._workplace)
 
     def _start_all(self, go: Go) -> None:
         if self._elastic is not None:
-            for hand in self._crew.hands:
-                self.launch(hand)
+            self._elastic.start(self._elastic.crew.hands)
         else:
-            alone = not any(map(self.shares_folder_with, range(self._orders.member)))
+            alone = not any(map(self._workplace.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
                 self._workplace.start(start, alone)
         self._roll = LonelyScripts(go.starts, self._note)
-        self.write("started", processes=self._ranks.alive())
+        self._write("started", processes=self._ranks.alive())
 
     async def _see_through(self) -> None:
         """Until every member's ranks have ended: a rank elsewhere may still need our keys."""
@@ -194,6 +153,8 @@ class Agent:
             self._roll.look(self._ranks.alive(), boot_clock() - self._met_at)
             if self._elastic is not None:
                 self._elastic.tick()
+                if self._elastic.failed and self._failed_at is None:
+                    await self._fail()
             await self._say_when_done()
             await asyncio.sleep(POLL_S)
 
@@ -201,12 +162,14 @@ class Agent:
         return len(self._over) == len(self._roster) if self._elastic is None else self._elastic.is_over()
 
     async def _say_when_done(self) -> None:
-        gone = not self._ranks.alive() if self._elastic is None else self._crew.is_gone()
+        gone = not self._ranks.alive() if self._elastic is None else self._elastic.crew.is_gone()
         if gone and not self._told:
             self._told = True
             self._over.add(self._orders.member)
-            finished = self._elastic is not None and self._elastic.finished
-            await self._mesh.tell_all({"type": "done", "finished": finished})
+            await self._mesh.tell_all({"type": "done", "finished": self._has_finished()})
+
+    def _has_finished(self) -> bool:
+        return self._elastic is not None and self._elastic.farewell.finished
 
     async def _obey(self, lines: asyncio.StreamReader) -> None:
         """The end of the lines is the end of the launcher or of its connection, never of the run."""
@@ -248,10 +211,10 @@ class Agent:
         if self._elastic is not None and self._elastic.ended(ended):
             return
         if ended.code not in (0, Interrupted.exit_code):
-            self.fail()
+            await self._fail()
 
     def _report(self, ended: Ended) -> None:
-        self.write("ended", name=ended.start.name, code=ended.code, by_us=ended.by_us, starved=ended.starved)
+        self._write("ended", name=ended.start.name, code=ended.code, by_us=ended.by_us, starved=ended.starved)
 
     async def _on_message(self, member: int, message: Message) -> None:
         match message:
@@ -264,122 +227,61 @@ class Agent:
             case {"type": "done"}:
                 self._over.add(member)
                 if self._elastic is not None:
-                    self._elastic.is_done(member, bool(message.get("finished")))
-                self.write("peer", node=self._name(member), failed=self._failed_at is not None)
-            case {"type": "ask", "id": number, "request": request}:
-                # Not awaited here: a question may wait for a key that this very peer brings next.
-                self._keep(self._answer(member, number, request))
-            case {"type": "answer", "id": number, "reply": reply}:
-                self._keys.answered(number, reply)
-
-    async def _answer(self, member: int, number: int, request: Request) -> None:
-        await self._mesh.tell(member, {"type": "answer", "id": number, "reply": await self._keys.answer(request)})
+                    self._elastic.farewell.is_done(member, bool(message.get("finished")), boot_clock())
+                self._write("peer", node=self._mesh.places.name(member), failed=self._failed_at is not None)
+            case {"type": "ask" | "answer"}:
+                self._keys.hear(member, message)
 
     def _on_lost(self, member: int, how: str) -> None:
         self._keys.lose(member, how)
         if self._elastic is not None and self._elastic.closed(member):
-            self.write("closed", node=self._name(member), how=how)
+            self._write("closed", node=self._mesh.places.name(member), how=how)
             return
         if member in self._over:
             return
         self._over.add(member)
-        self.write("lost", member=member, node=self._name(member), how=how)
+        self._write("lost", member=member, node=self._mesh.places.name(member), how=how)
         self._note_failure()
 
     def _name_the_absent(self) -> None:
         """The launcher need not wait for whom nobody hears, if it cannot see it either."""
-        for member in self._elastic.absent() if self._elastic is not None else ():
-            self.write("lost", member=member, node=self._name(member), how="it is gone, or has fallen silent")
+        for member in self._elastic.farewell.absent() if self._elastic is not None else ():
+            self._write(
+                "lost", member=member, node=self._mesh.places.name(member), how="it is gone, or has fallen silent"
+            )
 
     def _note_failure(self) -> None:
         if self._elastic is not None:
-            self._elastic.wind_up()
+            self._elastic.wind_up(failed=True)
         if self._failed_at is None:
             self._failed_at = boot_clock()
 
-    def _name(self, member: int) -> str:
-        return self._mesh.places[member].node if member in self._mesh.places else f"machine {member}"
-
-    # What its council may ask of it.
-
-    def launch(self, hand: Hand) -> None:
-        def open_line(ours: socket.socket) -> RankLine:
-            return RankLine(ours, lambda message: self._heard(hand, message), lambda why: self._refuse(hand, why))
-
-        self._workplace.start_with_line(hand, open_line)
-
-    def _heard(self, hand: Hand, message: ToAgent) -> None:
-        if self._elastic is not None:
-            self._elastic.heard(hand, message)
-
-    def kill(self, name: str) -> None:
-        self._ranks.end(name)
-
-    def kill_all(self) -> None:
-        self._ranks.kill()
-
-    def fail(self) -> None:
+    async def _fail(self) -> None:
         self._note_failure()
-        self._keep(self._mesh.tell_all({"type": "failed"}))
-
-    def shares_folder_with(self, member: int) -> bool:
-        return self._workplace.shares_folder_with(self._mesh.places[member])
-
-    def write(self, event: str, **fields: Any) -> None:
-        self._journal.write(event, launch=self._orders.launch, **fields)
-
-    def _refuse(self, hand: Hand, why: str) -> None:
-        self._note(f"{hand.start.name} was killed: {why}")
-        self._ranks.end(hand.start.name)
+        await self._mesh.tell_all({"type": "failed"})
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
+    def _write(self, event: str, **fields: Any) -> None:
+        self._journal.write(event, launch=self._orders.launch, **fields)
+
     def _note(self, text: str) -> None:
-        self.write("note", text=text)
+        self._write("note", text=text)
 
     def _now(self) -> float:
         """The launcher's clock when it launched, and our own seconds since: comparable between machines."""
         return self._orders.launched_at + boot_clock() - self._met_at
 
 
-def _refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
-    """Ranks of an earlier launch whose keeper was killed still write into this very folder. Whoever comes back finds
-    those of other emulated nodes there, as it should."""
-    others = [found for found in find(run) if found.part not in (KEEPER, MESSENGER)]
-    left = [found for found in others if is_new or found.node == node]
-    if left:
-        raise RunFailed(
-            f"an earlier launch of {run} still works on {node}: process {', '.join(str(found.pid) for found in left)}",
-            why="whoever kept it was killed, and its agent goes on",
-            fix=f"end it first: shoal stop {shlex.quote(str(run))}",
-        )
-
-
 def _asked_too_early() -> Interrupted:
     return Interrupted("asked to stop before the ranks were started")
 
 
-def _as_bug(error: Exception, node: str) -> RunFailed:
-    return RunFailed(
-        f"the agent on {node} failed: {type(error).__name__}: {error}",
-        why="that is a bug in shoal, or the machine is in trouble",
-        fix=f"its log has the traceback: agents/{node}.log in the run folder",
-    )
-
-
 class Abandoned(Exception):
     """The launcher was gone before it had said what to start."""
-
-
-async def _read_stdin() -> asyncio.StreamReader:
-    # A plan for many ranks is one line; the default limit of 64 kB would cut it.
-    reader = asyncio.StreamReader(limit=16 << 20)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    return reader
 
 
 async def _main(words: list[str]) -> int:
@@ -387,7 +289,7 @@ async def _main(words: list[str]) -> int:
     if words[:1] == ["--again"]:
         meet, go = read_orders(RunFolder(Path(words[1])), words[2])
         return await Agent(meet).work_again(go)
-    lines = await _read_stdin()
+    lines = await read_stdin()
     first = await lines.readline()
     if not first:
         return Interrupted.exit_code

@@ -110,6 +110,11 @@ class Crew:
         hand.again_at = now + after_s
         return after_s
 
+    def rest(self) -> None:
+        """Nobody is started again."""
+        for hand in self.hands:
+            hand.again_at = None
+
     def due(self, now: float) -> list[Hand]:
         return [hand for hand in self.hands if hand.again_at is not None and now >= hand.again_at]
 

@@ -7,91 +7,59 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
 
+from shoal.control import rankline
 from shoal.control.channel import Message
 from shoal.control.machine import boot_clock
 from shoal.control.membership.actions import Abandon, Action, Pause, Send, Start, Stop, Tell
 from shoal.control.membership.council import Council
 from shoal.control.membership.generation import Ballot
 from shoal.control.membership.messages import decode, encode
-from shoal.control.membership.rules import Rules
-from shoal.control.rankline import (
-    LEASE_S,
-    Broken,
-    Committed,
-    Finished,
-    Formed,
-    GiveUp,
-    Halted,
-    Here,
-    Leased,
-    ToAgent,
-)
+from shoal.control.membership.promises import Promises
 from shoal.errors import Interrupted
 from shoal.launch.crew import Crew, Hand
+from shoal.launch.farewell import Farewell, nobody_has_the_state
+from shoal.launch.halting import Halting
 from shoal.launch.keyring import Keyring
 from shoal.launch.mesh import Mesh
-from shoal.launch.orders import Membership
+from shoal.launch.orders import Go, Membership
 from shoal.launch.ranks import Ended
 from shoal.launch.seating import Seating
-
-# Whoever could not pass the last barrier although others did may end by itself, as a lineage of its own.
-_OUTLIVE_S = 15.0
-
-
-class Machine(Protocol):
-    """What the agent can do here."""
-
-    def launch(self, hand: Hand) -> None: ...
-    def kill(self, name: str) -> None: ...
-    def kill_all(self) -> None: ...
-    def fail(self) -> None: ...
-    def shares_folder_with(self, member: int) -> bool: ...
-    def write(self, event: str, **fields: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Halting:
-    generation: Ballot
-    at_edge: bool
-    until: float
+from shoal.launch.workplace import Workplace
 
 
 class Elastic:
     def __init__(
-        self, council: Council, rules: Rules, seating: Seating, crew: Crew, mesh: Mesh, keys: Keyring, machine: Machine
+        self, me: int, go: Go, members: Membership, promises: Promises, mesh: Mesh, keys: Keyring, workplace: Workplace
     ) -> None:
-        self._council = council
-        self._rules = rules
-        self._seating = seating
-        self._crew = crew
+        self._rules = members.rules
+        self._members = members
         self._mesh = mesh
         self._keys = keys
-        self._machine = machine
+        self._workplace = workplace
+        self._seating = Seating(me, go.roster)
+        self.crew = Crew([Hand(start) for start in go.starts], members.restarts)
+        self.farewell = Farewell(me, len(go.roster), members.rules.silent_after_s)
+        self._council = Council(me, members.rules, promises, boot_clock(), self.name)
+        # The world that was asked for did not form, or nothing is left of it.
+        self.failed = False
         self._todo: deque[Action] = deque()
         self._early: list[tuple[int, Message]] | None = []
-        self._halting: _Halting | None = None
-        self._give_up: GiveUp | None = None
+        self._halting = Halting(self.crew, members.rules)
+        self._give_up: rankline.GiveUp | None = None
         self._ticked_at = boot_clock()
         self._lease_at = 0.0
         self._founded = False
-        self._finished = False
         self._winding_up = False
-        self._linked: set[int] = set()
-        self._heard_at: dict[int, float] = {}
-        self._done: set[int] = set()
-        self._others_finished_at: float | None = None
-        self._ended_at: float | None = None
+        self._left = False
 
     # How it begins.
 
-    def found(self, members: Membership) -> None:
+    def found(self) -> None:
         """All agents of the launch have met."""
-        for hand in self._crew.hands:
+        for hand in self.crew.hands:
             hand.holds = True
-        generation = self._seating.founding(members)
+        generation = self._seating.founding(self._members)
         self._do(self._council.found(generation, generation.ranks_of(self._seating.me), boot_clock()))
         self._hear_the_early()
 
@@ -100,20 +68,24 @@ class Elastic:
         self._founded = True
         self._hear_the_early()
 
+    def start(self, hands: Iterable[Hand]) -> None:
+        for hand in hands:
+            self._workplace.start_with_line(hand, self.heard)
+
     def _hear_the_early(self) -> None:
-        early, self._early = self._early or [], None
+        early, self._early = self._early or (), None
         for member, message in early:
             self.received(member, message)
 
     # From the mesh.
 
     def connected(self, member: int) -> None:
-        self._linked.add(member)
+        self.farewell.linked.add(member)
         self._do(self._council.connected(member, boot_clock()))
 
     def closed(self, member: int) -> bool:
         """Whether the run can go on: not before everybody has met once."""
-        self._linked.discard(member)
+        self.farewell.linked.discard(member)
         self._do(self._council.closed(member, boot_clock()))
         return self._founded or self._winding_up
 
@@ -122,14 +94,9 @@ class Elastic:
             # From somebody who began a moment before us.
             self._early.append((member, message))
             return
-        now = self._heard_at[member] = boot_clock()
-        self._do(self._council.received(member, decode(message), now))
-
-    def is_done(self, member: int, finished: bool) -> None:
-        """Its ranks have ended, after the last step of the training or before."""
-        self._done.add(member)
-        if finished and self._others_finished_at is None:
-            self._others_finished_at = boot_clock()
+        now, heard = boot_clock(), decode(message)
+        self.farewell.heard(member, heard, now)
+        self._do(self._council.received(member, heard, now))
 
     # From the clock.
 
@@ -139,160 +106,136 @@ class Elastic:
         self._ticked_at = now
         if slept:
             self._mesh.dial_anew()
-            if self._halting:
-                self._halt(self._halting.generation, self._halting.at_edge)
+            self._halting.begin_anew(now)
         self._do(self._council.tick(now))
         self._lease(now)
         self._end_the_late(now)
-        self._start_again(now)
+        self.start(self.crew.due(now))
         self._give_in(now)
+        if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
+            self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
+            self.failed = True
 
     def is_over(self) -> bool:
         """Our ranks have ended, and nobody who trained with us needs our keys or our word any more."""
-        if not self._crew.is_gone():
+        if not self.crew.is_gone():
             return False
-        now = boot_clock()
-        if self._ended_at is None:
-            self._ended_at = now
-            if not self._finished:
-                self._do(self._council.leave(now))
-        return not (self._finished and any(self._is_awaited(member, now) for member in self._linked))
+        if not self.farewell.finished and not self._left:
+            self._left = True
+            self._do(self._council.leave(boot_clock()))
+        return not self.farewell.awaits(self._council.generation, boot_clock())
 
-    def _is_awaited(self, member: int, now: float) -> bool:
-        """It trained with us and still works: it may be writing its last checkpoint."""
-        generation, heard_at = self._council.generation, self._heard_at.get(member, self._ended_at or now)
-        trains = generation is not None and member in generation.members
-        return trains and member not in self._done and now - heard_at <= self._rules.silent_after_s
-
-    def absent(self) -> list[int]:
-        """Those of the launch that have not said how they ended, now that the training is over."""
-        founders = range(len(self._seating.roster)) if self._finished else ()
-        return [member for member in founders if member not in {*self._done, self._seating.me}]
-
-    @property
-    def finished(self) -> bool:
-        return self._finished
-
-    def wind_up(self) -> None:
-        """The run ends: nobody is started again."""
+    def wind_up(self, failed: bool = False) -> None:
+        """The run ends: nobody is started again, and after a failure nobody goes on either."""
         self._winding_up = True
-        for hand in self._crew.hands:
-            hand.again_at = None
+        self.crew.rest()
+        if failed:
+            self._council.finish()
 
     def _lease(self, now: float) -> None:
         generation = self._council.generation
         if generation and now >= self._lease_at and self._council.may_commit(generation.id):
-            self._lease_at = now + LEASE_S / 4
-            for hand in self._crew.still_in(generation.id):
-                hand.say(Leased(generation=generation.id, at_s=now))
+            self._lease_at = now + rankline.LEASE_S / 4
+            for hand in self.crew.still_in(generation.id):
+                hand.say(rankline.Leased(generation=generation.id, at_s=now))
 
     def _end_the_late(self, now: float) -> None:
-        halting = self._halting
-        if halting is None or now < halting.until:
-            return
-        for hand in self._crew.still_in(halting.generation):
-            self._machine.write("note", text=f"{hand.start.name} did not stop when it was told to, and was killed")
-            self._machine.kill(hand.start.name)
-        self._halting = _Halting(halting.generation, halting.at_edge, now + self._rules.answer_s)
-
-    def _start_again(self, now: float) -> None:
-        for hand in self._crew.due(now):
-            hand.again_at = None
-            self._machine.launch(hand)
+        for hand in self._halting.late(now):
+            self._workplace.write("note", text=f"{hand.start.name} did not stop when it was told to, and was killed")
+            self._workplace.kill(hand.start.name)
 
     def _give_in(self, now: float) -> None:
-        """The training has ended elsewhere, and we were not part of it or could not follow to its end."""
-        if self._others_finished_at is None or self._finished or self._winding_up:
-            return
         outside = not self._council.votes or self._council.asks is not None
-        if outside or now - self._others_finished_at > _OUTLIVE_S:
-            self._machine.write("note", text="the others have finished the training without this machine")
+        if not self._winding_up and self.farewell.is_late(outside, now):
+            self._workplace.write("note", text="the others have finished the training without this machine")
             self.wind_up()
-            self._machine.kill_all()
+            self._workplace.kill_all()
 
     # From our ranks.
 
-    def heard(self, hand: Hand, message: ToAgent) -> None:
+    def heard(self, hand: Hand, message: rankline.ToAgent) -> None:
         now = boot_clock()
         match message:
-            case Here():
+            case rankline.Here():
                 hand.here = True
-                if hand.inside is None and self._crew.all_here():
-                    self._do(self._council.ready(self._crew.ready(), now, message.committed))
-            case Formed() if hand.inside == message.generation:
+                if hand.inside is None and self.crew.all_here():
+                    self._do(self._council.ready(self.crew.ready(), now, message.committed))
+            case rankline.Formed() if hand.inside == message.generation:
                 hand.formed = hand.holds = True
-                if self._crew.all_formed(message.generation):
+                if self.crew.all_formed(message.generation):
                     self._founded = True
                     self._council.formed(message.generation)
-            case Halted() if hand.inside == message.generation:
+            case rankline.Halted() if hand.inside == message.generation:
                 hand.halted(message.state)
                 self._collect()
-            case Broken():
+            case rankline.Broken():
                 self._on_broken(hand, message)
-            case Committed():
+            case rankline.Committed():
                 self._council.committed(message.step)
-            case Finished():
+            case rankline.Finished():
                 hand.finished = True
                 self._finish()
             case _:
                 pass  # of a generation that it has left
 
-    def _on_broken(self, hand: Hand, message: Broken) -> None:
+    def _on_broken(self, hand: Hand, message: rankline.Broken) -> None:
         name, generation = hand.start.name, message.generation
-        self._machine.write("broken", name=name, generation=str(generation), why=message.why)
+        self._workplace.write("broken", name=name, generation=str(generation), why=message.why)
         if self._founded:
             self._do(self._council.failed(generation, boot_clock()))
         else:
-            # A world that was asked for and does not form is an error.
-            self._machine.fail()
+            self.failed = True
 
     def ended(self, ended: Ended) -> bool:
         """Whether the run can go on although this rank has ended."""
-        hand = self._crew.named(ended.start.name)
+        hand = self.crew.named(ended.start.name)
         was_inside, finished = hand.inside, ended.code in (0, Interrupted.exit_code)
         hand.end()
         if finished:
             hand.finished = True
             self._finish()
             return True
-        if self._winding_up:
-            return ended.by_us
-        if ended.code > 0 or not self._founded:
+        if ended.by_us:
+            return True
+        killed = ended.code < 0 or self._workplace.ran_out_of_memory(ended.start)
+        if not (self._founded and killed) or self._was_the_last(was_inside):
             return False
         self._do_without(was_inside)
-        if (after_s := self._crew.try_again(hand, boot_clock())) is not None:
-            self._machine.write("restart", name=ended.start.name, attempt=hand.attempts, after_s=after_s)
+        if not self._winding_up and (after_s := self.crew.try_again(hand, boot_clock())) is not None:
+            self._workplace.write("restart", name=ended.start.name, attempt=hand.attempts, after_s=after_s)
         return True
+
+    def _was_the_last(self, generation: Ballot | None) -> bool:
+        """Nobody else has what was trained."""
+        current = self._council.generation
+        alone = current is not None and current.id == generation and current.members == (self._seating.me,)
+        return alone and generation is not None and not self.crew.inside(generation)
 
     def _do_without(self, generation: Ballot | None) -> None:
         """One of ours has died, in this generation or while it waited for one."""
         now = boot_clock()
         if generation is None:
-            self._do(self._council.ready(self._crew.ready(), now))
-        elif self._crew.inside(generation):
+            self._do(self._council.ready(self.crew.ready(), now))
+        elif self.crew.inside(generation):
             self._do(self._council.failed(generation, now))
             self._collect()
         else:
-            self._halting = None
+            self._halting.forget()
             self._do(self._council.lost_ranks(now))
-            if waiting := self._crew.ready():
+            if waiting := self.crew.ready():
                 self._do(self._council.ready(waiting, now))
 
     def _finish(self) -> None:
-        if not self._finished and self._crew.all_finished():
-            self._finished = True
+        if not self.farewell.finished and self.crew.all_finished():
+            self.farewell.finished = True
             self.wind_up()
             self._council.finish()
-            self._machine.write("finished")
+            self._workplace.write("finished")
 
     def _collect(self) -> None:
-        halting = self._halting
-        if halting is None or self._crew.still_in(halting.generation):
-            return
-        self._halting = None
-        if self._crew.inside(halting.generation):
-            state, ranks = self._crew.furthest(halting.generation), self._crew.ready()
-            self._do(self._council.stopped(halting.generation, state, ranks, boot_clock()))
+        if generation := self._halting.done():
+            state, ranks = self.crew.furthest(generation), self.crew.ready()
+            self._do(self._council.stopped(generation, state, ranks, boot_clock()))
 
     # What the council wants done.
 
@@ -307,12 +250,13 @@ class Elastic:
                 self._todo.popleft()
 
     def _perform(self, action: Action) -> None:
-        write: Callable[..., None] = self._machine.write
+        write: Callable[..., None] = self._workplace.write
         match action:
             case Send():
                 self._mesh.post(action.to, encode(action.message))
             case Stop():
-                self._halt(action.generation, action.at_edge)
+                self._halting.begin(action.generation, action.at_edge, boot_clock())
+                self._collect()
             case Start():
                 self._enter(action)
             case Pause():
@@ -321,21 +265,16 @@ class Elastic:
                 write("tell", generation=action.generation and str(action.generation), text=action.text)
             case Abandon():
                 lineage, standing, shared = action.lineage, action.standing, action.shared_step
-                self._give_up = GiveUp(lineage=lineage, standing=standing, shared_step=shared)
+                self._give_up = rankline.GiveUp(lineage=lineage, standing=standing, shared_step=shared)
                 write("abandon", lineage=str(lineage), standing=str(standing), shared_step=shared, text=action.text)
-
-    def _halt(self, generation: Ballot, at_edge: bool) -> None:
-        patience_s = self._rules.edge_s if at_edge else self._rules.answer_s
-        self._halting = _Halting(generation, at_edge, boot_clock() + patience_s)
-        self._crew.halt(generation, at_edge)
-        self._collect()
 
     def _enter(self, action: Start) -> None:
         generation = action.generation
         me, names = self._seating.me, [self.name(member) for member in generation.members]
-        self._halting, self._lease_at = None, 0.0
+        self._halting.forget()
+        self._lease_at = 0.0
         self._keys.enter(generation)
-        self._machine.write(
+        self._workplace.write(
             "generation",
             id=str(generation.id),
             lineage=str(generation.lineage.name),
@@ -343,18 +282,20 @@ class Elastic:
             ranks=generation.world_size,
             step=generation.state.step,
         )
-        keeps_files = not any(self._machine.shares_folder_with(member) for member in generation.members if member < me)
+        keeps_files = not any(
+            self._workplace.shares_folder_with(member) for member in generation.members if member < me
+        )
         orders = self._seating.orders(generation, self.name, keeps_files)
         for local, order in orders.items():
-            hand = self._crew.hands[local]
+            hand = self.crew.hands[local]
             if hand.alive:
                 hand.enter(order.model_copy(update={"holds": action.holds and hand.holds}))
                 if self._give_up is not None:
                     hand.say(self._give_up)
         self._give_up = None
-        if len(self._crew.inside(generation.id)) < len(orders):
+        if len(self.crew.inside(generation.id)) < len(orders):
             # Somebody died between our promise and its being taken up.
             self._do_without(generation.id)
 
     def name(self, member: int) -> str:
-        return self._mesh.places[member].node if member in self._mesh.places else f"machine {member}"
+        return self._mesh.places.name(member)

@@ -69,6 +69,7 @@ def _launches(words: list[str]) -> bool:
 
 
 def is_running(pid: int) -> bool:
+    """Of a process that is no child of ours; nobody has the number 0."""
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False

@@ -32,6 +32,7 @@ class Keyring:
         self._current: Generation | None = None
         self._stores: dict[Ballot | None, KeyStore] = {None: KeyStore()}
         self._questions: dict[int, _Question] = {}
+        self._answering: set[asyncio.Task[None]] = set()
         self._asked = 0
 
     def enter(self, generation: Generation) -> None:
@@ -69,10 +70,21 @@ class Keyring:
             return {"error": f"generation {generation} is over"}
         return await self._stores.setdefault(generation, KeyStore()).answer(request)
 
-    def answered(self, number: object, reply: Reply) -> None:
-        question = self._questions.get(number) if isinstance(number, int) else None
-        if question is not None and not question.answer.done():
-            question.answer.set_result(reply)
+    def hear(self, member: int, message: Message) -> None:
+        """A question of another agent, or its answer to one of ours."""
+        match message:
+            case {"type": "ask", "id": number, "request": dict(request)}:
+                # Not awaited here: a question may wait for a key that this very peer brings next.
+                task = asyncio.ensure_future(self._answer(member, number, request))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case {"type": "answer", "id": int(number), "reply": dict(reply)}:
+                question = self._questions.get(number)
+                if question is not None and not question.answer.done():
+                    question.answer.set_result(reply)
+
+    async def _answer(self, member: int, number: object, request: Request) -> None:
+        await self._tell(member, {"type": "answer", "id": number, "reply": await self.answer(request)})
 
     def _keeper_of(self, generation: Ballot | None) -> int | None:
         if generation is None:

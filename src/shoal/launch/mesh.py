@@ -27,9 +27,8 @@ BEAT_S = 1.0
 SILENT_AFTER_S = 20.0
 MEET_WITHIN_S = 20.0
 _AGAIN_S = 0.2
-# Somebody there who refuses us will not change its mind soon.
-_REFUSED_AGAIN_S = 2.0
-_CONNECT_WITHIN_S = 5.0
+# Who refuses us will not change its mind soon.
+_REFUSED_AGAIN_S, _CONNECT_WITHIN_S = 2.0, 5.0
 # Two that dial each other at once make two connections, and each may hold the other one for the newer: both stay.
 _MOST_CHANNELS = 2
 # What waits for a connection that takes nothing: beyond this, it is said again later or not at all.

@@ -6,7 +6,9 @@ ways by which anything is started. What the agent has to say goes into its journ
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,3 +139,11 @@ def _read_start(said: dict[str, Any]) -> Start:
 def make_go(roster: Sequence[Member], commands: Sequence[Command], node: str, members: Membership | None = None) -> Go:
     """The part of the plan that one node carries out."""
     return Go(tuple(roster), tuple(as_start(command) for command in commands if command.node.name == node), members)
+
+
+async def read_stdin() -> asyncio.StreamReader:
+    # A plan for many ranks is one line; the default limit of 64 kB would cut it.
+    reader = asyncio.StreamReader(limit=16 << 20)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader

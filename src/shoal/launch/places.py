@@ -32,6 +32,9 @@ class Places:
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._known))
 
+    def name(self, member: int) -> str:
+        return self._known[member].node if member in self._known else f"machine {member}"
+
     def update(self, roster: Mapping[int, Member]) -> None:
         self._known.update(roster)
 

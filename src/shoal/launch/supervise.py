@@ -16,7 +16,7 @@ from shoal.cluster.node import Node
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.cost.relief import relief
-from shoal.errors import Interrupted, RunFailed
+from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.plan import plan_module, plan_ranks, plan_script
 from shoal.launch.verdict import Ending, caused, failure, first_to_fail, outlived
@@ -53,7 +53,7 @@ def run_ranks(
     faults = _faults(news)
     endings = outlived(world.endings) if world.is_elastic else world.endings
     helps = relief(load_config(run.config), world.ranks)
-    error = failure(endings, faults, _log_tails(world, run), helps) or _never_formed(world)
+    error = failure(endings, faults, _log_tails(world, run), helps) or _fell_apart(world)
     if world.interrupts and not (world.interrupts == 1 and caused(faults)):
         raise _interrupted(run, at_once=world.interrupts > 1)
     if error:
@@ -111,10 +111,12 @@ def run_script(
     _refuse_a_violent_end(world.endings)
 
 
-def _never_formed(world: World) -> RunFailed | None:
-    """All ranks were there, and could not meet: their agents ended them."""
-    if not world.broken or any(ending.code == 0 for ending in world.endings):
+def _fell_apart(world: World) -> ShoalError | None:
+    """Agents ended their ranks: nobody had the state any more, or they could not even meet."""
+    if any(ending.code in (0, Interrupted.exit_code) for ending in world.endings):
         return None
+    if world.gave_up or not world.broken:
+        return world.gave_up
     return RunFailed(
         f"the ranks did not meet: {world.broken}",
         why="the machines reach each other, but not by the interface or the ports that the ranks use",

@@ -4,33 +4,42 @@ and go a line of its own."""
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
 from shoal.control.process import marks
-from shoal.control.rankline import LINE_FD
+from shoal.control.rankline import LINE_FD, ToAgent
 from shoal.errors import RunFailed
+from shoal.events import read_events
 from shoal.launch.crew import Hand
 from shoal.launch.keyring import Keyring
 from shoal.launch.keystore import read_request, to_frame
 from shoal.launch.lines import RankLine
-from shoal.launch.orders import Member, Start
+from shoal.launch.orders import Start
+from shoal.launch.places import Places
 from shoal.launch.ranks import Ranks
 from shoal.runfolder import RunFolder
 
-Keep = Callable[[Coroutine[None, None, None]], None]
-OpenLine = Callable[[socket.socket], RankLine]
+# What a rank calls it in its last event.
+_OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
+
+Write = Callable[..., None]
 
 
 class Workplace:
-    def __init__(self, run: RunFolder, node: str, ranks: Ranks, keys: Keyring, keep: Keep) -> None:
+    def __init__(self, run: RunFolder, node: str, ranks: Ranks, keys: Keyring, places: Places, write: Write) -> None:
         self._run = run
+        self.run_folder = shlex.quote(str(run.path))
         self._node = node
         self._ranks = ranks
         self._keys = keys
-        self._keep = keep
+        self._places = places
+        self._serving: set[asyncio.Task[None]] = set()
+        self.write = write
 
     def start(self, start: Start, alone_with_folder: bool) -> None:
         env = marks(self._run.path, start.name)
@@ -41,21 +50,39 @@ class Workplace:
                 env[AGENT_FD] = str(self._serve_keys(theirs))
             self._ranks.start(start, env, _descriptors(env))
 
-    def start_with_line(self, hand: Hand, open_line: OpenLine) -> None:
-        """Whether it keeps files it hears with each generation."""
+    def start_with_line(self, hand: Hand, hear: Callable[[Hand, ToAgent], None]) -> None:
+        """Whether it keeps files it is told with each generation."""
+
+        def refuse(why: str) -> None:
+            self.write("note", text=f"{hand.start.name} was killed: {why}")
+            self._ranks.end(hand.start.name)
+
         with self._starting(hand.start), ExitStack() as theirs:
             ours, line_end = socket.socketpair()
             theirs.enter_context(line_end)
             fds = {AGENT_FD: str(self._serve_keys(theirs)), LINE_FD: str(line_end.fileno())}
             self._ranks.start(hand.start, {**marks(self._run.path, hand.start.name), **fds}, _descriptors(fds))
-            line = open_line(ours)
+            line = RankLine(ours, lambda message: hear(hand, message), refuse)
             hand.begin(line)
             self._keep(line.listen())
 
-    def shares_folder_with(self, member: Member) -> bool:
+    def kill(self, name: str) -> None:
+        self._ranks.end(name)
+
+    def kill_all(self) -> None:
+        self._ranks.kill()
+
+    def ran_out_of_memory(self, start: Start) -> bool:
+        """A rank that could say so itself, before the kernel killed it: as good a reason to start it again."""
+        path = self._run.events(start.ranks[0])
+        last = deque(read_events(path), maxlen=1) if path.exists() else ()
+        return any(event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY for event in last)
+
+    def shares_folder_with(self, member: int) -> bool:
         """Whoever's mark is in our folder wrote it there."""
+        place = self._places[member]
         with suppress(OSError):
-            return member.mark in self._run.journal(member.node).read_text(encoding="utf-8")
+            return place.mark in self._run.journal(place.node).read_text(encoding="utf-8")
         return False
 
     def _serve_keys(self, theirs: ExitStack) -> int:
@@ -72,6 +99,11 @@ class Workplace:
                 writer.write(to_frame(await self._keys.ask(await read_request(reader))))
                 await writer.drain()
         writer.close()
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     @contextmanager
     def _starting(self, start: Start) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import time
@@ -12,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.link import Link
 from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import MembersConfig
 from shoal.control.token import make_token
 from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.earlier import highest_generation
-from shoal.launch.found import is_running
+from shoal.launch.found import AGENT, find
 from shoal.launch.orders import END, STOP, Meet, Member, make_go, membership, to_line
 from shoal.launch.plan import Command
+from shoal.launch.post import Post
 from shoal.launch.verdict import Ending
 from shoal.runfolder import RunFolder
 
@@ -34,51 +33,6 @@ _LAST_WORDS_S = 1.0
 _END_WITHIN_S = 5.0
 
 Plan = Callable[[list[Node], Meeting], list[Command]]
-
-
-@dataclass
-class Post:
-    """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
-    another agent lost it. `finished`: another agent heard that all its ranks have ended well. `left`:
-    we stopped waiting for it. `again`: the process of its agent's later life, which is no child of ours."""
-
-    node: Node
-    link: Link
-    tail: EventTail
-    ready: Event | None = None
-    started: bool = False
-    done: bool = False
-    since: float | None = None
-    lost: str = ""
-    finished: bool = False
-    left: bool = False
-    again: int | None = None
-
-    def is_busy(self) -> bool:
-        """Whether it may still have something for us."""
-        return not self.left and self.gone() is None and (not self.done or self.link.is_reachable())
-
-    def gone(self) -> str | None:
-        """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
-        if self.again is not None:
-            return None if is_running(self.again) else "its agent, which had been started again, ended"
-        how = self.link.ended()
-        return self.lost if how is None and self.lost and not self.link.is_reachable() else how
-
-    def tell(self, wish: str) -> None:
-        """Two signals at once are the wish to end; see `Agent._on_signal`."""
-        self.link.send(to_line(wish))
-        if self.again is not None and not self.done:
-            for signum in (signal.SIGINT, signal.SIGTERM)[: 2 if wish == END else 1]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.again, signum)
-
-    def end(self) -> None:
-        if self.link.ended() is None:
-            self.link.kill()
-        self.link.close()
-        if self.again is not None and is_running(self.again):
-            os.kill(self.again, signal.SIGKILL)
 
 
 @dataclass
@@ -96,6 +50,7 @@ class World:
     interrupts: int = 0
     is_elastic: bool = False
     broken: str = ""
+    gave_up: ShoalError | None = None
     _said: set[str] = field(default_factory=set)
     _obeyed: int = 0
     _ended_at: float | None = None
@@ -248,7 +203,6 @@ class World:
             case "note":
                 self._note(f"{post.node.name}: {event['text']}")
             case "restart":
-                # It is not over: how its process ended is history.
                 self.endings = [ending for ending in self.endings if ending.name != event["name"]]
             case "tell" | "pause" | "abandon":
                 self._note_once(event)
@@ -264,6 +218,10 @@ class World:
                     self._post_of(event["node"]).lost = "its ranks ended in a failure, and their words did not reach us"
                 else:
                     self._post_of(event["node"]).finished = True
+            case "gave-up":
+                self.gave_up = from_dict(event)
+            case "refused" if post.again is not None:
+                self._note(f"{post.node.name} could not take part again: {event['seen']}")
             case "refused":
                 self._refuse(post, from_dict(event))
             case "done":
@@ -282,7 +240,9 @@ class World:
 
     def _welcome_back(self, post: Post, event: Event) -> None:
         """Its agent was started again, by somebody else than us: what became of its ranks before is history."""
-        post.again, post.ready = event["pid"], event
+        # Its own number of itself may be one of an emulated node.
+        agents = (found.pid for found in find(self.run.path) if (found.part, found.node) == (AGENT, post.node.name))
+        post.again = next(agents, 0)
         post.done, post.since, post.lost, post.finished = False, None, "", False
         self.endings = [ending for ending in self.endings if ending.node != post.node.name]
 
