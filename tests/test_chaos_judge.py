@@ -127,10 +127,11 @@ def test_commits_of_an_old_generation_are_stale() -> None:
     assert count_stale(commits) == 1
 
 
-def test_commits_of_a_lineage_that_was_given_up_are_not_stale() -> None:
-    commits = [commit(1, 1.0, "5-0"), commit(2, 2.0, "4-1") | {"lineage": "4-1"}, {"abandoned": "4-1", "time": 3.0}]
+def test_two_lineages_that_go_on_are_not_stale_to_each_other() -> None:
+    ours, theirs = {"lineage": "2-0"}, {"lineage": "2-1"}
+    commits = [commit(3, 1.0, "2-1") | theirs, commit(3, 2.0, "2-0") | ours, commit(4, 3.0, "3-1") | theirs]
     assert count_stale(commits) == 0
-    assert count_stale(commits[:2]) == 1
+    assert count_stale([*commits, commit(5, 4.0, "2-1") | theirs]) == 1
 
 
 def test_slowness_is_measured_against_the_time_before() -> None:

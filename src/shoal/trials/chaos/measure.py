@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from shoal.events import Event
 from shoal.report.ledger import check_ledger
 from shoal.trials.chaos.record import Record
-from shoal.trials.chaos.replicas import ballot, came_back, newest_generation
+from shoal.trials.chaos.replicas import Ballot, ballot, came_back, newest_generation
 
 
 class Measured(BaseModel):
@@ -78,16 +78,14 @@ def measure(record: Record) -> Measured:
 
 
 def count_stale(commits: Sequence[Event]) -> int:
-    """Commits of a generation that an earlier line of the ledger had left behind; those of a lineage that was given up
-    are accounted for."""
-    given_up = {commit["abandoned"] for commit in commits if "abandoned" in commit}
-    newest, stale = (0, 0), 0
-    for commit in commits:
-        if "generation" not in commit or commit.get("lineage") in given_up:
-            continue
-        generation = ballot(str(commit["generation"]))
-        stale += generation < newest
-        newest = max(newest, generation)
+    """Commits of a generation that an earlier line of the ledger had left behind, in its own lineage: two lineages may
+    both go on, and each counts its generations for itself."""
+    newest: dict[str, Ballot] = {}
+    stale = 0
+    for commit in (each for each in commits if "generation" in each):
+        lineage, generation = str(commit.get("lineage")), ballot(str(commit["generation"]))
+        stale += generation < newest.get(lineage, (0, 0))
+        newest[lineage] = max(generation, newest.get(lineage, (0, 0)))
     return stale
 
 
