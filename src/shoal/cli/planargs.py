@@ -20,8 +20,8 @@ from shoal.errors import UsageError
 
 MOST_NODES = 16_384
 MOST_ROWS = 64
-_RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
-_WITH_NUMBER = re.compile(r"([a-z0-9]+)(?::(\d+))?")
+_RANGE = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
+_WITH_NUMBER = re.compile(r"([a-z0-9]+)(?::(\d{1,9}))?")
 
 # A bare model is planned with what GPT-2 had, and a batch that a few machines can share.
 BARE_SEQ_LEN = 1024

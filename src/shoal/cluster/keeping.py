@@ -8,6 +8,9 @@ from pathlib import Path
 
 from shoal.errors import ControlError
 
+# More than any checkpoint here, less than what makes a file of holes a nuisance.
+_LARGEST_FILE = 1 << 40
+
 
 class Homecoming:
     """What one node may send: its agent's and its ranks' words; with `keeps` also the ledger and a checkpoint.
@@ -43,7 +46,10 @@ class Homecoming:
                 f"{self._sender} wanted to write {name!r} into the run folder",
                 why="a machine sends home what its agent and its ranks wrote, and nothing else",
             )
+        begin = offset + self._shift.get(name, 0)
+        if not 0 <= begin <= _LARGEST_FILE - len(piece):
+            raise ControlError(f"{self._sender} sent a piece of {name} that begins at byte {begin}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "wb") as file:
-            file.seek(offset + self._shift.get(name, 0))
+            file.seek(begin)
             file.write(piece)

@@ -13,13 +13,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.hosts.spec import HostsSpec, read_hosts
+from shoal.cluster.hosts.spec import HostsSpec, is_file, read_hosts
 from shoal.cluster.join.spec import JoinSpec, parse_join
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabSpec, parse_lab
 from shoal.errors import UsageError
 
-_LOCAL = re.compile(r"local(?::(-?\d+))?")
+_LOCAL = re.compile(r"local(?::(-?\d{1,9}))?")
 _STANDING = re.compile(r"lab(?::([a-z][a-z0-9-]*))?")
 
 
@@ -52,7 +52,7 @@ def parse_on(text: str) -> On:
         return parse_lab(text)
     if text.startswith("join:"):
         return parse_join(text)
-    if "/" in text or text.endswith(_HOSTS_FILES) or Path(text).is_file():
+    if "/" in text or text.endswith(_HOSTS_FILES) or is_file(Path(text)):
         return read_hosts(Path(text))
     raise UsageError(
         f"--on {text!r} names no cluster",

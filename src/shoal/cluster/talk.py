@@ -22,6 +22,7 @@ from shoal.errors import ControlError
 # How long a program may take to end once its stdin has, and to die.
 _END_S = 2.0
 _KILL_S = 1.0
+_LONGEST_ANSWER = 64 << 20
 
 Answer = dict[str, Any]
 
@@ -56,11 +57,13 @@ class Talk:
     def hear(self, deadline_s: float, about: str = "") -> Answer:
         line = self._line(time.monotonic() + deadline_s, about)
         try:
-            answer: Answer = json.loads(line)
-        except ValueError:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
             raise ControlError(
                 f"{self.node} answered something else than asked", why=line.decode(errors="replace")[:200]
-            ) from None
+            )
         if "error" in answer:
             raise ControlError(f"{self.node} could not {about or 'answer'}: {answer['error']}")
         return answer
@@ -81,6 +84,8 @@ class Talk:
                     f"{self.node} ended before it answered {about!r}", why=self._speaker.errors().strip()
                 )
             self._heard += block
+            if len(self._heard) > _LONGEST_ANSWER:
+                raise ControlError(f"{self.node} answered {about!r} with a line without an end")
         line, _, self._heard = self._heard.partition(b"\n")
         return line
 

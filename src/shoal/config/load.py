@@ -61,7 +61,7 @@ def parse_set(assignment: str) -> Overrides:
         )
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()
     return {section: {name: value}}
 
@@ -71,7 +71,8 @@ def read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {file}", fix=f"check the path: ls {file.parent}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    # Not only tomllib's own: a number of thousands of digits and endless brackets have other names.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}", fix="see https://toml.io for the format") from None
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", fix=f"look at it: ls -ld {file}") from None

@@ -99,7 +99,7 @@ def _parse(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"there is no profile {path}", fix=_again(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid TOML", why=str(error), fix=_again(path)) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None

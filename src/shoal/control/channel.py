@@ -31,6 +31,12 @@ _MOST_BYTES = 8 << 20
 # Before a stranger has proved anything, it gets little of our memory and time.
 _MOST_BYTES_FROM_STRANGERS = 1024
 _GREETING_S = 5.0
+# A member that a crowd pushed out gets in at the second or third try; for a stranger these change nothing.
+_TRIES = 3
+_AGAIN_S = 0.2
+# Less than this is a peer that does not read: what we have for it must not pile up here.
+_STALLED_AFTER_S = 20.0
+_LEAST_BYTES_A_SECOND = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Channel:
         self._receive_key = receive_key
         self._sent = 0
         self._received = 0
+        self._is_forged = False
         self._sending = asyncio.Lock()
 
     async def send(self, message: Message) -> None:
@@ -66,18 +73,33 @@ class Channel:
             frame = _tag(self._send_key, self._sent, payload) + payload
             self._sent += 1
             self._writer.write(len(payload).to_bytes(_LENGTH, "big") + frame)
-            await self._writer.drain()
+            await self._drain()
+
+    async def _drain(self) -> None:
+        """As long as it takes on a slow link, but not for ever. Raises `TimeoutError`, which is an `OSError`."""
+        transport = self._writer.transport
+        while True:
+            before = transport.get_write_buffer_size()
+            try:
+                async with asyncio.timeout(_STALLED_AFTER_S):
+                    return await self._writer.drain()
+            except TimeoutError:
+                if before - transport.get_write_buffer_size() < _STALLED_AFTER_S * _LEAST_BYTES_A_SECOND:
+                    transport.abort()
+                    raise
 
     async def receive(self) -> Message:
         """Raises `ControlError` for a forged message and `OSError` or `EOFError` when the other side is gone."""
+        if self._is_forged:
+            raise ControlError("an earlier message on this control channel was forged", why="nothing after it counts")
         size = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
         if size > _MOST_BYTES:
-            raise ControlError(
-                f"a message of {size} bytes on the control channel", why="the stream is broken or forged"
-            )
+            self._is_forged = True
+            raise ControlError(f"a message of {size} bytes on the control channel", why="the stream is broken")
         tag = await self._reader.readexactly(_TAG)
         payload = await self._reader.readexactly(size)
         if not hmac.compare_digest(tag, _tag(self._receive_key, self._received, payload)):
+            self._is_forged = True
             raise ControlError(
                 "a message on the control channel does not carry the run's tag",
                 why="somebody between the machines changed it, or wrote into the connection",
@@ -90,7 +112,10 @@ class Channel:
         return self._reader.at_eof() or self._writer.is_closing()
 
     def close(self) -> None:
+        """What a peer that does not read has left in our buffer is given up: nothing waits for it."""
         self._writer.close()
+        if self._writer.transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(_STALLED_AFTER_S, self._writer.transport.abort)
 
 
 async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Channel:
@@ -109,6 +134,19 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
 
 async def dial(address: str, port: int, token: str) -> Channel:
     """The calling side's greeting. The writer is closed again when it fails."""
+    for attempt in range(_TRIES):
+        if attempt:
+            await asyncio.sleep(_AGAIN_S)
+        if (channel := await _dial_once(address, port, token)) is not None:
+            return channel
+    raise Stranger(
+        f"{address}:{port} refused us: it does not know our token",
+        why="what listens there belongs to another run, or ended at this moment",
+    )
+
+
+async def _dial_once(address: str, port: int, token: str) -> Channel | None:
+    """None when the other side heard our proof and left: it refused us, or a crowd at its door pushed us out."""
     reader, writer = await asyncio.open_connection(address, port)
     _keep_alive(writer)
     try:
@@ -125,11 +163,8 @@ async def dial(address: str, port: int, token: str) -> Channel:
             try:
                 answer = await _hear(reader)
             except EOFError:
-                # To try again would be of no use: it was there, heard our proof and left.
-                raise Stranger(
-                    f"{address}:{port} refused us: it does not know our token",
-                    why="what listens there belongs to another run, or ended at this moment",
-                ) from None
+                writer.close()
+                return None
             _check(answer, nonces, token, "acceptor")
     except BaseException:
         writer.close()

@@ -13,6 +13,9 @@ from shoal.errors import ControlError
 
 # What must be equal, in the words of a message, and what to do when it is not.
 _SAME_VERSIONS = "bring all machines to the same versions: shoal setup HOSTS"
+# What each number is below. A member's grows with every guest, since none is used again.
+_NUMBERS = {"member": 2**31, "protocol": 2**16, "port": 2**16, "life": 2**31}
+_LONGEST_WORD = 256
 _MUST_AGREE = (
     ("protocol", "control protocol", _SAME_VERSIONS),
     ("shoal", "shoal", _SAME_VERSIONS),
@@ -52,13 +55,34 @@ class Hello:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, said: dict[str, Any]) -> Hello:
-        try:
-            return cls(**{name: said[name] for name in cls.__dataclass_fields__})
-        except KeyError as error:
-            raise ControlError(
-                f"a hello without {error}", why="the other side has another version of shoal", fix=_SAME_VERSIONS
-            ) from None
+    def from_dict(cls, said: Any) -> Hello:
+        """Strict: these words are shown, compared and used as a number of a member. What else is said is passed over,
+        so that a later version can be told what differs."""
+        if not isinstance(said, dict):
+            raise _no_hello("a hello that is none")
+        if missing := [name for name in cls.__dataclass_fields__ if name not in said]:
+            raise _no_hello(f"a hello without {missing[0]!r}")
+        own = {name: said[name] for name in cls.__dataclass_fields__}
+        for name, value in own.items():
+            if not _is_sound(name, value):
+                raise _no_hello(f"a hello whose {name} is {_cut(repr(value))}")
+        return cls(**own)
+
+
+def _is_sound(name: str, value: object) -> bool:
+    if name in _NUMBERS:
+        return type(value) is int and 0 <= value < _NUMBERS[name]
+    if name == "avx2":
+        return value is None or isinstance(value, bool)
+    return isinstance(value, str) and len(value) <= _LONGEST_WORD and value.isprintable()
+
+
+def _no_hello(seen: str) -> ControlError:
+    return ControlError(seen, why="the other side has another version of shoal", fix=_SAME_VERSIONS)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def introduce(member: int, node: str, mark: str, config: str, data: str, life: int = 0) -> Hello:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from pathlib import Path
+
+from shoal.errors import ControlError
+
+# 16 bytes that are used once, and 32 of the token.
+_SEALED = re.compile(r"[0-9a-f]{96}")
 
 
 def make_token(path: Path) -> str:
@@ -24,7 +30,10 @@ def seal(token: str, code: str) -> str:
     return (nonce + _mix(bytes.fromhex(token), code, nonce)).hex()
 
 
-def unseal(sealed: str, code: str) -> str:
+def unseal(sealed: object, code: str) -> str:
+    """Raises `ControlError` for what `seal` would not have written."""
+    if not isinstance(sealed, str) or not _SEALED.fullmatch(sealed):
+        raise ControlError("the host sent no token", why="its shoal is another")
     raw = bytes.fromhex(sealed)
     return _mix(raw[16:], code, raw[:16]).hex()
 

@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from shoal.config.load import load_config, to_toml
 from shoal.config.presets import NEEDS_TEXT
 from shoal.config.schema import Config
@@ -77,10 +79,10 @@ def to_json(facts: DataFacts) -> str:
 
 def read_facts(run: RunFolder) -> DataFacts:
     try:
-        return DataFacts(**json.loads(run.data.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(DataFacts).validate_json(run.data.read_bytes(), strict=True)
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"{run.data} cannot be used: {error}",
+            f"{run.data} cannot be used: {str(error).splitlines()[0]}",
             why="it says where the encoded text lies and is written when a run is created",
             fix="start a new run with shoal train",
         ) from error

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shoal.control.channel import Channel, Message, accept, dial
+from shoal.control.channel import Channel, Message, dial
 from shoal.control.hello import Hello, refusal, remark
 from shoal.control.machine import boot_clock
+from shoal.control.reception import doorkeeper, receive
 from shoal.errors import ControlError, PeerLost, ShoalError
 from shoal.launch.orders import Member
 from shoal.launch.places import Places
@@ -26,6 +27,7 @@ BEAT_S = 1.0
 # Long enough for a busy Wi-Fi, short enough that nobody waits minutes for a machine that has left.
 SILENT_AFTER_S = 20.0
 MEET_WITHIN_S = 20.0
+HELLO_WITHIN_S = 5.0
 _AGAIN_S = 0.2
 # Who refuses us will not change its mind soon.
 _REFUSED_AGAIN_S, _CONNECT_WITHIN_S = 2.0, 5.0
@@ -56,6 +58,7 @@ class Mesh:
         self._refused: ShoalError | None = None
         self._server: asyncio.Server | None = None
         self._met = False
+        self._door = doorkeeper(note)
 
     async def listen(self, address: str, me: Hello, token: str) -> int:
         """On this one address; the port is the kernel's choice."""
@@ -68,6 +71,7 @@ class Mesh:
     async def meet(self, roster: Mapping[int, Member]) -> None:
         """Until every member is connected; who does not come is named."""
         self.places.update(roster)
+        self._door.expect(self.places.addresses())
         for member in self.places.ours_to_dial(self._me):
             self._spawn(self._dial_until_met(member))
         try:
@@ -88,6 +92,7 @@ class Mesh:
         it listens."""
         self._met = True
         self.places.update(roster)
+        self._door.expect(self.places.addresses())
         self._on_connected = on_connected
         for member in list(self._channels):
             on_connected(member)
@@ -132,6 +137,7 @@ class Mesh:
                 channel.close()
         if self._server is not None:
             self._server.close()
+        self._door.sum_up()
 
     async def _say_in_turn(self, member: int, channel: Channel, message: Message) -> None:
         try:
@@ -142,13 +148,15 @@ class Mesh:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A stranger costs us five seconds of a task and learns nothing."""
+        channel = await receive(reader, writer, self._token, self._door)
+        if channel is None:
+            return
         try:
-            channel = await accept(reader, writer, self._token)
             await self._exchange_hellos(channel)
-        except (ControlError, OSError, EOFError, TimeoutError) as error:
+        except (ControlError, OSError, EOFError) as error:
             if isinstance(error, ControlError):
                 self._note(f"refused a connection from {writer.get_extra_info('peername')[0]}: {error.seen}")
-            writer.close()
+            channel.close()
 
     async def _dial_until_met(self, member: int) -> None:
         """Again and again until `meet` gives up: the other agent may be a moment behind us."""
@@ -188,7 +196,7 @@ class Mesh:
 
     async def _exchange_hellos(self, channel: Channel) -> None:
         await channel.send(self._me.as_dict())
-        async with asyncio.timeout(_CONNECT_WITHIN_S):
+        async with asyncio.timeout(HELLO_WITHIN_S):
             theirs = Hello.from_dict(await channel.receive())
         if error := refusal(self._me, theirs) or self._is_taken(theirs):
             await self._refuse(channel, error)
@@ -214,10 +222,10 @@ class Mesh:
 
     async def _refuse(self, channel: Channel, error: ControlError) -> None:
         """Before the run has begun, that ends it; later it is the other one's trouble alone."""
-        if not self._met:
+        if self._met:
+            self._remark(f"refused a member: {error.seen}")
+        else:
             await self.give_up(error)
-            return
-        self._remark(f"refused a member: {error.seen}")
         channel.close()
 
     def _add(self, theirs: Hello, channel: Channel) -> None:
@@ -229,6 +237,7 @@ class Mesh:
         self._channels[member].append(channel)
         self._heard_at[member] = boot_clock()
         self.places.believe(theirs)
+        self._door.expect(self.places.addresses())
 
     async def give_up(self, error: ShoalError) -> None:
         """Whoever waits in `meet` need wait no longer. Afterwards it changes nothing."""
@@ -262,6 +271,7 @@ class Mesh:
                     if now - heard_at > SILENT_AFTER_S:
                         self._lose(member, f"it has not been heard of for {SILENT_AFTER_S:.0f} s")
             looked_at = now
+            self._door.look()
             for member in list(self._channels):
                 # Not awaited in turn: a full connection to a silent peer must not keep us from the others.
                 self._spawn(self.tell(member, {"type": "beat"}))

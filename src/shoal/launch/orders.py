@@ -11,15 +11,20 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from shoal.config.schema import MembersConfig
 from shoal.control.membership.rules import Rules
+from shoal.errors import ControlError
 from shoal.launch.plan import Command
 
 # The two wishes that may follow later, each a line of its own.
 STOP = "stop"
 END = "end"
+
+Order = TypeVar("Order")
 
 
 @dataclass(frozen=True)
@@ -105,35 +110,40 @@ def to_line(order: Meet | Go | str) -> bytes:
 
 
 def read_meet(line: bytes) -> Meet:
-    return Meet(**json.loads(line)["Meet"])
+    return _read(Meet, line)
 
 
 def read_go(line: bytes) -> Go:
-    said = json.loads(line)["Go"]
-    return Go(
-        tuple(map(read_member, said["roster"])),
-        tuple(map(_read_start, said["starts"])),
-        read_membership(said["members"]),
-    )
+    return _read(Go, line)
 
 
 def read_wish(line: bytes) -> str:
+    """Nothing for an order that is no wish."""
     try:
-        return str(json.loads(line).get("wish", ""))
-    except ValueError:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
         return ""
+    return str(document.get("wish", "")) if isinstance(document, dict) else ""
 
 
 def read_member(said: dict[str, Any]) -> Member:
-    return Member(**{**said, "ranks": tuple(said["ranks"])})
+    """ValueError for what no member is."""
+    return TypeAdapter(Member).validate_json(json.dumps(said), strict=True)
 
 
 def read_membership(said: dict[str, Any] | None) -> Membership | None:
-    return Membership(Rules(**said["rules"]), said["restarts"], said["above"]) if said else None
+    return TypeAdapter(Membership).validate_json(json.dumps(said), strict=True) if said else None
 
 
-def _read_start(said: dict[str, Any]) -> Start:
-    return Start(said["name"], tuple(said["ranks"]), tuple(said["argv"]), said["env"], said["store"])
+def _read(kind: type[Order], line: bytes) -> Order:
+    try:
+        return TypeAdapter(dict[str, kind]).validate_json(line, strict=True)[kind.__name__]  # type: ignore[valid-type]
+    except (ValueError, KeyError) as error:
+        raise ControlError(
+            f"an agent got an order that it cannot read: {str(error).splitlines()[0]}",
+            why="launcher and agent are of different versions of shoal",
+            fix="bring all machines to the same one: shoal setup HOSTS",
+        ) from None
 
 
 def make_go(roster: Sequence[Member], commands: Sequence[Command], node: str, members: Membership | None = None) -> Go:

@@ -38,6 +38,9 @@ class Places:
     def update(self, roster: Mapping[int, Member]) -> None:
         self._known.update(roster)
 
+    def addresses(self) -> list[str]:
+        return [place.address for place in self._known.values()]
+
     def ours_to_dial(self, me: Hello) -> list[int]:
         addresses = {member: place.address for member, place in self._known.items()}
         return to_dial(me.member, {**addresses, me.member: me.address})

@@ -17,9 +17,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -30,6 +30,7 @@ from shoal.errors import CheckpointError
 _NAME = re.compile(r"step-(\d{8})")
 _MODEL, _OPTIMIZER, _STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _FORMAT = 1
+Counts = TypeVar("Counts")
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,23 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             if sha256_of(folder / name) != manifest["sha256"][name]:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        parts = Parts(**state.pop("parts")) if "parts" in state else None
+        parts = _counted(Parts, state.pop("parts")) if "parts" in state else None
         return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
 
 
 def read_progress(state: dict[str, Any]) -> Progress:
     history = tuple((str(lineage), int(step)) for lineage, step in state.pop("history", ()))
-    return Progress(**state, history=history)
+    return _counted(Progress, {**state, "history": history})
+
+
+def _counted(kind: type[Counts], numbers: dict[str, Any]) -> Counts:
+    """A training that went on from anything else than whole numbers would fail much later, if at all."""
+    found = kind(**numbers)
+    for each in fields(found):  # type: ignore[arg-type]
+        number = getattr(found, each.name)
+        if each.type == "int" and (type(number) is not int or not 0 <= number < 1 << 63):
+            raise ValueError(f"{each.name} is {number!r:.40}, which is no count")
+    return found
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -186,7 +197,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{folder} is incomplete: {missing} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
 
 

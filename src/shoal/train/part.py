@@ -46,7 +46,7 @@ def read_part(folder: Path, rank: int, mark: int) -> dict[str, Tensor]:
         return load_file(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from error
 
 

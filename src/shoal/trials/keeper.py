@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from shoal.cluster.cargo import Cargo
 from shoal.cluster.cluster import open_cluster
@@ -26,7 +28,7 @@ from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
 from shoal.control.process import marks, unmark
 from shoal.data.run_setup import read_facts, to_json
-from shoal.errors import Interrupted, RunFailed, ShoalError
+from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.supervise import run_ranks, run_script
 from shoal.net.after_run import put_into_words
@@ -74,8 +76,14 @@ def held_back(signals: set[signal.Signals]) -> Iterator[None]:
 
 
 def read_job(run: RunFolder) -> Job:
-    said: dict[str, Any] = json.loads(run.job.read_text(encoding="utf-8"))
-    return Job(**{**said, "script": tuple(said["script"])})
+    try:
+        return TypeAdapter(Job).validate_json(run.job.read_bytes(), strict=True)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{run.job} cannot be used: {str(error).splitlines()[0]}",
+            why="it says what to do in this folder, and is written when a run is launched",
+            fix=f"launch it anew: shoal train --resume {shlex.quote(str(run.path))}",
+        ) from None
 
 
 def main(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shoal.trials.training import MakeDisplay, train_new
 
 _WIRES = ("fp32", "fp16", "bf16", "int8", "powersgd")
 _OUTER = ("local", "diloco", "streaming")
+_COUNT = re.compile(r"\d{1,9}")
 _WORDS = ("stock", "ddp", "accumulate", *_OUTER, *_WIRES)
 _ALONE = 10**9
 
@@ -71,7 +73,7 @@ def parse_lever(text: str) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     for word in text.split("+"):
         name, _, number = word.partition(":")
-        if name not in _WORDS or (number and not number.isdecimal()) or (number and name in ("stock", "ddp")):
+        if name not in _WORDS or (number and not _COUNT.fullmatch(number)) or (number and name in ("stock", "ddp")):
             raise UsageError(
                 f"{text!r} is no lever",
                 why=did_you_mean(name, _WORDS) or f"a lever is made of {', '.join(_WORDS)}",

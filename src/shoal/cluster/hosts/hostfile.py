@@ -18,6 +18,7 @@ _COUNTED = re.compile(r"([^:\s]+):(\d+)")
 _SETTING = re.compile(r"([\w-]+)\s*=\s*(\S+)")
 # What else these launchers read there; it says where ranks are pinned, which here follows from slots and threads.
 _IGNORED = ("max_slots", "max-slots", "binding")
+_MOST_DIGITS = 9
 _KNOWN = ("slots", *_IGNORED, "ifname")
 
 
@@ -30,7 +31,7 @@ def parse_hostfile(text: str, path: Path) -> list[dict[str, Any]]:
 def _host(line: str, where: str) -> dict[str, Any]:
     word, rest = (*line.split(maxsplit=1), "")[:2]
     counted = _COUNTED.fullmatch(word)
-    table: dict[str, Any] = {"host": counted[1], "slots": int(counted[2])} if counted else {"host": word}
+    table: dict[str, Any] = {"host": counted[1], "slots": _count(counted[2], where)} if counted else {"host": word}
     for key, value in _settings(rest, where):
         if key == "slots":
             table["slots"] = _count(value, where)
@@ -54,6 +55,6 @@ def _settings(rest: str, where: str) -> list[tuple[str, str]]:
 
 
 def _count(value: str, where: str) -> int:
-    if not value.isdecimal():
-        raise ConfigError(f"{where}: slots={value} is no number", fix="write for example: slots=2")
+    if not value.isdecimal() or len(value) > _MOST_DIGITS:
+        raise ConfigError(f"{where}: slots={value:.20} is no number", fix="write for example: slots=2")
     return int(value)

@@ -107,8 +107,8 @@ class HostsSpec(BaseModel):
 
 
 def read_hosts(path: Path) -> HostsSpec:
-    path = path.expanduser()
     try:
+        path = path.expanduser()
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(
@@ -118,16 +118,27 @@ def read_hosts(path: Path) -> HostsSpec:
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a hosts file: it is no UTF-8 text", fix="file " + str(path)) from None
+    except (ValueError, RuntimeError) as error:
+        # No file can be called so: a zero byte, or the home of a user who is not there.
+        raise UsageError(f"{str(path)!r} names no hosts file: {error}", fix="check the path") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
     spec = parse_hosts(text, path)
-    if spec.ssh_config is not None and not spec.ssh_config.is_file():
+    if spec.ssh_config is not None and not is_file(spec.ssh_config):
         raise ConfigError(
             f"ssh_config in {path} names {spec.ssh_config}, which is no file",
             why="a relative path is meant from the folder of the hosts file",
             fix="correct it, or leave it out: ssh then reads ~/.ssh/config",
         )
     return spec
+
+
+def is_file(path: Path) -> bool:
+    """`Path.is_file` raises for a name that is too long for any file."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def parse_hosts(text: str, path: Path) -> HostsSpec:
@@ -146,7 +157,14 @@ def parse_hosts(text: str, path: Path) -> HostsSpec:
         raise ConfigError(f"{path} lists no host", fix='write [[host]] and below it host = "NAME"')
     hosts = tuple(_host(table, number, path) for number, table in enumerate(tables, 1))
     _refuse_twins(hosts, path)
-    return HostsSpec(path=path, hosts=hosts, ssh_config=path.parent / Path(config).expanduser() if config else None)
+    return HostsSpec(path=path, hosts=hosts, ssh_config=_beside(path, config) if config else None)
+
+
+def _beside(path: Path, config: str) -> Path:
+    try:
+        return path.parent / Path(config).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"ssh_config={config!r} in {path}: {error}", fix="write the whole path") from None
 
 
 def machine_of(host: str) -> str:
@@ -178,7 +196,7 @@ def _is_loopback(machine: str) -> bool:
 def _toml(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", fix="see https://toml.io for the format") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import socket
 import threading
@@ -18,11 +19,12 @@ from shoal.cluster.join.invitation import Invitation, make_code
 from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
 from shoal.cluster.node import Node
-from shoal.control.channel import Channel, accept
+from shoal.control.channel import Channel
 from shoal.control.hello import Hello, introduce, refusal
 from shoal.control.machine import physical_cores
+from shoal.control.reception import doorkeeper, receive
 from shoal.control.route import interface_for, source_address
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ControlError, ShoalError, UsageError
 
 Note = Callable[[str], None]
 # A machine that has never trained before fetches the text over a slow network first.
@@ -39,7 +41,7 @@ class JoinCluster:
         self._note = note
         self._address = spec.address or own_address()
         self._guests: dict[str, Guest] = {}
-        self._said: set[str] = set()
+        self._door = doorkeeper(note)
         self._loop = asyncio.new_event_loop()
         interface = interface_for(self._address, None, socket.gethostname())
         here = Node(safe_name(socket.gethostname()), self._address, interface, 1, physical_cores())
@@ -77,7 +79,7 @@ class JoinCluster:
         while len(self.nodes) < self._spec.machines:
             guest = await self._receive_one()
             self._guests[guest.name] = guest
-            self.nodes.append(Node(guest.name, guest.address, None, 1, int(guest.facts["cores"])))
+            self.nodes.append(Node(guest.name, guest.address, None, 1, guest.cores))
             self._note(
                 f"{guest.name} ({guest.address}) has joined: {len(self.nodes)} of {self._spec.machines} machines"
             )
@@ -87,15 +89,17 @@ class JoinCluster:
         arrived: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            channel = await receive(reader, writer, code, self._door)
+            if channel is None:
+                return
             peer = writer.get_extra_info("peername")[0]
             try:
-                channel = await accept(reader, writer, code)
                 guest = await asyncio.wait_for(self._admit(channel, code), _PROVIDE_S)
-            except (ShoalError, OSError, EOFError, TimeoutError) as error:
-                self._note_once(
+            except (ShoalError, OSError, EOFError) as error:
+                self._note(
                     f"refused {peer}: {error.seen if isinstance(error, ShoalError) else error or 'it went away'}"
                 )
-                writer.close()
+                channel.close()
                 return
             if arrived.done():
                 writer.close()
@@ -109,10 +113,12 @@ class JoinCluster:
             while not arrived.done():
                 await asyncio.wait([arrived], timeout=_LOOK_S)
                 self._miss_those_who_left()
+                self._door.look()
             return arrived.result()
         finally:
             # Not `async with`: that would wait until the guest's own connection is closed.
             server.close()
+            self._door.sum_up()
 
     def _miss_those_who_left(self) -> None:
         for name, guest in list(self._guests.items()):
@@ -120,12 +126,6 @@ class JoinCluster:
                 del self._guests[name]
                 self.nodes = [node for node in self.nodes if node.name != name]
                 self._note(f"{name} has left: {len(self.nodes)} of {self._spec.machines} machines")
-
-    def _note_once(self, text: str) -> None:
-        """A stranger may knock a thousand times."""
-        if text not in self._said:
-            self._said.add(text)
-            self._note(text)
 
     async def _listen(self, welcome: object) -> asyncio.Server:
         try:
@@ -138,11 +138,15 @@ class JoinCluster:
 
     async def _admit(self, channel: Channel, code: str) -> Guest:
         facts = await channel.receive()
-        if error := refusal(_us(), Hello.from_dict(facts["hello"])):
+        hello = Hello.from_dict(facts.get("hello"))
+        cores, address = facts.get("cores"), str(facts.get("address"))
+        if type(cores) is not int or not 0 < cores < 1 << 16 or not _is_address(address):
+            raise ControlError(f"a machine that joins says that it has {cores!r:.40} cores at {address!r:.60}")
+        if error := refusal(_us(), hello):
             await channel.send({"type": "refused", **error.as_dict()})
             raise error
-        name = self._free_name(safe_name(str(facts["name"])))
-        guest = Guest(name, str(facts["address"]), facts, channel, code, self._loop)
+        name = self._free_name(safe_name(str(facts.get("name"))))
+        guest = Guest(name, address, cores, channel, code, self._loop)
         await guest.provide(self._cargo.texts({digest: digest for digest in self._cargo.files}), self._cargo.files)
         return guest
 
@@ -159,6 +163,14 @@ def _us() -> Hello:
 
 def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).strip(".-")[:64] or "machine"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def own_address() -> str:

@@ -27,7 +27,7 @@ class Guest:
 
     name: str
     address: str
-    facts: Mapping[str, Any]
+    cores: int
     channel: Channel
     code: str
     loop: asyncio.AbstractEventLoop
@@ -40,7 +40,8 @@ class Guest:
         sizes = {name: path.stat().st_size for name, path in files.items()}
         await self.channel.send({"type": "welcome", "node": self.name, "texts": dict(texts), "files": sizes})
         answer = await self.channel.receive()
-        for name in [name for name in answer.get("need", []) if name in files]:
+        wanted = answer.get("need")
+        for name in [name for name in files if isinstance(wanted, list) and name in wanted]:
             await self._send_file(name, files[name])
         if answer.get("type") == "need":
             answer = await self.channel.receive()

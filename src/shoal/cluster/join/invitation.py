@@ -11,7 +11,7 @@ from shoal.errors import UsageError
 # None is taken for another one. 16 hold 79 bits: whoever records the greeting does not guess them later either.
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _LENGTH = 16
-_INVITATION = re.compile(r"\[?(?P<address>[^#\]]+?)\]?:(?P<port>\d+)#(?P<code>[A-Za-z0-9-]+)")
+_INVITATION = re.compile(r"\[?(?P<address>[^#\]]+?)\]?:(?P<port>\d{1,5})#(?P<code>[A-Za-z0-9-]+)")
 
 
 @dataclass(frozen=True)

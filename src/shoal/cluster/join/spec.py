@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.errors import UsageError
 
-_JOIN = re.compile(r"join:(?P<machines>\d+)(?:,address=(?P<address>[^,]+))?(?:,port=(?P<port>\d+))?")
+_JOIN = re.compile(r"join:(?P<machines>\d{1,9})(?:,address=(?P<address>[^,]+))?(?:,port=(?P<port>\d{1,5}))?")
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def parse_lab(text: str) -> LabSpec:
     """What `--on` says after choosing a lab: `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,profile=wifi,sshd`."""
     kind, _, rest = text.strip().partition(":")
     count, *settings = rest.split(",")
-    if kind != "lab" or not re.fullmatch(r"-?\d+", count):
+    if kind != "lab" or not re.fullmatch(r"-?\d{1,9}", count):
         raise UsageError(f"--on {text!r} names no lab", why="a lab is written lab:NODES[,setting=value…]", fix=_ON_FIX)
     words: dict[str, str] = {}
     for setting in settings:

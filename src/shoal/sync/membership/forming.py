@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 
 from shoal.control.rankline import Enter
 from shoal.errors import ShoalError
+from shoal.sync.doors import shut_doors
 from shoal.sync.world import World, backend_for, form_group, meet
 
 # gloo waits five times as long. Everybody has said that it is there by then.
@@ -46,6 +47,8 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
     meet(keys, enter.rank, enter.size, meet_s)
     backend = backend_for(place.device)
     group = form_group(enter.rank, enter.size, place.device, backend, keys, timeout_s, _CONNECT_S)
+    # Everybody is connected: gloo would take in every stranger that knocks, and keep the connection to the end.
+    shut_doors()
     return World(
         rank=enter.rank,
         size=enter.size,

@@ -1,0 +1,59 @@
+"""Which sockets a process listens on, as the kernel tells it: also of one in another network namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+@dataclass(frozen=True)
+class Listening:
+    pid: int
+    kind: str
+    address: str
+    port: int
+
+    @property
+    def is_everywhere(self) -> bool:
+        return ipaddress.ip_address(self.address).is_unspecified
+
+
+def listening(pid: int) -> list[Listening]:
+    """TCP ports that wait for connections, and UDP ports at which anybody may send."""
+    own = _inodes(pid)
+    found = []
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+            _, local, remote, state, *rest = line.split()
+            waits = state == _LISTEN if kind.startswith("tcp") else remote.endswith(":0000")
+            if waits and rest[5] in own:
+                address, port = local.split(":")
+                found.append(Listening(pid, kind, _address(address), int(port, 16)))
+    return found
+
+
+def _inodes(pid: int) -> set[str]:
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(path.readlink())
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    return found
+
+
+def _address(text: str) -> str:
+    """The kernel prints each word of it as this machine stores numbers."""
+    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))

@@ -1,0 +1,50 @@
+"""Gloo's ports after the ranks have met: real ranks, and strangers who come too late."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.sync.doors import shut_doors
+from shoal.sync.world import World
+from tests.harness import run_ranks
+from tests.sockets_of import listening, open_files
+
+
+def come_late(world: World, _: None) -> tuple[int, int, int, float]:
+    """Ports shut, strangers that got in, files that are open since, and what an exchange still gives."""
+    before = open_files(os.getpid())
+    shut = shut_doors()
+    ports = listening(os.getpid())
+    assert len(ports) == shut
+    let_in = 0
+    for at in ports:
+        with socket.socket() as stranger:
+            stranger.settimeout(0.3)
+            let_in += stranger.connect_ex((at.address, at.port)) == 0
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return shut, let_in, open_files(os.getpid()) - before, float(total)
+
+
+def test_who_comes_after_the_ranks_have_met_is_not_heard(tmp_path: Path) -> None:
+    for shut, let_in, more, total in run_ranks(come_late, 2, tmp_path, None):
+        assert (shut >= 1, let_in, more, total) == (True, 0, 0, 2.0)
+
+
+def form_again(world: World, _: None) -> float:
+    shut_doors()
+    later = dist.new_group([0, 1], backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=later)
+    shut_doors()
+    dist.all_reduce(total, group=later)
+    return float(total)
+
+
+def test_a_later_group_forms_all_the_same(tmp_path: Path) -> None:
+    assert run_ranks(form_again, 2, tmp_path, None) == [4.0, 4.0]

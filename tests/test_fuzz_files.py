@@ -1,0 +1,226 @@
+"""Anything may stand in a file or on a command line. Only our own errors come out of its readers, in bounded time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from shoal.cli.bench import parse_ranks
+from shoal.cli.planargs import parse_nodes
+from shoal.cluster.spec import parse_on
+from shoal.config.load import build_config, load_config, to_toml
+from shoal.config.profile_file import read_profile
+from shoal.control.membership.promisefile import PromiseFile
+from shoal.data.run_setup import DataFacts, read_facts
+from shoal.data.tokenfile import TokenHeader, _pack, open_tokens
+from shoal.data.tokenizer import load_tokenizer
+from shoal.events import EventLog, EventTail, read_events
+from shoal.net.explain import explain_text
+from shoal.report.finish import read_manifest, read_prediction
+from shoal.report.scaling import read_scaling
+from shoal.report.statefile import open_state
+from shoal.runfolder import RunFolder
+from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress, read_checkpoint
+from shoal.trials.keeper import read_job
+from shoal.trials.levers import parse_lever
+from tests.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, torn
+
+CONFIG = to_toml(build_config()).encode()
+HOSTS = b"""
+[[host]]
+host = "me@laptop-b"
+slots = 2
+weight = 1.5
+[[host]]
+host = "10.0.0.7"
+address = "10.0.0.7"
+"""
+HOSTFILE = b"laptop-b slots=2\nlaptop-c:3\n192.168.1.9 # desk\n"
+EVENT = b'{"event":"step","rank":0,"time":1.5,"step":3,"loss":2.5}\n'
+TOML_ODDITIES = st.sampled_from(
+    [
+        b"a = " + b"9" * 5000,
+        b"a = " + b"[" * 20_000,
+        b"a = 1e999",
+        b"a = 99999-99-99",
+        b"[train]\nsteps = " + b"9" * 30,
+        b"[train]\nsteps = nan",
+        b"[[train]]",
+        b'"" = 1',
+        b"a.b.c.d = 1\n" * 50,
+    ]
+)
+ON_WORDS = st.sampled_from(
+    ["local:", "lab:", "join:", "lab:3,link=", "lab:2,cpu=", "join:2,port=", "/", "~", "lab:2,loss="]
+)
+ON = TEXT | st.builds(str.__add__, ON_WORDS, TEXT | st.from_regex(r"[0-9/.,a-z=%]{0,12}", fullmatch=True))
+
+
+def file_of(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    """Writes what was drawn where the reader looks for it."""
+
+    def write_and_read(content: bytes, folder: Path) -> object:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        return read(folder / name)
+
+    return write_and_read
+
+
+def run_file(name: str, read: Callable[[RunFolder], object]) -> Callable[[bytes, Path], object]:
+    return file_of(name, lambda path: read(RunFolder(path.parent)))
+
+
+def follow(content: bytes, folder: Path) -> None:
+    """Read at once and in pieces, it is the same; a writer that comes afterwards is read too."""
+    path = folder / "events.jsonl"
+    path.write_bytes(b"")
+    tail, heard = EventTail(path), []
+    for at in range(0, len(content), max(1, len(content) // 3)):
+        with path.open("ab") as file:
+            file.write(content[at : at + max(1, len(content) // 3)])
+        heard += tail.poll()
+    log = EventLog(path, 0)
+    log.write("step", step=1)
+    log.close()
+    heard += tail.poll()
+    assert json.dumps(heard) == json.dumps(list(read_events(path)))
+    assert heard[-1]["step"] == 1
+
+
+def checkpoint_with(name: str) -> Callable[[bytes, Path], object]:
+    """Its sums are put right: what is wrong is not only noticed because a byte is another."""
+
+    def write_and_read(content: bytes, folder: Path) -> object:
+        tensors = {"weight": torch.zeros(2)}
+        found = CheckpointFolder(folder, keep=9).save(Checkpoint(Progress(1, 2), tensors, tensors))
+        (found / name).write_bytes(content)
+        if name != "manifest.json":
+            manifest = json.loads((found / "manifest.json").read_text())
+            manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
+            (found / "manifest.json").write_text(json.dumps(manifest))
+        read = read_checkpoint(found)
+        assert {type(number) for number in asdict(read.progress).values()} == {int}
+        return read
+
+    return write_and_read
+
+
+def set_word(text: str, _: Path) -> object:
+    return build_config(sets=[text])
+
+
+SAFETENSORS = (
+    (64).to_bytes(8, "little") + b'{"weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ' + bytes(8)
+)
+MANIFEST = {"format": 1, "sha256": dict.fromkeys(("model.safetensors", "state.json"), "0" * 64)}
+STATE = {"step": 1, "cursor": 2, "generation": 0, "parts": {"ranks": 2, "mark": 3, "step": 1, "cursor": 2}}
+
+TOKEN_HEADER = TokenHeader("<u2", 3, 10, "0" * 64, "t")
+TOKENS = _pack(TOKEN_HEADER) + bytes(6)
+
+READERS = {
+    "config": Reader(torn(CONFIG) | NOISE | TOML_ODDITIES, file_of("my.toml", load_config)),
+    "--set": Reader(
+        TEXT | st.builds(lambda key, value: f"{key}={value}", st.sampled_from(["train.steps", "run.on", "a.b"]), TEXT),
+        set_word,
+    ),
+    "--on": Reader(ON, lambda text, _: parse_on(text)),
+    "hosts": Reader(torn(HOSTS) | NOISE | TOML_ODDITIES, file_of("hosts.toml", lambda path: parse_on(str(path)))),
+    "hostfile": Reader(torn(HOSTFILE) | NOISE, file_of("hosts.txt", lambda path: parse_on(str(path)))),
+    "profile": Reader(
+        torn(b'shoal_profile = 1\ncreated = "x"\n[[node]]\nname = "a"\n') | NOISE | TOML_ODDITIES,
+        file_of("p.toml", read_profile),
+    ),
+    "events": Reader(torn(EVENT * 3) | NOISE, follow),
+    "manifest": Reader(around(MANIFEST), checkpoint_with("manifest.json")),
+    "state": Reader(around(STATE), checkpoint_with("state.json")),
+    "tensors": Reader(torn(SAFETENSORS) | NOISE, checkpoint_with("model.safetensors")),
+    "replica": Reader(torn(SAFETENSORS) | NOISE, file_of("state-0.safetensors", open_state)),
+    "tokenizer": Reader(around({"kind": "char", "chars": ["a", "b"]}), file_of("tokenizer.json", load_tokenizer)),
+    "tokens": Reader(
+        NOISE
+        | torn(TOKENS)
+        | around(asdict(TOKEN_HEADER)).map(lambda text: TOKENS[:12] + len(text).to_bytes(4, "little") + text),
+        file_of("a.tokens", open_tokens),
+    ),
+    "facts": Reader(around(asdict(DataFacts("a", "b", "c", "d"))), run_file("data.json", read_facts)),
+    "promises": Reader(around({}), file_of("promises.json", lambda path: PromiseFile(path).load())),
+    "run manifest": Reader(around({"shoal_manifest": 1}), run_file("manifest.json", read_manifest)),
+    "prediction": Reader(around({"step_s": 1.0}), run_file("prediction.json", read_prediction)),
+    "scaling": Reader(around([{"ranks": 1}]), run_file("scaling.json", read_scaling)),
+    "job": Reader(around({"script": []}), run_file("job.json", read_job)),
+    "lever": Reader(TEXT | st.sampled_from(["diloco:" + "9" * 5000, "int8+"]), lambda text, _: parse_lever(text)),
+    "--nodes": Reader(TEXT, lambda text, _: parse_nodes(text)),
+    "--ranks": Reader(TEXT, lambda text, _: parse_ranks(text)),
+    "log": Reader(
+        TEXT
+        | torn(
+            b'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: Connection closed by peer'
+        ).map(lambda log: log.decode(errors="replace")),
+        lambda text, _: explain_text(text),
+    ),
+}
+
+# Each of these ended in something else than an error of ours.
+SEEN: list[tuple[str, Any]] = [
+    ("config", b"a = " + b"9" * 5000),
+    ("config", b"a = " + b"[" * 50_000),
+    ("--set", "train.steps=" + "9" * 5000),
+    ("--on", "x" * 5000),
+    ("--on", "local:" + "9" * 5000),
+    ("--on", "~nobody-here/hosts.toml"),
+    ("--on", "a/\0"),
+    ("hosts", b"a = " + b"9" * 5000),
+    ("hosts", b'ssh_config = "~nobody-here/x"\n[[host]]\nhost = "a"\n'),
+    ("hostfile", b"a:" + b"9" * 5000),
+    ("profile", b"a = " + b"9" * 5000),
+    ("state", json.dumps(STATE | {"step": None}).encode()),
+    ("state", b"[" * 100_000),
+    ("manifest", b"[" * 100_000),
+    ("facts", json.dumps({"train": 1, "val": [], "digest": None, "source": ""}).encode()),
+    ("job", b"{}"),
+    ("job", b'{"script": null}'),
+    ("lever", "diloco:" + "9" * 5000),
+    ("--nodes", "9" * 5000),
+]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_little_noise(name: str, tmp_path: Path) -> None:
+    READERS[name].try_out(QUICK, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", READERS)
+def test_much_noise(name: str, tmp_path: Path) -> None:
+    READERS[name].try_out(MANY, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "value"), SEEN)
+def test_what_was_found_before(name: str, value: Any, tmp_path: Path) -> None:
+    READERS[name].holds(value, tmp_path)
+
+
+def test_true_files_are_read(tmp_path: Path) -> None:
+    """Else the noise above would prove nothing."""
+    assert load_config(path_with(tmp_path / "my.toml", CONFIG)) == build_config()
+    assert len(parse_on(str(path_with(tmp_path / "hosts.toml", HOSTS))).hosts) == 2  # type: ignore[union-attr]
+    assert len(parse_on(str(path_with(tmp_path / "hosts.txt", HOSTFILE))).hosts) == 3  # type: ignore[union-attr]
+    open_tokens(path_with(tmp_path / "a.tokens", TOKENS))
+    checkpoint_with("state.json")(json.dumps(STATE | {"step": 7}).encode(), tmp_path)
+    checkpoint_with("model.safetensors")(SAFETENSORS, tmp_path)
+
+
+def path_with(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
