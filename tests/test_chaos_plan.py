@@ -150,7 +150,7 @@ def soaked(**changes: Any) -> SoakResult:
     record = Record(commits=changes.pop("commits", commits(2.0)))
     record.ranks = [{"event": "step", "rank": 0, "step": n, "time": float(n), "step_s": 0.1} for n in range(1, 101)]
     fault = SoakFault(10.0, "kill-node", (PowerOn(node="node1"),))
-    outcomes = [judge_fault(fault, 50.0, record, commits_before=90, trouble=changes.pop("trouble", ""))]
+    outcomes = [judge_fault(fault, 50.0, record, commits_before=90, skipped=changes.pop("skipped", ""))]
     given: dict[str, Any] = {
         "planned": 1,
         "reference": commits(2.01),
@@ -177,7 +177,7 @@ def test_a_soak_that_held() -> None:
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"trouble": "node1 is not running"}, "went on after each of 1 faults"),
+        ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
         ({"planned": 2}, "went on after each of 2 faults"),
         ({"reference": commits(2.2)}, "loss within 0.05 of the run without faults"),
         ({"reference": []}, "loss within 0.05 of the run without faults"),

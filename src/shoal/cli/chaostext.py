@@ -160,12 +160,13 @@ def _print_failed(console: Console, label: str, assertions: Sequence[Assertion])
 def print_soak(result: SoakResult) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("fault", "times", "survived", "longest pause"):
+    for title in ("fault", "times", "skipped", "survived", "longest pause"):
         table.add_column(title, justify="left" if title == "fault" else "right")
     for kind in dict.fromkeys(fault.kind for fault in result.faults):
         faults = [fault for fault in result.faults if fault.kind == kind]
         pause = max((fault.pause_s or 0.0 for fault in faults), default=0.0)
-        table.add_row(kind, str(len(faults)), str(sum(fault.ok for fault in faults)), f"{pause:.2f} s")
+        skipped, survived = sum(bool(fault.skipped) for fault in faults), sum(fault.ok for fault in faults)
+        table.add_row(kind, str(len(faults)), str(skipped), str(survived), f"{pause:.2f} s")
     console.print(table)
     console.print(
         f"\n{len(result.faults)} faults, {result.steps} steps, {result.reconfigurations} generations; "

@@ -106,7 +106,7 @@ class _Soaked:
 
     def _suffer(self, fault: SoakFault) -> FaultOutcome:
         """Every action of the fault, then the time to the next one, which is what it has to recover in."""
-        commits, began, trouble = len(self.watch.record.commits), time.time(), ""
+        commits, began, skipped = len(self.watch.record.commits), time.time(), ""
         last = time.monotonic()
         for action in expand(fault.steps):
             while not is_due(Injection(action), 0, None, time.monotonic() - last):
@@ -114,10 +114,10 @@ class _Soaked:
             try:
                 self.watch.record.injected.append(self._injector.inject(action))
             except ShoalError as error:
-                trouble = error.seen
+                skipped = error.seen
             last = time.monotonic()
         self._until(self._began + fault.at_s + 0.9 * self.order.every_s)
-        return judge_fault(fault, began, self.watch.record, commits, trouble)
+        return judge_fault(fault, began, self.watch.record, commits, skipped)
 
     def end(self) -> tuple[str, ...]:
         """Asked to stop, then looked after; what should have gone by itself is named and ended."""
