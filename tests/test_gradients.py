@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from pathlib import Path
@@ -198,6 +199,25 @@ def test_buckets_are_those_that_plans_reckon_with(bucket_mb: float, tmp_path: Pa
     [messages] = run_ranks(sent, 1, tmp_path, {"model": model, "bucket_mb": bucket_mb})
     planned = fill_buckets(cost_gradients(ModelConfig(**model)), bucket_mb)
     assert messages == [bucket.parameters for bucket in planned]
+
+
+def left_alone(world: World, steps: int) -> list[float]:
+    """Rank 1 dies before it tells of the last step; what rank 0 then still knows of its own."""
+    exchange = StepExchange(world, lag=steps)
+    for step in range(steps):
+        if world.rank == 1 and step == steps - 1:
+            os._exit(0)
+        exchange.begin(2.5 + step, CommTimes(time.perf_counter(), 0.0, 0.0), stop=False)
+    with pytest.raises(RuntimeError):
+        exchange.drain()
+    return exchange.own_losses()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_whose_exchange_failed_is_still_known_to_who_did_it(steps: int, tmp_path: Path) -> None:
+    """Its samples are used, so the ledger must get it from somebody."""
+    losses, _ = run_ranks(left_alone, 2, tmp_path, steps, dying=[1])
+    assert losses == [2.5 + step for step in range(steps)]
 
 
 def slow_rank(world: World, where: str) -> tuple[float, float, bool]:

@@ -65,6 +65,20 @@ def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
     assert agent.events(0, "membership")[-1]["how"] == "joined"
 
 
+def test_what_the_keeper_of_the_ledger_did_not_come_to_write_is_written_by_the_next(agent: ScriptedAgent) -> None:
+    """It is one step behind the others when it dies between an exchange and the line that follows."""
+    agent.await_step(0, 5)
+    agent.kill(0)
+    path = agent.run.commits
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    agent.regroup((1, 2))
+    agent.await_end((1, 2))
+    judge(agent.run.path, (1, 2))
+    steps = [record["step"] for record in read_jsonl(path)]
+    assert steps == sorted(set(steps))
+
+
 def test_a_frozen_rank_commits_nothing_and_comes_back(agent: ScriptedAgent) -> None:
     agent.await_step(0, 5)
     agent.kill(1, signal.SIGSTOP)

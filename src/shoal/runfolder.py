@@ -147,6 +147,11 @@ class RunFolder:
         return self.path / "keeper.jsonl"
 
     @property
+    def chaos(self) -> Path:
+        """Faults that were injected on purpose."""
+        return self.path / "chaos.jsonl"
+
+    @property
     def token(self) -> Path:
         return self.path / "token"
 

@@ -37,6 +37,7 @@ VERBS = {
     "report": "One self-contained HTML page about a run.",
     "sample": "Let a trained model write a few sentences.",
     "lab": "An emulated cluster on this machine: nodes with links, CPU limits and faults as you like.",
+    "chaos": "Scripted faults with asserted outcomes, done to a real small training.",
     "setup": "Prepare machines over SSH: environment, shoal and your project; safe to repeat.",
     "bench": "Measured tables and plots, such as how speed grows with ranks.",
 }

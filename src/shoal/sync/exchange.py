@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ class StepExchange:
         began = time.perf_counter()
         self._asked[1].work.wait()
         self.late_s = time.perf_counter() - began
-        return [self._asked.popleft().read()]
+        return self._read(1)
 
     def own_losses(self) -> list[float]:
         """This rank's own sums of the steps of which nothing is known yet."""
@@ -94,8 +95,14 @@ class StepExchange:
 
     def drain(self) -> list[Shared]:
         """Everything that was asked so far; waits for everybody."""
-        asked, self._asked = self._asked, deque()
-        return [step.read() for step in asked]
+        return self._read(len(self._asked))
+
+    def _read(self, count: int) -> list[Shared]:
+        """Forgotten only when it has been read: where that fails, this rank's own losses are all there is to tell."""
+        found = [asked.read() for asked in islice(self._asked, count)]
+        for _ in found:
+            self._asked.popleft()
+        return found
 
 
 def sum_over_world(world: World, values: list[float]) -> list[float]:

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.control.rankline import GiveUp
-from shoal.events import EventLog, read_events
+from shoal.events import EventLog, parse_event, read_events
 from shoal.train.recorder import Record
+
+# A few thousand steps: many times what a rank remembers of those that it has not written itself.
+_END_BYTES = 1 << 20
 
 
 def last_step(path: Path) -> int:
@@ -18,6 +21,12 @@ def last_step(path: Path) -> int:
 
 def after(path: Path, step: int) -> list[Record]:
     return [record for record in _steps(path) if record["step"] > step]
+
+
+def missing(path: Path, records: Iterable[Record]) -> list[Record]:
+    """Those of the newest that this copy has not. Only its end is read: everybody waits, and it may be long."""
+    known = {_name(record) for record in _last_steps(path)}
+    return [record for record in records if _name(record) not in known]
 
 
 def amend(path: Path, rank: int, given_up: Sequence[GiveUp], records: Iterable[Record]) -> None:
@@ -41,6 +50,17 @@ def _name(record: Record) -> tuple[int, str]:
 
 
 def _steps(path: Path) -> list[Record]:
+    return [] if not path.exists() else list(filter(_is_step, read_events(path)))
+
+
+def _last_steps(path: Path) -> list[Record]:
     if not path.exists():
         return []
-    return [record for record in read_events(path) if isinstance(record.get("step"), int)]
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        found = map(parse_event, file.read().split(b"\n"))
+    return [record for record in found if record is not None and _is_step(record)]
+
+
+def _is_step(record: Record) -> bool:
+    return isinstance(record.get("step"), int)

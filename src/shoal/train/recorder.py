@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from shoal.sync.world import World
 # One line of the ledger.
 Record = dict[str, Any]
 
+# As many committed steps as a rank remembers that keeps no ledger: whoever keeps it may die before it has written them.
+# It is behind by a step at most, or by a round where replicas part.
+_REMEMBERED = 256
+
 
 class Recorder:
     """`member` is told of commits, where somebody counts on them."""
@@ -27,6 +32,7 @@ class Recorder:
         self._events = EventLog(run.events(world.id), world.id)
         self._ledger: EventLog | None = None
         self._pending: list[Record] = []
+        self._committed: deque[Record] = deque(maxlen=_REMEMBERED)
         self._enter(world)
         self._told_step = 0
 
@@ -76,6 +82,11 @@ class Recorder:
     def pending(self) -> list[Record]:
         return list(self._pending)
 
+    @property
+    def committed(self) -> list[Record]:
+        """The last that this rank knows to be committed, whoever had to write them down."""
+        return list(self._committed)
+
     def commit(self, through: int | None = None) -> None:
         """What everybody is known to have; only up to the step `through` where later ones may still be done again."""
         ready = [pending for pending in self._pending if through is None or pending["step"] <= through]
@@ -87,6 +98,7 @@ class Recorder:
             for pending in ready:
                 self._ledger.append(pending)
         self._pending = self._pending[len(ready) :]
+        self._committed.extend(ready)
         if self._member is not None:
             self._member.committed(ready[-1]["step"])
 

@@ -228,8 +228,15 @@ class Membership:
         own = [record for record in self.trainer.recorder.pending if record["step"] <= verdict.step]
         mine = own + self._seen_alone(own) if world.rank == verdict.source else []
         told: list[Record] = tell_document(world, verdict.source, mine)
-        by_step = {record["step"]: record for record in (*own, *told)}
-        return [by_step[step] for step in sorted(by_step)]
+        by_step = {record["step"]: record for record in (*self._unwritten(world, verdict), *own, *told)}
+        found = [by_step[step] for step in sorted(by_step)]
+        return ledger.missing(self.run.commits, found) if world.keeps_files else found
+
+    def _unwritten(self, world: World, verdict: Verdict) -> list[Record]:
+        """Who kept this folder's ledger may have died before it wrote what all others know to be committed."""
+        if not world.keeps_files or world.rank in verdict.behind:
+            return []
+        return self.trainer.recorder.committed
 
     def _seen_alone(self, known: list[Record]) -> list[Record]:
         trainer = self.trainer

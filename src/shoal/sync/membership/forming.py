@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shoal.control.rankline import Enter
 from shoal.errors import ShoalError
@@ -68,9 +69,12 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
 
 
 def unform() -> None:
-    """Drops a group that is over, whatever state it is in."""
+    """Drops a group that is over, whatever state it is in; and one that never came to be."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # torch numbers its groups and writes the number into their keys. A group that did not form counts too, but only on
+    # the ranks that got that far: from then on they would look for each other under different keys, for ever (seen).
+    distributed_c10d._world.group_count = 0
 
 
 def is_lost_peer(error: BaseException) -> bool:

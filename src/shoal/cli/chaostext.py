@@ -1,0 +1,184 @@
+"""What `shoal chaos` prints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.cli.output import stdout_console
+from shoal.trials.chaos.figures import Spread, spreads
+from shoal.trials.chaos.rows import ROWS, Row
+from shoal.trials.chaos.spec import Scenario
+
+if TYPE_CHECKING:
+    from shoal.trials.chaos.judge import Assertion
+    from shoal.trials.chaos.session import Played
+    from shoal.trials.chaos.soak import SoakOrder
+    from shoal.trials.chaos.soakjudge import SoakResult
+
+_TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s")
+_TITLES = ("scenario", "row", "seen", "group", "step", "commit", "lost", "redone", "gens", "equal", "verdict")
+_LEGEND = (
+    "seen, group, step, commit: seconds from the fault until it was noticed, the next group stood, a step was done, "
+    "one was committed. lost, redone: steps. gens: generations since the fault. equal: replicas, to the bit."
+)
+
+Done = Callable[["Played"], None]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[tuple[Callable[[str], None], Done]]:
+    """On stderr: what is going on, on a terminal in one line that changes; a line for every run that is done."""
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
+        yield lambda text: status.update(escape(text)), lambda played: _print_done(console, played)
+
+
+def _print_done(console: Console, played: Played) -> None:
+    verdict = "[green]passed[/]" if played.ok else "[red]FAILED[/]"
+    console.print(f"{verdict} {played.scenario} {played.number}, {played.seconds:.0f} s", soft_wrap=True)
+
+
+def print_list(scenarios: Sequence[Scenario]) -> None:
+    console = stdout_console()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("row", "scenario", "what happens", "where", "target"):
+        table.add_column(title, justify="right" if title in ("row", "target") else "left")
+    for scenario in scenarios:
+        target = "–" if scenario.target_s is None else f"{scenario.target_s:g} s"
+        table.add_row(str(scenario.row), scenario.name, escape(scenario.text), where(scenario), target)
+    console.print(table)
+    console.print("\n[bold]held by tests alone[/]")
+    for row in by_tests_alone(scenarios):
+        tests = ", ".join(row.tests)
+        text = "; ".join(filter(None, (row.why, tests)))
+        console.print(f"{row.number:>3}  {row.fault}: {text}", soft_wrap=True)
+
+
+def where(scenario: Scenario) -> str:
+    return f"lab:{scenario.nodes}" if scenario.needs_lab else f"lab:{scenario.nodes}, local:{scenario.nodes}"
+
+
+def by_tests_alone(scenarios: Sequence[Scenario]) -> list[Row]:
+    played = {scenario.row for scenario in scenarios}
+    return [row for row in ROWS if row.number not in played]
+
+
+def list_document(scenarios: Sequence[Scenario]) -> dict[str, Any]:
+    return {
+        "scenarios": [
+            {
+                "name": scenario.name,
+                "row": scenario.row,
+                "text": scenario.text,
+                "does": scenario.does,
+                "on": where(scenario).split(", "),
+                "target_s": scenario.target_s,
+                "expect": scenario.expect.model_dump(exclude_none=True),
+            }
+            for scenario in scenarios
+        ],
+        "rows": [asdict(row) for row in ROWS],
+        "by_tests_alone": [row.number for row in by_tests_alone(scenarios)],
+    }
+
+
+def print_played(played: Sequence[Played]) -> None:
+    console = stdout_console()
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(_TITLES):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for name in dict.fromkeys(each.scenario for each in played):
+        for row in _rows([each for each in played if each.scenario == name]):
+            table.add_row(*row)
+    console.print(table)
+    console.print(f"\n{_LEGEND}", soft_wrap=True)
+    for each in played:
+        _print_words(console, each)
+
+
+def _rows(runs: Sequence[Played]) -> Iterator[tuple[str, ...]]:
+    """One line a scenario; of several runs p50, p95 and the worst, of counts always the worst."""
+    found = spreads(runs)
+    first = runs[0]
+    passed = sum(each.ok for each in runs)
+    verdict = f"[green]{passed}/{len(runs)}[/]" if passed == len(runs) else f"[red]{passed}/{len(runs)}[/]"
+    counts = (
+        _most(runs, lambda each: each.measured.lost_steps),
+        _most(runs, lambda each: each.measured.redone_steps),
+        _most(runs, lambda each: each.measured.reconfigurations),
+        _replicas(runs),
+        verdict,
+    )
+    if len(runs) == 1:
+        yield (first.scenario, str(first.row), *(_seconds(found.get(name), "p50") for name in _TIMES), *counts)
+        return
+    for which in ("p50", "p95", "worst"):
+        label = (first.scenario, str(first.row)) if which == "p50" else (f"  {which}", "")
+        times = (_seconds(found.get(name), which) for name in _TIMES)
+        yield (*label, *times, *(counts if which == "p50" else ("",) * len(counts)))
+
+
+def _most(runs: Sequence[Played], count: Callable[[Played], int]) -> str:
+    return str(max(map(count, runs)))
+
+
+def _replicas(runs: Sequence[Played]) -> str:
+    said = [assertion for each in runs for assertion in each.assertions if assertion.name.startswith("replicas")]
+    if not said:
+        return "–"
+    return "yes" if all(assertion.ok for assertion in said) else "[red]no[/]"
+
+
+def _seconds(found: Spread | None, which: str) -> str:
+    return "–" if found is None else f"{getattr(found, which):.2f}"
+
+
+def _print_words(console: Console, played: Played) -> None:
+    """What the user was told, and every assertion that did not hold."""
+    label = f"{played.scenario} {played.number}"
+    if played.measured.sentences:
+        console.print(f"\n{label}: “{escape(played.measured.sentences[0])}”", soft_wrap=True)
+    _print_failed(console, label, played.assertions)
+
+
+def _print_failed(console: Console, label: str, assertions: Sequence[Assertion]) -> None:
+    for assertion in assertions:
+        if not assertion.ok:
+            console.print(
+                f"[red]{escape(label)}[/]: {escape(assertion.name)}: {escape(assertion.seen)}", soft_wrap=True
+            )
+
+
+def print_soak(result: SoakResult) -> None:
+    console = stdout_console()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("fault", "times", "skipped", "survived", "longest pause"):
+        table.add_column(title, justify="left" if title == "fault" else "right")
+    for kind in dict.fromkeys(fault.kind for fault in result.faults):
+        faults = [fault for fault in result.faults if fault.kind == kind]
+        pause = max((fault.pause_s or 0.0 for fault in faults), default=0.0)
+        skipped, survived = sum(bool(fault.skipped) for fault in faults), sum(fault.ok for fault in faults)
+        table.add_row(kind, str(len(faults)), str(skipped), str(survived), f"{pause:.2f} s")
+    console.print(table)
+    console.print(
+        f"\n{len(result.faults)} faults, {result.steps} steps, {result.reconfigurations} generations; "
+        f"loss {result.loss} (without faults {result.reference_loss})",
+        soft_wrap=True,
+    )
+    for assertion in result.assertions:
+        verdict = "[green]held[/]" if assertion.ok else "[red]NOT HELD[/]"
+        console.print(f"{verdict}  {escape(assertion.name)}: {escape(assertion.seen)}", soft_wrap=True)
+
+
+def soak_document(result: SoakResult, order: SoakOrder) -> str:
+    faults = [{**fault.model_dump(mode="json"), "ok": fault.ok} for fault in result.faults]
+    document = {"soak": asdict(order), "ok": result.ok, **result.model_dump(mode="json"), "faults": faults}
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""Faults on purpose, with asserted outcomes: scenarios, the injecting, the watching and the judging."""

@@ -1,0 +1,193 @@
+"""Does to a cluster and its run what a scenario says.
+
+Every action is prepared first, so that the moment that is written down is when it happened, and not when we began to
+look for a process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.cluster.lab import changes
+from shoal.cluster.lab.changes import Change
+from shoal.cluster.lab.spec import Link
+from shoal.errors import LabError
+from shoal.events import EventLog
+from shoal.launch.found import AGENT, Found, find, find_keeper
+from shoal.runfolder import RunFolder
+from shoal.trials.chaos import actions
+from shoal.trials.chaos.actions import Action, describe
+from shoal.trials.chaos.disks import corrupt_newest, fill, free
+from shoal.trials.chaos.ground import Ground
+from shoal.trials.chaos.record import Answer
+from shoal.trials.chaos.strangers import garbage
+from shoal.trials.stopping import stop
+from shoal.trials.training import train_on
+from shoal.units import parse_rate
+
+Deed = Callable[[], object]
+_COMMAND_S = 120.0
+
+
+class Silent:
+    """A display that shows nothing: who plays a scenario tells of it in its own words."""
+
+    def __init__(self, config: object) -> None: ...
+    def __call__(self, events: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class Injector:
+    def __init__(self, name: str, run: RunFolder, ground: Ground, draw: random.Random) -> None:
+        self._name, self._run, self._ground, self._draw = name, run, ground, draw
+        self._log: EventLog | None = None
+        self.answers: list[Answer] = []
+        self.joined: list[subprocess.Popen[bytes]] = []
+
+    def inject(self, action: Action) -> dict[str, object]:
+        """What was done, and when: the line that the run folder gets, too."""
+        deed = self._prepare(action)
+        fields = {"scenario": self._name, "fault": describe(action), **action.model_dump(exclude_none=True)}
+        at = round(time.time(), 6)
+        deed()
+        event = {"event": "injected", "time": at, "done": round(time.time(), 6), **fields}
+        self._write(event)
+        return event
+
+    def close(self) -> None:
+        for process in self.joined:
+            process.kill()
+            process.wait()
+        if self._log is not None:
+            self._log.close()
+
+    def _write(self, event: dict[str, object]) -> None:
+        """Opened with the first one: a scenario without a training has no folder."""
+        if self._log is None and self._run.path.is_dir():
+            self._log = EventLog(self._run.chaos, 0)
+        if self._log is not None:
+            self._log.append(event)
+
+    def _prepare(self, action: Action) -> Deed:
+        match action:
+            case actions.KillRank(rank=rank, node=node, signal=name):
+                return self._signal(_rank_of(self._run.path, rank, node), f"SIG{name}")
+            case actions.KillAgent(node=node):
+                return self._signal(_agent_of(self._run.path, node), "SIGKILL")
+            case actions.FreezeRank(rank=rank):
+                return self._signal(_rank_of(self._run.path, rank, None), "SIGSTOP")
+            case actions.ThawRank(rank=rank):
+                return self._signal(_rank_of(self._run.path, rank, None), "SIGCONT")
+            case actions.SignalKeeper(signal=name, twice=twice):
+                return self._signal(_need(find_keeper(self._run.path), "the keeper"), f"SIG{name}", 1 + twice)
+            case actions.Starve(rank=rank):
+                found = _rank_of(self._run.path, rank, None)
+                return lambda: no_more_memory(found.pid)
+            case actions.FillDisk():
+                return lambda: fill(self._disk())
+            case actions.FreeDisk():
+                return lambda: free(self._disk())
+            case actions.CorruptCheckpoint(how=how):
+                return lambda: corrupt_newest(self._run.checkpoints, how, self._draw)
+            case actions.Stop():
+                return lambda: stop(self._run)
+            case actions.Resume():
+                return lambda: train_on(self._run.path, Silent, detach=True)
+            case actions.Garbage(connections=connections, idle=idle):
+                return garbage(self._run.path, self._ground.lab, connections, idle)
+            case actions.Command(words=words):
+                return lambda: self.answers.append(self._ask(words))
+            case actions.PowerOn(node=node):
+                return lambda: self._power_on(node)
+            case _:
+                change = _change(action)
+                return lambda: self._ground.need_lab().perform(change)
+
+    def _signal(self, found: Found, name: str, times: int = 1) -> Deed:
+        def deed() -> None:
+            for _ in range(times):
+                os.kill(found.pid, signal.Signals[name])
+
+        return deed
+
+    def _disk(self) -> Path:
+        if self._ground.disk is None:
+            raise LabError("there is no disk to fill", fix="say how large it is: disk_mb = 4")
+        return self._ground.disk
+
+    def _power_on(self, node: str) -> None:
+        lab = self._ground.need_lab()
+        lab.perform(changes.restart(node))
+        words = (sys.executable, "-m", "shoal", "join", str(self._run.path), "--node", node)
+        log = self._run.log(node, "join")
+        self.joined.append(lab.start(node, words, {}, log))
+
+    def _ask(self, words: tuple[str, ...]) -> Answer:
+        said = [word.format(on=self._ground.on, run=self._run.path) for word in words]
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal", *said], capture_output=True, text=True, timeout=_COMMAND_S, check=False
+        )
+        return Answer(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
+
+
+def no_more_memory(pid: int) -> None:
+    import resource
+
+    import psutil
+
+    limit = int(psutil.Process(pid).memory_info().vms)
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+
+
+def _change(action: Action) -> Change:
+    match action:
+        case actions.KillNode(node=node, silent=silent):
+            return changes.kill(node, silent)
+        case actions.Freeze(node=node):
+            return changes.stop_or_go(node, frozen=True)
+        case actions.Thaw(node=node):
+            return changes.stop_or_go(node, frozen=False)
+        case actions.Cut(between=between, one_way=one_way):
+            return changes.cut_off(between[0], between[1] if len(between) > 1 else None, one_way)
+        case actions.Heal():
+            return changes.heal_cuts(None, None)
+        case actions.SetLink(node=node, rate=rate):
+            rate_bps = parse_rate(rate)
+            return changes.set_link(node, lambda link: link.model_copy(update={"rate_bps": rate_bps}))
+        case actions.Loss(node=node, percent=percent):
+            return changes.set_link(node, lambda link: _lossy(link, percent))
+        case actions.Cpu(node=node, share=share):
+            return changes.set_cpu(node, share)
+    raise AssertionError(f"nobody knows how to {describe(action)}")
+
+
+def _lossy(link: Link, percent: float) -> Link:
+    return link.model_copy(update={"loss": percent / 100})
+
+
+def _rank_of(run: Path, rank: int | None, node: str | None) -> Found:
+    """The rank itself and not a process it started: that is younger."""
+    ranks = [found for found in find(run) if found.part.startswith("rank-")]
+    wanted = [found for found in ranks if (found.part == f"rank-{rank}" if node is None else found.node == node)]
+    return _need(
+        min(wanted, key=lambda found: found.started_at, default=None), f"rank {rank}" if node is None else node
+    )
+
+
+def _agent_of(run: Path, node: str) -> Found:
+    wanted = (found for found in find(run) if found.part == AGENT and found.node == node)
+    return _need(next(wanted, None), f"the agent of {node}")
+
+
+def _need(found: Found | None, what: str) -> Found:
+    if found is None:
+        raise LabError(f"{what} is not running", why="an earlier fault ended it, or the run is over")
+    return found

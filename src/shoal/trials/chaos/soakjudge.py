@@ -1,0 +1,146 @@
+"""Did a soak hold what every fault must leave: a run that goes on, and that learns what the other one learned? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal.events import Event
+from shoal.report.ledger import check_ledger
+from shoal.trials.chaos.actions import describe
+from shoal.trials.chaos.judge import Assertion
+from shoal.trials.chaos.leaks import Growth
+from shoal.trials.chaos.measure import count_stale, longest_pause
+from shoal.trials.chaos.plan import SoakFault
+from shoal.trials.chaos.record import Record
+
+# Worlds of other sizes add up in another order; after hundreds of steps the curves differ by noise of this size.
+TOLERANCE = 0.05
+_WINDOW = 50
+_FILES_A_MINUTE = 1.0
+_RSS_MB_A_MINUTE = 5.0
+
+
+class FaultOutcome(BaseModel):
+    """What one fault of a soak did. `pause_s` is the longest time without a step until the next fault; `skipped` says
+    why it could not be injected: whoever it was meant for was still on its way back from an earlier one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    does: str
+    commits: int
+    pause_s: float | None
+    ledger_ok: bool
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.commits > 0 and self.ledger_ok
+
+
+class SoakResult(BaseModel):
+    """`loss` and `reference_loss` are means over the last steps that both runs have."""
+
+    model_config = ConfigDict(frozen=True)
+
+    faults: list[FaultOutcome]
+    steps: int
+    reconfigurations: int
+    loss: float | None
+    reference_loss: float | None
+    growth: list[Growth]
+    assertions: list[Assertion]
+    runs: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(assertion.ok for assertion in self.assertions)
+
+
+def judge_fault(fault: SoakFault, began: float, record: Record, commits_before: int, skipped: str) -> FaultOutcome:
+    steps = sorted(float(event["time"]) for event in record.ranks_said("step"))
+    return FaultOutcome(
+        kind=fault.kind,
+        does=", then ".join(map(describe, fault.steps)),
+        commits=len(record.commits) - commits_before,
+        pause_s=longest_pause(steps, began),
+        ledger_ok=check_ledger(record.commits).ok,
+        skipped=skipped,
+    )
+
+
+def judge_soak(
+    record: Record,
+    outcomes: Sequence[FaultOutcome],
+    planned: int,
+    reference: Sequence[Event],
+    replicas_equal: bool | None,
+    growth: Sequence[Growth],
+    left: Sequence[str],
+    runs: tuple[str, ...],
+) -> SoakResult:
+    loss, reference_loss = compare_losses(record.commits, reference)
+    survived, injected = sum(outcome.ok for outcome in outcomes), sum(not outcome.skipped for outcome in outcomes)
+    ledger, stale = check_ledger(record.commits), count_stale(record.commits)
+    near = loss is not None and reference_loss is not None and abs(loss - reference_loss) <= TOLERANCE
+    known = {True: "yes", False: "no", None: "nothing to compare"}
+    assertions = [
+        Assertion(
+            name=f"went on after each of {planned} faults",
+            ok=survived == planned and injected > 0,
+            seen=f"{survived}; {planned - injected} of them could not be injected",
+        ),
+        Assertion(name="every sample used once", ok=ledger.ok, seen=known[ledger.ok]),
+        Assertion(name="stale commits: 0", ok=stale == 0, seen=str(stale)),
+        Assertion(name="replicas equal to the bit", ok=replicas_equal is True, seen=known[replicas_equal]),
+        Assertion(
+            name=f"loss within {TOLERANCE} of the run without faults", ok=near, seen=f"{loss} and {reference_loss}"
+        ),
+        *(_steady(name, most, growth) for name, most in _LIMITS),
+        Assertion(name="nothing left", ok=not left, seen=", ".join(left) or "nothing"),
+    ]
+    return SoakResult(
+        faults=list(outcomes),
+        steps=record.furthest_step,
+        reconfigurations=len({event["generation"] for event in record.ranks_said("membership")} - {None}),
+        loss=loss,
+        reference_loss=reference_loss,
+        growth=list(growth),
+        assertions=assertions,
+        runs=runs,
+    )
+
+
+_LIMITS = (
+    ("rss_mb_a_minute", _RSS_MB_A_MINUTE),
+    ("files_a_minute", _FILES_A_MINUTE),
+    ("sockets_a_minute", _FILES_A_MINUTE),
+    ("threads_a_minute", _FILES_A_MINUTE),
+)
+
+
+def _steady(name: str, most: float, growth: Sequence[Growth]) -> Assertion:
+    """Where no process lived long enough to say, nothing is claimed: such a soak is too short to find a leak."""
+    words = name.replace("_", " ")
+    if not growth:
+        return Assertion(name=f"{words}: at most {most:g}", ok=False, seen="no process lived long enough to say")
+    worst = max(growth, key=lambda each: float(getattr(each, name)))
+    value = float(getattr(worst, name))
+    seen = f"{value:.2f} ({worst.part} on {worst.node})"
+    return Assertion(name=f"{words}: at most {most:g}", ok=value <= most, seen=seen)
+
+
+def compare_losses(ours: Sequence[Event], theirs: Sequence[Event]) -> tuple[float | None, float | None]:
+    """Means over the last steps that both ledgers have; a step that was done again counts as it was done last."""
+    a, b = _losses(ours), _losses(theirs)
+    common = sorted(a.keys() & b.keys())[-_WINDOW:]
+    if not common:
+        return None, None
+    return round(mean(a[step] for step in common), 4), round(mean(b[step] for step in common), 4)
+
+
+def _losses(commits: Sequence[Event]) -> dict[int, float]:
+    return {int(each["step"]): float(each["loss"]) for each in commits if each.get("loss") is not None}

@@ -1,0 +1,76 @@
+"""Connections from nobody: nonsense and silence at every port that the processes of a run listen on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.cluster.lab.lab import Lab
+from shoal.errors import LabError
+from shoal.launch.found import find
+
+# Runs on a node: a socket belongs to the network of whoever made it. Idle ones are held until it is told to end.
+_PROGRAM = """
+import os, socket, sys
+count, idle, held = int(sys.argv[1]), int(sys.argv[2]), []
+for place in sys.argv[3:]:
+    address, _, port = place.rpartition(":")
+    for number in range(count + idle):
+        try:
+            peer = socket.create_connection((address, int(port)), timeout=2)
+            if number < count:
+                peer.sendall(os.urandom(64))
+                peer.close()
+            else:
+                held.append(peer)
+        except OSError:
+            pass
+print("done", flush=True)
+sys.stdin.read()
+"""
+_DEADLINE_S = 60.0
+_LISTENING = "0A"
+
+
+def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable[[], None]:
+    """Knocks at the ports that are open now; the idle connections last as long as the knocking does."""
+    ports = listening(run)
+    if not ports:
+        raise LabError(f"no process of {run} listens", why="it is over, or they are not ours to look into")
+
+    def knock() -> None:
+        for node, places in ports.items():
+            words = [sys.executable, "-c", _PROGRAM, str(connections), str(idle), *places]
+            argv = lab.command(node, words) if lab else words
+            done = subprocess.run(argv, input="", capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+            if "done" not in done.stdout:
+                raise LabError("nobody could knock", why=done.stderr.strip()[-300:])
+
+    return knock
+
+
+def listening(run: Path) -> dict[str, list[str]]:
+    """`address:port` by node. Read from each process's own table: one of a node is in another network than ours."""
+    found: dict[str, list[str]] = {}
+    for process in find(run):
+        place = Path("/proc") / str(process.pid)
+        with contextlib.suppress(OSError):
+            held = {str(link.readlink()) for link in (place / "fd").iterdir()}
+            found.setdefault(process.node, []).extend(open_ports((place / "net/tcp").read_text(), held))
+    return {node: places for node, places in found.items() if places}
+
+
+def open_ports(table: str, held: set[str]) -> list[str]:
+    """From the kernel's table of TCP sockets: those that listen and are among the descriptors `held`."""
+    rows = (line.split() for line in table.splitlines()[1:])
+    return [_place(row[1]) for row in rows if row[3] == _LISTENING and f"socket:[{row[9]}]" in held]
+
+
+def _place(digits: str) -> str:
+    """The kernel prints an address as a number in the machine's own order."""
+    address, _, port = digits.partition(":")
+    return f"{socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder))}:{int(port, 16)}"

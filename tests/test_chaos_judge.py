@@ -1,0 +1,241 @@
+"""What is read from a run's events, and what is made of it: on lists of events as runs write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal.events import Event
+from shoal.trials.chaos.figures import spread
+from shoal.trials.chaos.judge import Assertion, judge
+from shoal.trials.chaos.measure import Measured, count_stale, longest_pause, measure
+from shoal.trials.chaos.record import Answer, Ending, Record
+from shoal.trials.chaos.replicas import compare_told, ranks_that_ended
+from shoal.trials.chaos.spec import Scenario, parse_scenario
+
+FAULT_AT = 100.0
+
+
+def step(rank: int, number: int, at: float) -> Event:
+    return {"event": "step", "rank": rank, "step": number, "time": at, "step_s": 0.1}
+
+
+def commit(number: int, at: float, generation: str = "1-0", **more: Any) -> Event:
+    samples = [12 * (number - 1), 12 * number]
+    return {"step": number, "samples": samples, "generation": generation, "lineage": "1-0", "time": at, **more}
+
+
+def member(rank: int, at: float, generation: str, size: int, how: str = "regrouped") -> Event:
+    said = {"generation": generation, "size": size, "how": how}
+    return {"event": "membership", "rank": rank, "time": at, **said}
+
+
+def survived() -> Record:
+    """Rank 2 is killed in step 6; 0 and 1 regroup, do it again and go on; rank 2 comes back."""
+    record = Record()
+    record.injected = [{"event": "injected", "time": FAULT_AT, "fault": "kill-rank rank 2"}]
+    for rank in range(3):
+        record.ranks += [member(rank, 99.0, "1-0", 3, "first")]
+        record.ranks += [step(rank, number, 99.0 + number / 10) for number in range(1, 6)]
+    for rank in range(2):
+        record.ranks += [
+            {"event": "lost", "rank": rank, "time": 100.05 + rank / 100},
+            member(rank, 100.3 + rank / 10, "2-0", 2),
+            *(step(rank, number, 100.0 + number / 10) for number in range(6, 9)),
+        ]
+    record.ranks += [member(rank, 103.0, "3-0", 3, "joined" if rank == 2 else "regrouped") for rank in range(3)]
+    record.agents = [{"event": "ended", "node": "node3", "time": 100.04, "code": -9}]
+    record.commits = [commit(number, 99.1 + number / 10) for number in range(1, 6)]
+    record.commits += [commit(number, 100.1 + number / 10, "2-0") for number in range(6, 8)]
+    record.keeper = [
+        {"event": "note", "time": 90.0, "text": "before"},
+        {"event": "note", "time": 100.4, "text": "rank 2 on node3 was killed; 2 of 3 go on"},
+    ]
+    return record
+
+
+def test_times_count_from_the_fault() -> None:
+    measured = measure(survived())
+    assert measured.detect_s == pytest.approx(0.04)
+    assert measured.regroup_s == pytest.approx(0.4)
+    assert measured.next_step_s == pytest.approx(0.6)
+    assert measured.next_commit_s == pytest.approx(0.7)
+    assert measured.rejoin_s == pytest.approx(3.0)
+    assert measured.reconfigurations == 2
+    assert measured.members == 3
+
+
+def test_nothing_was_lost_and_the_user_was_told() -> None:
+    measured = measure(survived())
+    assert (measured.lost_steps, measured.lost_samples, measured.stale_commits, measured.redone_steps) == (0, 0, 0, 0)
+    assert measured.ledger_ok
+    assert measured.sentences == ("rank 2 on node3 was killed; 2 of 3 go on",)
+
+
+def test_warnings_and_last_words_are_told_too() -> None:
+    record = survived()
+    record.ranks += [
+        {"event": "warning", "rank": 0, "time": 101.0, "seen": "the checkpoint could not be written", "fix": "df -h"},
+        {"event": "start", "rank": 0, "time": 102.0, "resumed_from": 100},
+        {"event": "start", "rank": 1, "time": 102.0, "resumed_from": 100},
+    ]
+    record.keeper += [{"event": "ended", "time": 103.0, "code": 3, "seen": "rank 1 was killed"}]
+    assert measure(record).sentences[1:] == (
+        "the checkpoint could not be written",
+        "going on after step 100",
+        "rank 1 was killed",
+    )
+
+
+def test_a_hole_in_the_ledger_is_seen() -> None:
+    record = survived()
+    del record.commits[3]
+    measured = measure(record)
+    assert (measured.lost_steps, measured.lost_samples, measured.ledger_ok) == (1, 12, False)
+
+
+def test_a_step_that_a_rank_did_again_is_counted() -> None:
+    record = survived()
+    record.ranks += [step(0, 8, 104.0), step(1, 8, 104.0)]
+    assert measure(record).redone_steps == 1
+
+
+def test_without_a_new_generation_the_longest_pause_is_the_answer() -> None:
+    record = Record(injected=[{"time": FAULT_AT}])
+    record.ranks = [step(0, number, at) for number, at in enumerate((99.0, 99.9, 101.5, 101.6), start=1)]
+    measured = measure(record)
+    assert measured.next_step_s == pytest.approx(1.6)
+    assert (measured.regroup_s, measured.reconfigurations, measured.detect_s) == (None, 0, None)
+
+
+def test_a_pause_before_the_fault_is_not_its_doing() -> None:
+    assert longest_pause([1.0, 9.0, 9.5, 9.7], after=9.1) == pytest.approx(0.5)
+    assert longest_pause([1.0], after=0.0) is None
+
+
+def test_a_run_that_never_went_on_has_no_times() -> None:
+    record = survived()
+    record.ranks = [event for event in record.ranks if event["time"] < FAULT_AT]
+    record.commits = record.commits[:4]
+    measured = measure(record)
+    assert (measured.next_step_s, measured.next_commit_s) == (None, None)
+
+
+def test_commits_of_an_old_generation_are_stale() -> None:
+    commits = [commit(1, 1.0, "1-0"), commit(2, 2.0, "4-1"), commit(3, 3.0, "1-0"), commit(4, 4.0, "10-0")]
+    assert count_stale(commits) == 1
+
+
+def test_two_lineages_that_go_on_are_not_stale_to_each_other() -> None:
+    ours, theirs = {"lineage": "2-0"}, {"lineage": "2-1"}
+    commits = [commit(3, 1.0, "2-1") | theirs, commit(3, 2.0, "2-0") | ours, commit(4, 3.0, "3-1") | theirs]
+    assert count_stale(commits) == 0
+    assert count_stale([*commits, commit(5, 4.0, "2-1") | theirs]) == 1
+
+
+def test_slowness_is_measured_against_the_time_before() -> None:
+    record = survived()
+    record.ranks += [{**step(0, 9, 105.0), "step_s": 0.3}] * 20
+    assert measure(record).slower == pytest.approx(3.0)
+
+
+SCENARIO = {
+    "name": "x",
+    "row": 1,
+    "text": "x",
+    "training": {"train": {"steps": 9}},
+    "steps": [{"at_step": 5, "do": "kill-rank", "rank": 2}],
+}
+WELL = Ending(exit_code=0, replicas_equal=True, replicas=3)
+
+
+def scenario(**expect: Any) -> Scenario:
+    return parse_scenario({**SCENARIO, "expect": expect}, "x")
+
+
+def failed(assertions: list[Assertion]) -> list[str]:
+    return [assertion.name for assertion in assertions if not assertion.ok]
+
+
+def test_all_that_must_hold_does() -> None:
+    asked = {"next_step_within_s": 1.0, "members": 3, "reconfigurations": 2, "sentence": "rank 2.*killed"}
+    found = judge(scenario(**asked), measure(survived()), WELL)
+    assert failed(found) == []
+    assert len(found) == 11
+
+
+@pytest.mark.parametrize(
+    ("expect", "name", "seen"),
+    [
+        ({"next_step_within_s": 0.5}, "next step within 0.5 s", "0.60 s"),
+        ({"pause_within_s": 5}, "paused within 5 s", "never"),
+        ({"members": 2}, "members at the end: 2", "3"),
+        ({"reconfigurations": 0}, "reconfigurations: 0", "2"),
+        ({"most_reconfigurations": 1}, "reconfigurations: at most 1", "2"),
+        ({"sentence": "node9"}, "the user read /node9/", "rank 2 on node3 was killed; 2 of 3 go on"),
+        ({"exit_code": 130}, "exit code 130", "0"),
+        ({"abandoned": 1}, "lineages given up: 1", "0"),
+    ],
+)
+def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], name: str, seen: str) -> None:
+    broken = [each for each in judge(scenario(**expect), measure(survived()), WELL) if not each.ok]
+    assert [(each.name, each.seen) for each in broken] == [(name, seen)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "name"),
+    [
+        (Ending(3, True, 3), "exit code 0"),
+        (Ending(None, True, 3), "exit code 0"),
+        (Ending(0, False, 3), "replicas equal to the bit"),
+        (Ending(0, None, 0), "replicas equal to the bit"),
+        (Ending(0, True, 3, left=("agent on node2 (7)",)), "nothing left after 5 s"),
+        (Ending(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
+    ],
+)
+def test_how_a_run_ends_is_always_judged(ending: Ending, name: str) -> None:
+    assert failed(judge(scenario(), measure(survived()), ending)) == [name]
+
+
+def test_a_run_without_a_number_of_steps_is_stopped() -> None:
+    endless = parse_scenario({**SCENARIO, "training": {}}, "x")
+    assert failed(judge(endless, Measured(), Ending(130, True, 3))) == []
+    assert failed(judge(endless, Measured(), Ending(130, None, 0))) == ["replicas equal to the bit"]
+
+
+def test_a_command_is_judged_by_its_answer() -> None:
+    asked = {"command_code": 1, "command_says": "blocked", "command_within_s": 2}
+    words = {**SCENARIO, "trains": False, "training": {}, "steps": [{"do": "heal"}], "expect": asked}
+    check = parse_scenario(words, "x")
+    good = Ending(None, None, 0, answers=(Answer(1, "one\nnode1 is blocked\n", 1.0),))
+    assert failed(judge(check, Measured(), good)) == []
+    bad = Ending(None, None, 0, answers=(Answer(0, "all well", 3.0),))
+    assert len(failed(judge(check, Measured(), bad))) == 3
+
+
+def test_replicas_of_a_stopped_run_have_compared_themselves() -> None:
+    record = Record(ranks=[{**member(0, 1.0, "1-0", 3, "first"), "step": 0}, step(0, 19, 2.0)])
+    assert compare_told(Record(), every=20) == (None, 0)
+    assert compare_told(record, every=20) == (None, 0)
+    record.ranks.append(step(0, 21, 2.1))
+    assert compare_told(record, every=20) == (True, 3)
+    record.ranks.append({**member(0, 3.0, "10-0", 2), "step": 22})
+    assert compare_told(record, every=20) == (None, 0)
+    record.ranks.append(step(0, 40, 4.0))
+    assert compare_told(record, every=20) == (True, 2)
+    record.ranks.append({"event": "divergence", "rank": 0, "step": 40, "time": 4.1})
+    assert compare_told(record, every=20) == (False, 0)
+
+
+def test_only_ranks_that_came_to_an_end_are_compared() -> None:
+    record = survived()
+    record.ranks += [{"event": "end", "rank": 0, "time": 110.0}, {"event": "end", "rank": 1, "time": 110.0}]
+    assert sorted(event["rank"] for event in ranks_that_ended(record)) == [0, 1]
+
+
+def test_percentiles_are_times_that_were_measured() -> None:
+    found = spread([float(number) for number in range(1, 21)])
+    assert found is not None
+    assert (found.p50, found.p95, found.worst, found.count) == (10.0, 19.0, 20.0, 20)
+    assert spread([]) is None

@@ -1,0 +1,214 @@
+"""When a fault happens, which ones a soak draws, and what is made of a soak."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.chaos import parse_every
+from shoal.errors import LabError, UsageError
+from shoal.trials.chaos.actions import Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
+from shoal.trials.chaos.disks import corrupt_newest, harmed
+from shoal.trials.chaos.leaks import Sample, growth, sample, slope
+from shoal.trials.chaos.measure import longest_pause
+from shoal.trials.chaos.plan import Injection, SoakFault, expand, is_due, plan_injections, plan_soak
+from shoal.trials.chaos.record import Record
+from shoal.trials.chaos.soakjudge import SoakResult, compare_losses, judge_fault, judge_soak
+from shoal.trials.chaos.strangers import open_ports
+
+
+def test_what_lasts_becomes_two_injections() -> None:
+    steps = list(expand([Freeze(node="node2", for_s=1.5, at_step=9), Flap(node="node1", for_s=0.5, after_s=3)]))
+    assert steps == [
+        Freeze(node="node2", for_s=1.5, at_step=9),
+        Thaw(node="node2", after_s=1.5),
+        Cut(between=("node1",), after_s=3),
+        Heal(after_s=0.5),
+    ]
+    assert list(expand([Freeze(node="node2")])) == [Freeze(node="node2")]
+
+
+def test_random_moments_are_the_same_for_the_same_seed_and_run() -> None:
+    steps = [KillRank(rank=0, at_step=5, random_s=1.0)]
+    drawn = [plan_injections(steps, seed=1, number=number)[0].extra_s for number in range(20)]
+    assert drawn == [plan_injections(steps, seed=1, number=number)[0].extra_s for number in range(20)]
+    assert len(set(drawn)) == 20
+    assert all(0 <= extra <= 1.0 for extra in drawn)
+
+
+@pytest.mark.parametrize(
+    ("injection", "step", "since_step", "since_last", "due"),
+    [
+        (Injection(Heal(at_step=5)), 4, None, 99.0, False),
+        (Injection(Heal(at_step=5)), 5, 0.0, 0.0, True),
+        (Injection(Heal(at_step=5), extra_s=0.3), 6, 0.2, 9.0, False),
+        (Injection(Heal(at_step=5), extra_s=0.3), 6, 0.3, 9.0, True),
+        (Injection(Heal(after_s=2.0)), 0, None, 1.9, False),
+        (Injection(Heal(after_s=2.0), extra_s=0.5), 0, None, 2.4, False),
+        (Injection(Heal(after_s=2.0)), 0, None, 2.0, True),
+        (Injection(Heal()), 0, None, 0.0, True),
+    ],
+)
+def test_when_an_injection_is_due(
+    injection: Injection, step: int, since_step: float | None, since_last: float, due: bool
+) -> None:
+    assert is_due(injection, step, since_step, since_last) is due
+
+
+def test_a_soak_draws_the_same_faults_from_the_same_seed() -> None:
+    faults = plan_soak(minutes=10, every_s=15, seed=3, nodes=3)
+    assert faults == plan_soak(minutes=10, every_s=15, seed=3, nodes=3)
+    assert faults != plan_soak(minutes=10, every_s=15, seed=4, nodes=3)
+    assert len(faults) == 40
+    assert [fault.at_s for fault in faults[:3]] == [15, 30, 45]
+
+
+def test_every_fault_of_a_soak_is_over_before_the_next_one() -> None:
+    for fault in plan_soak(minutes=60, every_s=15, seed=1, nodes=3):
+        lasts = sum(action.after_s or 0.0 for action in expand(fault.steps))
+        assert lasts <= 8.0
+        kinds = [action.do for action in expand(fault.steps)]  # type: ignore[attr-defined]
+        assert kinds in (
+            ["kill-rank"],
+            ["kill-node", "power-on"],
+            ["freeze", "thaw"],
+            ["cut", "heal"],
+            ["link", "link"],
+        )
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("15s", 15.0), ("4", 4.0), ("7.5 s", 7.5)])
+def test_the_time_between_faults(text: str, seconds: float) -> None:
+    assert parse_every(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1s", "often", "15m"])
+def test_a_wrong_time_between_faults(text: str) -> None:
+    with pytest.raises(UsageError, match="no time between faults"):
+        parse_every(text)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "zero"])
+def test_harm_always_changes_the_file(how: Any) -> None:
+    content = bytes(range(1, 200))
+    for seed in range(50):
+        assert harmed(content, how, random.Random(seed)) != content
+
+
+def test_one_bit_is_one_bit() -> None:
+    content = bytes(100)
+    changed = harmed(content, "flip", random.Random(1))
+    assert sum(byte.bit_count() for byte in changed) == 1
+
+
+def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="no checkpoint"):
+        corrupt_newest(tmp_path, "flip", random.Random(1))
+    for step, whole in ((50, True), (100, True), (150, False)):
+        folder = tmp_path / f"step-{step:08}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        if whole:
+            (folder / "manifest.json").write_text("{}")
+    assert corrupt_newest(tmp_path, "zero", random.Random(1)).parent.name == "step-00000100"
+
+
+def life(pid: int, grows: float, seconds: int = 120) -> list[Sample]:
+    at = range(0, seconds, 5)
+    return [Sample(float(t), pid, "agent", "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
+
+
+def test_growth_is_a_slope_of_the_second_half() -> None:
+    filling = [Sample(float(t), 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 240, 5)]
+    steady, growing = growth([*filling, *life(2, grows=6.0)])
+    assert steady.rss_mb_a_minute == pytest.approx(0.0)
+    assert growing.rss_mb_a_minute == pytest.approx(6.0, rel=1e-3)
+    assert (growing.files_a_minute, growing.threads_a_minute) == (0.0, 0.0)
+
+
+def test_a_short_life_says_nothing() -> None:
+    assert growth(life(1, grows=50.0, seconds=20)) == []
+    assert slope([1.0], [2.0]) == 0.0
+
+
+def test_nobody_is_sampled_where_no_run_is(tmp_path: Path) -> None:
+    assert sample(tmp_path, 0.0) == []
+
+
+def commits(loss: float, steps: int = 100) -> list[dict[str, Any]]:
+    return [
+        {"step": n, "samples": [12 * (n - 1), 12 * n], "loss": loss, "time": float(n), "generation": "1-0"}
+        for n in range(1, steps + 1)
+    ]
+
+
+def soaked(**changes: Any) -> SoakResult:
+    record = Record(commits=changes.pop("commits", commits(2.0)))
+    record.ranks = [{"event": "step", "rank": 0, "step": n, "time": float(n), "step_s": 0.1} for n in range(1, 101)]
+    fault = SoakFault(10.0, "kill-node", (PowerOn(node="node1"),))
+    outcomes = [judge_fault(fault, 50.0, record, commits_before=90, skipped=changes.pop("skipped", ""))]
+    given: dict[str, Any] = {
+        "planned": 1,
+        "reference": commits(2.01),
+        "replicas_equal": True,
+        "growth": growth(life(1, grows=0.5)),
+        "left": (),
+        "runs": ("a", "b"),
+    }
+    return judge_soak(record, outcomes, **{**given, **changes})
+
+
+def broken(result: SoakResult) -> list[str]:
+    return [assertion.name for assertion in result.assertions if not assertion.ok]
+
+
+def test_a_soak_that_held() -> None:
+    result = soaked()
+    assert broken(result) == []
+    assert result.ok
+    assert (result.loss, result.reference_loss, result.faults[0].commits) == (2.0, 2.01, 10)
+    assert result.faults[0].pause_s == longest_pause([49.0, 50.0, 51.0], 50.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
+        ({"planned": 2}, "went on after each of 2 faults"),
+        ({"reference": commits(2.2)}, "loss within 0.05 of the run without faults"),
+        ({"reference": []}, "loss within 0.05 of the run without faults"),
+        ({"replicas_equal": False}, "replicas equal to the bit"),
+        ({"replicas_equal": None}, "replicas equal to the bit"),
+        ({"left": ("agent on node2 (7)",)}, "nothing left"),
+        ({"growth": growth(life(1, grows=9.0))}, "rss mb a minute: at most 5"),
+    ],
+)
+def test_what_a_soak_did_not_hold(changes: dict[str, Any], name: str) -> None:
+    assert broken(soaked(**changes)) == [name]
+
+
+def test_a_soak_with_a_hole_in_its_ledger() -> None:
+    names = broken(soaked(commits=[*commits(2.0)[:50], *commits(2.0)[51:]]))
+    assert "every sample used once" in names
+
+
+def test_a_soak_too_short_to_find_a_leak_does_not_claim_there_is_none() -> None:
+    assert len(broken(soaked(growth=[]))) == 4
+
+
+def test_losses_are_compared_where_both_runs_have_them() -> None:
+    ours = [*commits(3.0, 60), *commits(1.0, 80)]
+    assert compare_losses(ours, commits(2.0, 70)) == (1.0, 2.0)
+    assert compare_losses(ours, []) == (None, None)
+
+
+def test_open_ports_are_read_from_the_kernels_table() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        table = Path("/proc/self/net/tcp").read_text()
+        held = {str(Path(f"/proc/self/fd/{ours.fileno()}").readlink())}
+        assert open_ports(table, held) == [f"127.0.0.1:{ours.getsockname()[1]}"]
+        assert other.getsockname()[1] != ours.getsockname()[1]

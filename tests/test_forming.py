@@ -1,0 +1,53 @@
+"""Groups that do not form, and what is left of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.control.membership.generation import Ballot, Lineage, State
+from shoal.control.rankline import Enter
+from shoal.sync.membership.forming import Place, form, unform
+from shoal.sync.world import World, barrier, form_group
+from tests.harness import run_ranks
+
+
+def order(world: World) -> Enter:
+    ballot = Ballot(7, 0)
+    return Enter(
+        generation=ballot,
+        lineage=Lineage(name=ballot),
+        rank=world.rank,
+        local_rank=world.rank,
+        local_size=world.size,
+        ids=(0, 1),
+        nodes=("here", "here"),
+        state=State(step=0),
+        source=0,
+        first=False,
+        holds=True,
+        keeps_files=False,
+    )
+
+
+def one_tries_alone(world: World) -> int:
+    """Rank 0 gets as far as gloo with nobody there; then both come."""
+    store, place = world.store, Place("here", torch.device("cpu"), "lo", None)
+    barrier(world)
+    unform()
+    if world.rank == 0:
+        alone = dist.PrefixStore("nobody", store)
+        with pytest.raises(RuntimeError):
+            form_group(0, 2, place.device, "gloo", alone, timeout_s=5, connect_s=0.2)
+        unform()
+    again = form(order(world), store, place, meet_s=20, timeout_s=10)
+    numbers = torch.tensor([again.rank + 1])
+    dist.all_reduce(numbers, group=again.group)
+    return int(numbers[0])
+
+
+def test_ranks_meet_after_one_of_them_has_tried_in_vain(tmp_path: Path) -> None:
+    assert run_ranks(one_tries_alone, 2, tmp_path) == [3, 3]
