@@ -253,6 +253,6 @@ class Council:
             desk.asks = asks
             desk.beat()
             if overtaken:
-                desk.say(sentences.fenced(mine, desk.me, desk.name))
+                desk.say(sentences.fenced(desk.me, desk.ranks.committed, desk.name))
         if asks is not None and current is not None:
             desk.actions += desk.ranks.halt(current.id, at_edge=not overtaken)

@@ -66,9 +66,11 @@ def paused(why: str, present: Iterable[int], generation: Generation, name: Name,
     return f"{here}: {_all(missing, name)} cannot be heard and may go on without us; {safe}."
 
 
-def fenced(mine: Generation | None, me: int, name: Name) -> str:
-    step = f" after step {mine.state.step}" if mine else ""
-    return f"{name(me)} was away and the others went on{step}: it commits nothing more and asks to be let in again."
+def fenced(me: int, committed: int, name: Name) -> str:
+    return (
+        f"{name(me)} was away after step {committed}, and the others went on: it commits nothing more and asks to be "
+        "let in again."
+    )
 
 
 def abandoned(ours: Generation, theirs: Generation, committed: int, shared: int, name: Name) -> str:
