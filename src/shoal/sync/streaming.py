@@ -29,13 +29,16 @@ class Streaming(Parted):
         self._fragments = fragments
         self._overlap = overlap
         self._flying: dict[int, list[Flight]] = {}
+        self._is_ending = False
 
     def after(self, step: int, last: bool) -> CommTimes:
         for index in list(self._flying):
             if last or self._is_sent(index, step - self._overlap):
                 self._work_in(index)
         if last:
+            self._is_ending = True
             self._exchange.everything(self._pieces, AVERAGE)
+            self._is_ending = False
         else:
             self._send(step)
         self.apart = not last
@@ -58,8 +61,11 @@ class Streaming(Parted):
         }
 
     def retreat(self, step: int) -> int:
-        """There is no step to go back to. What this replica has learned stays; what was on its way is lost."""
+        """There is no step to go back to. What this replica has learned stays, unless the sums of the last exchange
+        have begun to take its place; what was on its way is lost."""
         self._flying = {}
+        if self._is_ending:
+            super().retreat(step)
         return step
 
     def state(self) -> dict[str, Tensor]:

@@ -116,12 +116,13 @@ class CheckpointFolder:
 
     def newest(self) -> Progress | None:
         """How far the newest one has come that can be read; its sums are checked when it is loaded."""
+        return next((found for folder in self._newest_first() if (found := _peek(folder)) is not None), None)
+
+    def set_aside_lineage(self, lineage: str) -> None:
+        """For a machine whose training was given up for another one's."""
         for folder in self._newest_first():
-            with contextlib.suppress(CheckpointError), _as_checkpoint_error(folder):
-                state = json.loads((folder / _STATE).read_text())
-                state.pop("parts", None)
-                return read_progress(state)
-        return None
+            if (found := _peek(folder)) is not None and found.lineage == lineage:
+                _set_aside(folder, "abandoned")
 
     def set_aside_newer(self, step: int) -> None:
         """For a run that went back to `step`: it would otherwise be resumed from what it has left behind."""
@@ -167,6 +168,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
         parts = _counted(Parts, state.pop("parts")) if "parts" in state else None
         return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
+
+
+def _peek(folder: Path) -> Progress | None:
+    with contextlib.suppress(CheckpointError), _as_checkpoint_error(folder):
+        state = json.loads((folder / _STATE).read_text())
+        state.pop("parts", None)
+        return read_progress(state)
+    return None
 
 
 def read_progress(state: dict[str, Any]) -> Progress:

@@ -25,6 +25,7 @@ from shoal.sync.replicas import copy_from, gather
 from shoal.sync.world import World
 from shoal.train import ledger
 from shoal.train.build import deal_batches
+from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
 from shoal.train.handover import Standing, Training, Verdict, compare, tell_document
@@ -267,6 +268,9 @@ class Membership:
         records = tell_document(world, sources[0], records)
         if is_behind:
             ledger.amend(path, world.id, given_up, records)
+            for each in given_up:
+                checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
+                checkpoints.set_aside_lineage(str(each.lineage))
 
 
 def _check_copies(world: World, state: dict[str, Tensor]) -> None:

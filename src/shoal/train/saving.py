@@ -67,6 +67,8 @@ class Saver:
 
     def _complete(self, parts: Parts | None) -> None:
         if self._trainer.world.keeps_files:
+            # A rank that slept in the middle of it must not put an old state in the place of the newest.
+            self._trainer.fence.await_lease()
             self._folder.complete(common_state(self._trainer, parts))
 
     def _together(self, stages: list[Callable[[], object]]) -> CheckpointError | None:
