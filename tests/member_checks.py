@@ -56,6 +56,9 @@ class Team:
         node = next(agent for agent, ranks in zip(self.agents, self.ranks, strict=True) if rank in ranks)
         return find_part(node, f"rank-{rank}")
 
+    def pids(self, rank: int) -> list[int]:
+        return [found.pid for found in find(self.out.parent) if found.part == f"rank-{rank}"]
+
     def await_commits(self, rank: int, more: int = 5, within_s: float = 20.0) -> None:
         enough = len(self.notes(rank, "commit")) + more
         wait_until(lambda: len(self.notes(rank, "commit")) >= enough, within_s, why=self.everything)

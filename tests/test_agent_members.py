@@ -242,3 +242,18 @@ def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
         assert find(tmp_path) == []
     assert members[0].said("done")[-1]["finished"] is False
     assert [event["code"] for event in members[0].said("ended")] == [-signal.SIGKILL] * 4
+
+
+@pytest.mark.long
+def test_a_rank_that_still_waits_when_its_siblings_finish_is_ended(tmp_path: Path) -> None:
+    with agents(tmp_path) as members:
+        team = Team(members, (2,), steps=250, step_s=0.01)
+        team.go()
+        team.await_commits(0)
+        os.kill(team.pid(1), signal.SIGKILL)
+        members[0].first("restart")
+        waiting = wait_until(lambda: team.pids(1))[0]
+        os.kill(waiting, signal.SIGSTOP)
+        assert members[0].code(within_s=30) == 0
+        assert find(tmp_path) == []
+    assert members[0].said("done")[-1]["finished"] is True

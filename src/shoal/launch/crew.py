@@ -93,6 +93,10 @@ class Crew:
             hand.alive and hand.inside and not hand.finished for hand in self.hands
         )
 
+    def waiting(self) -> list[Hand]:
+        """Started again, and not let in yet."""
+        return [hand for hand in self.hands if hand.alive and hand.inside is None]
+
     def furthest(self, generation: Ballot) -> State | None:
         states = [hand.state for hand in self.inside(generation) if hand.state is not None]
         return max(states, key=lambda state: (state.step, state.committed), default=None)

@@ -231,6 +231,8 @@ class Elastic:
             self.wind_up()
             self._council.finish()
             self._workplace.write("finished")
+            for hand in self.crew.waiting():
+                self._workplace.kill(hand.start.name)
 
     def _collect(self) -> None:
         if generation := self._halting.done():
