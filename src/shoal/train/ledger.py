@@ -30,11 +30,12 @@ def missing(path: Path, records: Iterable[Record]) -> list[Record]:
 
 
 def amend(path: Path, rank: int, given_up: Sequence[GiveUp], records: Iterable[Record]) -> None:
-    """First what was given up, then what the others have done meanwhile and is not here."""
-    known = {_name(record) for record in _steps(path)}
+    """First what was given up of what stands here, then what the others have done meanwhile and is not here."""
+    steps = _steps(path)
+    known, lineages_here = {_name(record) for record in steps}, {record.get("lineage") for record in steps}
     log = EventLog(path, rank)
     try:
-        for each in given_up:
+        for each in (each for each in given_up if str(each.lineage) in lineages_here):
             lineages = {"abandoned": str(each.lineage), "standing": str(each.standing)}
             log.append({**lineages, "after": each.shared_step, "time": round(time.time(), 6)})
         for record in records:

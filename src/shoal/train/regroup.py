@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.control.rankline import Enter
+from shoal.control.rankline import Enter, GiveUp
 from shoal.cost.batch import deal_anew, weights_of
 from shoal.errors import RunFailed, ShoalError
 from shoal.runfolder import RunFolder
@@ -28,7 +28,7 @@ from shoal.train.build import deal_batches
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
-from shoal.train.handover import Standing, Training, Verdict, compare, tell_document
+from shoal.train.handover import Standing, Training, Verdict, compare, gather_documents, tell_document
 from shoal.train.recorder import Record
 from shoal.train.state import empty_moments, load_moments, moments, weights
 from shoal.train.trainer import Trainer
@@ -49,6 +49,7 @@ class Membership:
     has_state: bool = True
     _retreated: int = 0
     _lasting: dict[str, Tensor] = field(default_factory=dict)
+    _given_up: list[GiveUp] = field(default_factory=list)
 
     def regroup(self, error: Exception) -> None:
         """After an exchange failed, or all stopped at an edge. Returns when the training can go on; raises what has
@@ -254,23 +255,28 @@ class Membership:
         ]
 
     def _bring_ledger(self, world: World, verdict: Verdict) -> None:
-        """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not."""
-        given_up = self.member.take_given_up()
+        """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not. What was
+        given up is told to all: who comes back from it may not be who keeps the ledger that has it."""
+        self._given_up += self.member.take_given_up()
+        own_words = [each.model_dump(mode="json") for each in self._given_up]
+        everyones = gather_documents(world, {"given_up": own_words})
+        given_up = [GiveUp.model_validate(each) for said in everyones for each in said["given_up"]]
         path = self.run.commits
         is_behind = world.keeps_files and world.rank in verdict.behind
         mine = min([ledger.last_step(path), *(each.shared_step for each in given_up)]) if is_behind else 0
         told = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
         missing = [step for behind, _, step in told if behind]
         sources = [rank for rank, (_, whole, _) in enumerate(told) if whole]
-        if not missing or not sources:
-            return
-        records = ledger.after(path, min(missing)) if world.rank == sources[0] else []
-        records = tell_document(world, sources[0], records)
-        if is_behind:
-            ledger.amend(path, world.id, given_up, records)
+        records: list[Record] = []
+        if missing and sources:
+            own = ledger.after(path, min(missing)) if world.rank == sources[0] else []
+            records = tell_document(world, sources[0], own)
+        if is_behind or (world.keeps_files and given_up):
+            ledger.amend(path, world.id, given_up, records if is_behind else [])
             for each in given_up:
                 checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
                 checkpoints.set_aside_lineage(str(each.lineage))
+        self._given_up.clear()
 
 
 def _check_copies(world: World, state: dict[str, Tensor]) -> None:
