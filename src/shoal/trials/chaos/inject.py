@@ -151,9 +151,11 @@ class Injector:
     def _ask(self, words: tuple[str, ...]) -> Answer:
         said = [word.format(on=self._ground.on, run=self._run.path) for word in words]
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "shoal", *said], capture_output=True, text=True, timeout=_COMMAND_S, check=False
-        )
+        argv = [sys.executable, "-m", "shoal", *said]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise LabError(f"shoal {' '.join(said)} gave no answer within {_COMMAND_S:.0f} s") from None
         return Answer(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
 
 

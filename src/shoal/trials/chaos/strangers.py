@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from shoal.cluster.lab.lab import Lab
@@ -45,15 +46,16 @@ def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable
     if not ports:
         raise LabError(f"no process of {run} listens", why="it is over, or they are not ours to look into")
 
-    def knock() -> None:
+    def knock_everywhere() -> None:
         for node, places in ports.items():
-            words = [sys.executable, "-c", _PROGRAM, str(connections), str(idle), *places]
-            _run(lab.command(node, words) if lab else words)
+            knock(places, connections, idle, partial(lab.command, node) if lab else list)
 
-    return knock
+    return knock_everywhere
 
 
-def _run(argv: list[str]) -> None:
+def knock(places: list[str], connections: int, idle: int, enter: Callable[[list[str]], list[str]]) -> None:
+    """`enter` makes the command one that runs on the node."""
+    argv = enter([sys.executable, "-c", _PROGRAM, str(connections), str(idle), *places])
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:
