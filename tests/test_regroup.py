@@ -65,6 +65,7 @@ def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
     assert agent.events(0, "membership")[-1]["how"] == "joined"
 
 
+@pytest.mark.long
 def test_what_the_keeper_of_the_ledger_did_not_come_to_write_is_written_by_the_next(agent: ScriptedAgent) -> None:
     """It is one step behind the others when it dies between an exchange and the line that follows."""
     agent.await_step(0, 5)
