@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.control.membership.generation import Ballot
 from shoal.control.rankline import GiveUp
+from shoal.report.ledger import check_ledger
 from shoal.train import ledger
 from tests.programs import read_jsonl
 
@@ -50,3 +51,28 @@ def test_a_new_machine_has_no_ledger_yet(tmp_path: Path) -> None:
     ledger.give_up(path, 0, [GIVEN_UP])
     ledger.amend(path, 0, [record(1, "1-0")])
     assert ledger.last_step(path) == 1
+
+
+def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
+    assert ledger.missing(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
+    assert ledger.missing(path, [record(2, "2-0")]) == [record(2, "2-0")]
+    assert ledger.missing(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
+
+
+def test_of_a_long_ledger_the_end_is_enough(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in range(1, 12_000)))
+    assert path.stat().st_size > 1 << 20
+    assert ledger.missing(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [record(12_000, "1-0")]
+
+
+def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path) -> None:
+    """Nodes of a lab share a disk: both sides of a cut have written into the one ledger."""
+    left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
+    both = [left[0], right[0], right[1], left[1], record(5, "2-1", "2-1")]
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"), *both)
+    assert not check_ledger(read_jsonl(path)).ok
+    ledger.give_up(path, 0, [GIVEN_UP])
+    report = check_ledger(read_jsonl(path))
+    assert report.ok
+    assert (report.steps, report.abandoned) == (5, 2)
