@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
 
 from shoal.control.membership.generation import Ballot
@@ -27,6 +28,7 @@ from shoal.sync.membership.freeing import Connections
 from shoal.sync.membership.line import AgentLine
 
 _MOST_WORDS = 400
+_AGAIN_S = 0.05
 
 
 class Member:
@@ -38,6 +40,7 @@ class Member:
         self._line = line
         self._connections = Connections()
         self._changed = threading.Condition()
+        self._is_waiting = False
         self._next: Enter | None = None
         self._given_up: list[GiveUp] = []
         threading.Thread(target=self._listen, name="agent's words", daemon=True).start()
@@ -50,8 +53,10 @@ class Member:
     def await_enter(self) -> Enter:
         """As long as it takes: a minority waits here with its state until others are back, and ends with its agent."""
         with self._changed:
+            self._is_waiting = True
             self._changed.wait_for(lambda: self._next is not None)
             enter, self._next = self._next, None
+            self._is_waiting = False
         assert enter is not None  # noqa: S101 - what was waited for
         self.fence.enter(enter.generation, enter.holds)
         return enter
@@ -115,6 +120,14 @@ class Member:
         state = self.fence.end(generation)
         self._connections.shut()
         self._say(Halted(generation=generation, state=state))
+        threading.Thread(target=self._keep_shut, args=(generation,), daemon=True).start()
+
+    def _keep_shut(self, generation: Ballot) -> None:
+        """Until the training has noticed. It may have been in the middle of connecting: what it opens after a first
+        look would lead to peers that have left as well, and it would wait there for as long as an exchange may take."""
+        while self.fence.generation == generation and self.fence.is_over and not self._is_waiting:
+            time.sleep(_AGAIN_S)
+            self._connections.shut()
 
     def _say(self, message: ToAgent) -> None:
         with suppress(OSError):
