@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +132,21 @@ def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path
         agent.regroup((0, 1, 2), joining=(1,), at_edge=True)
         agent.await_end((0, 1, 2))
     judge(run, (0, 1, 2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inside", ["gloo", "shared"])
+def test_wherever_ranks_are_when_it_breaks_they_go_on_together(inside: str, tmp_path: Path) -> None:
+    """Something is due after every step, so that some ranks have done it and others have not."""
+    due = ("train.checkpoint_every=1", "train.eval_every=2", "train.gc_every=3", "members.digest_every=2")
+    run = make_run(tmp_path / "run", *due, "train.steps=100000", f"sync.inside={inside}")
+    pauses = random.Random(7)
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        for _ in range(15):
+            last = max(record["step"] for record in read_jsonl(run / "commits.jsonl") or [{"step": 0}])
+            agent.await_step(0, last + 2)
+            time.sleep(pauses.random() * 0.2)
+            agent.regroup((0, 1, 2))
+    assert check_ledger(read_jsonl(run / "commits.jsonl")).ok

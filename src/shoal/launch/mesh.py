@@ -235,11 +235,12 @@ class Mesh:
         channel.close()
 
     def _add(self, theirs: Hello, channel: Channel) -> None:
-        member, reborn = theirs.member, self.places.is_reborn(theirs)
+        # What still waits in an old connection was said long ago, and must not be heard after what is said now.
+        member, is_stale = theirs.member, self.places.is_reborn(theirs) or self._is_silent(theirs.member)
         channels = self._channels.setdefault(member, [])
-        for older in channels if reborn else channels[: 1 - _MOST_CHANNELS]:
+        for older in channels if is_stale else channels[: 1 - _MOST_CHANNELS]:
             older.close()
-        self._channels[member] = [] if reborn else channels[1 - _MOST_CHANNELS :]
+        self._channels[member] = [] if is_stale else channels[1 - _MOST_CHANNELS :]
         self._channels[member].append(channel)
         self._heard_at[member] = boot_clock()
         self.places.believe(theirs)

@@ -86,6 +86,7 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> N
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage)
+    trainer.tended_step = trainer.progress.step
     trainer.compute = _tune(trainer, run if resume else None)
 
 

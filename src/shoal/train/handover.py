@@ -71,23 +71,37 @@ def compare(world: World, mine: Standing) -> Verdict:
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank that comes must know beside the state itself. `sync` are the chooser's numbers."""
+    """What all ranks must know alike beside the state itself, or some would exchange what others don't. `sync` are the
+    chooser's numbers."""
 
     cursor: int
     global_batch: int
     micro_batch: int
     peak_lr: float
+    tended_step: int
+    evaluated_step: int
     has_moments: bool
     compiled: bool
     bf16: bool
     sync: tuple[int, ...]
 
     def tell(self, world: World, source: int) -> Training:
-        numbers = [self.cursor, self.global_batch, self.micro_batch, _as_int(self.peak_lr)]
-        numbers += [self.has_moments, self.compiled, self.bf16, *self.sync]
-        cursor, batch, micro, lr, has_moments, compiled, bf16, *sync = tell_all(world, source, numbers)
-        flags = bool(has_moments), bool(compiled), bool(bf16)
-        return Training(cursor, batch, micro, _as_float(lr), *flags, tuple(sync))
+        counts = [self.cursor, self.global_batch, self.micro_batch, self.tended_step, self.evaluated_step]
+        flags = [self.has_moments, self.compiled, self.bf16]
+        told = tell_all(world, source, [*counts, _as_int(self.peak_lr), *flags, *self.sync])
+        cursor, batch, micro, tended, evaluated, lr, has_moments, compiled, bf16, *sync = told
+        return Training(
+            cursor=cursor,
+            global_batch=batch,
+            micro_batch=micro,
+            peak_lr=_as_float(lr),
+            tended_step=tended,
+            evaluated_step=evaluated,
+            has_moments=bool(has_moments),
+            compiled=bool(compiled),
+            bf16=bool(bf16),
+            sync=tuple(sync),
+        )
 
 
 def tell_document(world: World, source: int, document: Any) -> Any:

@@ -38,8 +38,6 @@ class Loop:
         checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
         self._saver = Saver(trainer, checkpoints, saved_step=trainer.progress.step)
         self._comparison = Comparison(trainer, checkpoints)
-        self._evaluated_step = -1
-        self._tended_step = trainer.progress.step
 
     def run(self) -> bool:
         """Trains to the end, or until somebody wants to stop; True when the end was reached."""
@@ -73,7 +71,7 @@ class Loop:
         """What is due after the last step, once, also when the world broke before it was done. Whether it turned out
         that somebody wants to stop."""
         step, train = self._trainer.progress.step, self._trainer.config.train
-        if step == self._tended_step:
+        if step == self._trainer.tended_step:
             return False
         stopped = False
         if step < train.steps:
@@ -86,7 +84,7 @@ class Loop:
             self._comparison.hold()
         if step % train.gc_every == 0:
             gc.collect()
-        self._tended_step = step
+        self._trainer.tended_step = step
         return stopped
 
     def _evaluate(self, step: int) -> None:
@@ -95,7 +93,7 @@ class Loop:
         micro_batch = trainer.batches.shard.deal.micro_batch
         with trainer.outer.common():
             loss = evaluate(trainer.model, self._validation, trainer.config, micro_batch, trainer.world)
-        self._evaluated_step = step
+        trainer.evaluated_step = step
         common_step = trainer.outer.common_step(step)
         older = {} if common_step == step else {"common_step": common_step}
         eval_s = round(time.perf_counter() - began, 6)
@@ -112,7 +110,7 @@ class Loop:
 
     def _end(self, finished: bool, load: LoadMeter) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
-        if finished and self._evaluated_step != step:
+        if finished and trainer.evaluated_step != step:
             self._evaluate(step)
         self._checkpoint(must=True)
         if finished:

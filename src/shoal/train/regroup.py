@@ -188,6 +188,8 @@ class Membership:
             global_batch=deal.global_batch,
             micro_batch=deal.micro_batch,
             peak_lr=trainer.peak_lr,
+            tended_step=trainer.tended_step,
+            evaluated_step=trainer.evaluated_step,
             has_moments=bool(trainer.optimizer.state),
             compiled=trainer.compute.compiled,
             bf16=trainer.compute.precision == "bf16",
@@ -199,6 +201,7 @@ class Membership:
         trainer = self.trainer
         trainer.begin_anew(world, step, training.cursor)
         trainer.peak_lr = training.peak_lr
+        trainer.tended_step, trainer.evaluated_step = training.tended_step, training.evaluated_step
         trainer.config = trainer.config.model_copy(update={"sync": self.chooser.follow(training.sync)})
         shares = weights_of(trainer.config.run, world.ids)
         dealt = deal_anew(training.global_batch, training.micro_batch, shares)

@@ -44,7 +44,8 @@ class StopWish:
 class Trainer:
     """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
     `between_steps` is called on every rank when another one follows. `fence` says what may still be done in this
-    generation; `history` are the lineages before this launch's first one."""
+    generation; `history` are the lineages before this launch's first one. What is due between steps was done up to
+    `tended_step`, and the last evaluation was of `evaluated_step`: all ranks must know the same of both."""
 
     config: Config
     world: World
@@ -61,6 +62,8 @@ class Trainer:
     progress: Progress
     fence: Fence = field(default_factory=OpenFence)
     history: tuple[tuple[str, int], ...] = ()
+    tended_step: int = 0
+    evaluated_step: int = -1
     compute: Choice = field(default_factory=Choice)
     times: dict[str, float] = field(default_factory=dict)
     between_steps: Callable[[], None] = field(default=lambda: None)

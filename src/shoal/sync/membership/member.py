@@ -64,9 +64,9 @@ class Member:
                 if self._wants_stop() and time.monotonic() - began > _PAUSED_AFTER_S:
                     raise Interrupted("asked to stop while the run was paused", why="its last checkpoint is untouched")
             enter, self._next = self._next, None
+            assert enter is not None  # noqa: S101 - what was waited for
+            self.fence.enter(enter.generation, enter.holds)
             self._is_waiting = False
-        assert enter is not None  # noqa: S101 - what was waited for
-        self.fence.enter(enter.generation, enter.holds)
         return enter
 
     def is_called(self) -> bool:
@@ -133,9 +133,13 @@ class Member:
     def _keep_shut(self, generation: Ballot) -> None:
         """Until the training has noticed. It may have been in the middle of connecting: what it opens after a first
         look would lead to peers that have left as well, and it would wait there for as long as an exchange may take."""
-        while self.fence.generation == generation and self.fence.is_over and not self._is_waiting:
+        while True:
             time.sleep(_AGAIN_S)
-            self._connections.shut()
+            # Held meanwhile, so that it cannot go on to the next generation, whose connections are to stay.
+            with self._changed:
+                if self._is_waiting or self.fence.generation != generation:
+                    return
+                self._connections.shut()
 
     def _say(self, message: ToAgent) -> None:
         with suppress(OSError):
