@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.sync.times import CommTimes
-from shoal.sync.world import World
+from shoal.sync.waiting import await_work
+from shoal.sync.world import World, without_group
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class _Asked:
     work: dist.Work
     ready_s: float
 
-    def read(self) -> Shared:
-        self.work.wait()
+    def read(self, world: World) -> Shared:
+        await_work(self.work, world.is_over)
         loss_sum, ready_s, stop, edge = torch.stack(self.rows).cpu().unbind(dim=1)
         return Shared(
             loss_sum=float(loss_sum.sum()),
@@ -85,9 +86,13 @@ class StepExchange:
         if len(self._asked) <= self._lag:
             return []
         began = time.perf_counter()
-        self._asked[1].work.wait()
+        await_work(self._asked[1].work, self._world.is_over)
         self.late_s = time.perf_counter() - began
         return self._read(1)
+
+    def let_go(self) -> None:
+        """Nothing more is asked or read; what this rank told the others stays known."""
+        self._world = without_group(self._world)
 
     def own_losses(self) -> list[float]:
         """This rank's own sums of the steps of which nothing is known yet."""
@@ -99,7 +104,7 @@ class StepExchange:
 
     def _read(self, count: int) -> list[Shared]:
         """Forgotten only when it has been read: where that fails, this rank's own losses are all there is to tell."""
-        found = [asked.read() for asked in islice(self._asked, count)]
+        found = [asked.read(self._world) for asked in islice(self._asked, count)]
         for _ in found:
             self._asked.popleft()
         return found
@@ -108,12 +113,12 @@ class StepExchange:
 def sum_over_world(world: World, values: list[float]) -> list[float]:
     """A handful of numbers added up over all ranks, in double precision."""
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
-    dist.all_reduce(tensor, group=world.group)
+    await_work(dist.all_reduce(tensor, group=world.group, async_op=True), world.is_over)
     return [float(value) for value in tensor.cpu()]
 
 
 def worst_over_world(world: World, values: list[float]) -> list[float]:
     """The largest of each number over all ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.group)
+    await_work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.group, async_op=True), world.is_over)
     return [float(value) for value in tensor.cpu()]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import cast
 
@@ -17,6 +17,7 @@ from shoal.control.placement import Placement
 from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
 from shoal.sync.store import AgentStore
+from shoal.sync.waiting import await_work
 
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
 # then, so a connection that is not there in seconds never will be.
@@ -24,6 +25,7 @@ _CONNECT_TIMEOUT_S = 4.0
 
 # Of a world that nobody can leave.
 _NO_LINEAGE = Lineage(name=NEVER)
+_NO_GROUP = cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class World:
 
     `ids` are the ranks' own numbers, by which their files are called: the same for as long as a run lives, while a rank
     is only a place in this world. `keeps_files`: of the ranks that share a run folder, this one keeps its checkpoints
-    and its ledger.
+    and its ledger. `is_over`: there is nobody left to wait for.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class World:
     lineage: Lineage = _NO_LINEAGE
     keeps_files: bool = True
     link_mbps: int | None = None
+    is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.rank, self.size))
@@ -129,11 +132,16 @@ def nowhere(placement: Placement, device: torch.device) -> World:
         backend=backend_for(device),
         device=device,
         interface=None,
-        group=cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER),
+        group=_NO_GROUP,
         store=dist.HashStore(),
         ids=(placement.rank,),
         keeps_files=False,
     )
+
+
+def without_group(world: World) -> World:
+    """What is left of a world that is over. Whoever holds its group last waits for its threads."""
+    return replace(world, group=_NO_GROUP)
 
 
 def backend_for(device: torch.device) -> str:
@@ -188,12 +196,13 @@ def leave(world: World) -> None:
 
 def barrier(world: World, timeout_s: float | None = None) -> None:
     """Waits for everybody; `timeout_s` is for work that may rightly take longer than an exchange."""
-    if timeout_s is None or world.backend != "gloo":
-        dist.barrier(group=world.group)
-        return
     options = dist.BarrierOptions()
-    options.timeout = timedelta(seconds=timeout_s)
-    world.group.barrier(options).wait()
+    if timeout_s is not None and world.backend == "gloo":
+        options.timeout = timedelta(seconds=timeout_s)
+    if world.backend == "gloo":
+        await_work(world.group.barrier(options), world.is_over)
+    else:
+        dist.barrier(group=world.group)
 
 
 def choose_interface(placement: Placement) -> str | None:

@@ -13,7 +13,7 @@ from shoal.errors import ShoalError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
 from shoal.sync.membership.member import Member
-from shoal.sync.world import World
+from shoal.sync.world import World, without_group
 
 # One line of the ledger.
 Record = dict[str, Any]
@@ -47,6 +47,9 @@ class Recorder:
         """In another world, with what all of it has done and nobody may have committed."""
         self._enter(world)
         self._pending = pending
+
+    def let_go(self) -> None:
+        self._world = without_group(self._world)
 
     def event(self, name: str, **fields: Any) -> None:
         self._events.write(name, **fields)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from shoal.cost.batch import deal_anew, weights_of
 from shoal.errors import RunFailed, ShoalError
 from shoal.runfolder import RunFolder
 from shoal.sync.digests import combined, tensor_digests
-from shoal.sync.gradients import Alone
 from shoal.sync.membership.fence import AtEdge, Over
 from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
 from shoal.sync.membership.member import Member
@@ -48,6 +46,7 @@ class Membership:
     has_state: bool = True
     _retreated: int = 0
     _lasting: dict[str, Tensor] = field(default_factory=dict)
+    _is_let_go: bool = False
 
     def regroup(self, error: Exception) -> None:
         """After an exchange failed, or all stopped at an edge. Returns when the training can go on; raises what has
@@ -113,14 +112,13 @@ class Membership:
         )
 
     def _let_go(self) -> None:
-        """Everything that holds the old group; C++ frees its threads and buckets when nobody does."""
+        """C++ frees a group's threads and buckets when nobody holds it any more."""
         trainer = self.trainer
-        if self.has_state:
+        if self.has_state and not self._is_let_go:
             self._retreated = trainer.outer.retreat(trainer.progress.step)
             self._lasting = trainer.outer.lasting()
-        with suppress(OSError, RuntimeError, ShoalError):
-            trainer.sync.close()
-        trainer.sync = Alone(trainer.model)
+        self._is_let_go = True
+        trainer.let_go()
         gc.collect()
         unform()
 
@@ -155,6 +153,7 @@ class Membership:
         self.member.fence.moved(trainer.outer.common_step(verdict.step))
         self._bring_ledger(world, verdict)
         trainer.recorder.begin_anew(world, pending)
+        self._is_let_go = False
         return bool(verdict.behind)
 
     def _bring_ledger(self, world: World, verdict: Verdict) -> None:

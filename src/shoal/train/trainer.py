@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -17,15 +18,16 @@ from torch.optim import AdamW
 
 from shoal.config.schema import Config
 from shoal.data.batches import Batches, Rows
+from shoal.errors import ShoalError
 from shoal.model.gpt import GPT
 from shoal.sync.exchange import Shared, StepExchange
-from shoal.sync.gradients import GradientSync
+from shoal.sync.gradients import Alone, GradientSync
 from shoal.sync.membership.fence import AtEdge, Fence, OpenFence
-from shoal.sync.outer import Outer
+from shoal.sync.outer import EveryStep, Outer
 from shoal.sync.piece import NotFinite
 from shoal.sync.timer import StepTimer
 from shoal.sync.times import CommTimes
-from shoal.sync.world import World
+from shoal.sync.world import World, without_group
 from shoal.train.checkpoint import Progress
 from shoal.train.clip import clip
 from shoal.train.recorder import Recorder
@@ -100,6 +102,15 @@ class Trainer:
         """Raises where all ranks have agreed to stop together; where replicas have parted, once they have met again."""
         if self._edge and not self.outer.apart:
             raise AtEdge(f"all ranks stop together after step {self.progress.step}")
+
+    def let_go(self) -> None:
+        """Of everything that holds the group of a world that is over."""
+        with suppress(OSError, RuntimeError, ShoalError):
+            self.sync.close()
+        self.sync, self.outer = Alone(self.model), EveryStep()
+        self.exchange.let_go()
+        self.recorder.let_go()
+        self.world = without_group(self.world)
 
     def begin_anew(self, world: World, step: int, cursor: int) -> None:
         """In another world, from here on. What was on its way in the last one is gone."""

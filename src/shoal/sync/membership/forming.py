@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,7 @@ class Place:
     device: torch.device
     interface: str | None
     link_mbps: int | None
+    is_over: Callable[[], bool]
 
 
 def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s: float) -> World:
@@ -65,13 +68,18 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
         lineage=enter.lineage,
         keeps_files=enter.keeps_files,
         link_mbps=place.link_mbps,
+        is_over=place.is_over,
     )
 
 
 def unform() -> None:
     """Drops a group that is over, whatever state it is in; and one that never came to be."""
     if dist.is_initialized():
+        groups = list(distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        # The last to let go of a group waits for its threads, and one of them may be stuck in gloo up to its deadline.
+        threading.Thread(target=groups.clear, daemon=True).start()
+        del groups
     # torch numbers its groups and writes the number into their keys. A group that did not form counts too, but only on
     # the ranks that got that far: from then on they would look for each other under different keys, for ever (seen).
     distributed_c10d._world.group_count = 0
