@@ -63,8 +63,9 @@ class Elastic:
         self._do(self._council.found(generation, generation.ranks_of(self._seating.me), boot_clock()))
         self._hear_the_early()
 
-    def come_back(self) -> None:
-        """Started again, with nothing but what was promised: the council asks to be let in."""
+    def come(self) -> None:
+        """To a run that trains already: new, or started again with nothing but what was promised. The council asks to
+        be let in."""
         self._founded = True
         self._hear_the_early()
 
@@ -131,6 +132,20 @@ class Elastic:
         self.crew.rest()
         if failed:
             self._council.finish()
+
+    # From whoever invites a new machine.
+
+    def takes_nobody(self) -> str:
+        """Why no new machine can come; nothing when one can."""
+        return "it is about to end" if self._winding_up else "it has not begun yet" if self._early is not None else ""
+
+    def is_full(self) -> bool:
+        generation = self._council.generation
+        return generation is not None and len(generation.members) >= self._rules.max_nodes
+
+    def invite(self) -> int:
+        """Raises OSError when it cannot be written down."""
+        return self._council.invite(len(self._seating.roster))
 
     def _lease(self, now: float) -> None:
         generation = self._council.generation

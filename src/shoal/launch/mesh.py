@@ -66,6 +66,7 @@ class Mesh:
         self._server = await asyncio.start_server(self._welcome, address, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         self._me = replace(me, address=address, port=port)
+        self.places.believe(self._me)
         return port
 
     async def meet(self, roster: Mapping[int, Member]) -> None:

@@ -1,0 +1,114 @@
+"""A machine that was never part of a run comes into it while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.control.membership.generation import next_member
+from shoal.control.membership.rules import Rules
+from shoal.errors import UsageError
+from shoal.launch.orders import STOP
+from shoal.launch.sponsor import ID, WHO, ask
+from tests.agent_checks import Agent, agents
+from tests.member_checks import Team, start_again
+from tests.programs import shoal
+from tests.runs_checks import wait_until
+
+
+@contextlib.contextmanager
+def newcomer(folder: Path, number: int) -> Iterator[Agent]:
+    """An agent in a folder of its own."""
+    guest = Agent(folder, number, {})
+    try:
+        yield guest
+    finally:
+        guest.close()
+
+
+def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
+    number = next_member(2, 1, 0)
+    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        assert stat.S_IMODE(members[1].run.door("node2").stat().st_mode) == 0o600
+        rank = team.let_come(guest, members[1])
+        entered = team.await_size(rank, 3, entries=1)
+        assert (entered["ids"], entered["holds"]) == ([0, 1, rank], False)
+        team.await_size(0, 3)
+        assert members[0].said("generation")[-1]["members"] == ["node1", "node2", guest.node]
+        assert guest.said("generation")[-1]["members"] == ["node1", "node2", guest.node]
+        team.check_ledgers(0, 1, rank)
+        members[0].tell(STOP)
+        assert [agent.code(within_s=10) for agent in (*members, guest)] == [0, 0, 0]
+        assert not members[1].run.door("node2").exists()
+
+
+def test_ids_are_never_given_twice(tmp_path: Path) -> None:
+    """Not by two sponsors, and not by one that was started again."""
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        doors = [agent.run.door(agent.node) for agent in members]
+        given = [ask(door, ID).member for door in doors for _ in range(2)]
+        who = ask(doors[0], WHO)
+        assert who.member is None
+        assert {place.node for place in who.places.values()} == {"node1", "node2"}
+        members[1].process.kill()
+        start_again(members[1])
+        wait_until(lambda: len(members[1].said("ready")) == 2 and doors[1].exists())
+        given.append(wait_until(lambda: answered(doors[1])))
+    assert len(set(given)) == 5
+    assert min(member for member in given if member is not None) >= 2
+
+
+def answered(door: Path) -> int | None:
+    with contextlib.suppress(OSError, UsageError):
+        return ask(door, ID).member
+    return None
+
+
+@pytest.mark.long
+def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
+    number = next_member(2, 0, 0)
+    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+        team = Team(members, (1, 1))
+        team.go(rules=Rules(max_nodes=2))
+        team.await_commits(0)
+        assert ask(members[0].run.door("node1"), WHO).full
+        rank = team.let_come(guest, members[0])
+        team.await_notes(rank, "here")
+        team.await_commits(0, more=200)
+        assert team.notes(rank, "enter") == []
+        members[1].process.kill()
+        team.await_size(rank, 2, entries=1)
+        assert members[0].said("generation")[-1]["members"] == ["node1", guest.node]
+
+
+def test_a_question_that_is_none_is_refused(tmp_path: Path) -> None:
+    with agents(tmp_path) as members:
+        team = Team(members, (1,))
+        team.go()
+        team.await_commits(0)
+        members[0].tell(STOP)
+        door = members[0].run.door("node1")
+        with contextlib.suppress(OSError), pytest.raises(UsageError, match="takes nobody in"):
+            ask(door, ID)
+
+
+def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    done = shoal("host", tmp_path)
+    assert done.returncode == 2
+    assert f"error: nobody trains in {tmp_path} on this machine" in done.stderr
+    assert f"shoal train --resume {tmp_path}" in done.stderr
+    given = shoal("host", tmp_path, "--steps", "5")
+    assert "error: a run that goes on keeps its settings" in given.stderr
+    (tmp_path / "empty").mkdir()
+    assert "is not a run folder" in shoal("host", tmp_path / "empty").stderr
