@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from shoal.control.membership.generation import next_member
 from shoal.control.membership.rules import Rules
-from shoal.errors import UsageError
+from shoal.errors import RunFailed, UsageError
 from shoal.launch.orders import STOP
-from shoal.launch.sponsor import ID, WHO, ask
+from shoal.launch.outpost import Freight
+from shoal.launch.places import Places
+from shoal.launch.sponsor import ID, WHO, Answer, Sponsor, ask
+from shoal.runfolder import RunFolder
 from tests.agent_checks import Agent, agents
 from tests.member_checks import Team, start_again
 from tests.programs import shoal
@@ -91,15 +97,67 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         assert members[0].said("generation")[-1]["members"] == ["node1", guest.node]
 
 
-def test_a_question_that_is_none_is_refused(tmp_path: Path) -> None:
-    with agents(tmp_path) as members:
-        team = Team(members, (1,))
-        team.go()
-        team.await_commits(0)
-        members[0].tell(STOP)
-        door = members[0].run.door("node1")
-        with contextlib.suppress(OSError), pytest.raises(UsageError, match="takes nobody in"):
-            ask(door, ID)
+@dataclass
+class Host:
+    """What an agent's council would say."""
+
+    why: str = ""
+    broken: bool = False
+
+    def takes_nobody(self) -> str:
+        return self.why
+
+    def is_full(self) -> bool:
+        return False
+
+    def invite(self) -> int:
+        if self.broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return 7
+
+
+def asked(path: Path, host: Host, question: str) -> Answer:
+    async def live() -> Answer:
+        sponsor = Sponsor(path, host, Places())
+        await sponsor.open()
+        try:
+            return await asyncio.to_thread(ask, path, question)
+        finally:
+            sponsor.close()
+
+    return asyncio.run(live())
+
+
+def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
+    """In a folder whose name is longer than a socket's may be."""
+    folder = tmp_path / ("deep" * 30)
+    folder.mkdir()
+    door = folder / "node1.door"
+    assert asked(door, Host(), ID).member == 7
+    assert asked(door, Host(broken=True), WHO).member is None
+    with pytest.raises(UsageError, match="takes nobody in"):
+        asked(door, Host(why="it is about to end"), ID)
+    with pytest.raises(RunFailed, match="No space left"):
+        asked(door, Host(broken=True), ID)
+    assert not door.exists()
+
+
+def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
+    async def live() -> list[bytes]:
+        sponsor = Sponsor(tmp_path / "door", Host(), Places())
+        await sponsor.open()
+        answers = []
+        for line in (b"\n", b"[]\n", b"nonsense\n", b'{"ask": [1]}\n'):
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "door"))
+            writer.write(line)
+            answers.append(await asyncio.wait_for(reader.readline(), 10))
+            writer.close()
+        sponsor.close()
+        return answers
+
+    *others, last = asyncio.run(live())
+    assert all(b"cannot read" in answer for answer in others)
+    assert b'"member": null' in last
 
 
 def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
@@ -112,3 +170,13 @@ def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
     assert "error: a run that goes on keeps its settings" in given.stderr
     (tmp_path / "empty").mkdir()
     assert "is not a run folder" in shoal("host", tmp_path / "empty").stderr
+
+
+def test_what_was_promised_and_ordered_does_not_travel(tmp_path: Path) -> None:
+    """The host would refuse it, and with it everything else that this machine sends."""
+    for name in ("node2.jsonl", "node2.log", "node2.orders", "node2.votes"):
+        (tmp_path / "agents").mkdir(exist_ok=True)
+        (tmp_path / "agents" / name).write_text("words\n")
+    sent: list[str] = []
+    Freight(RunFolder(tmp_path), "node2", {}, False, lambda name, offset, piece: sent.append(name)).send_new()
+    assert sorted(sent) == ["agents/node2.jsonl", "agents/node2.log"]

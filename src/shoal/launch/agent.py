@@ -31,6 +31,7 @@ from shoal.launch.orders import END, STOP, Go, Meet, Membership, read_go, read_m
 from shoal.launch.ranks import Ended, Ranks
 from shoal.launch.ready import as_bug, get_ready
 from shoal.launch.sponsor import Sponsor
+from shoal.launch.suspend import watch_for_sleep
 from shoal.launch.workplace import Workplace
 from shoal.runfolder import RunFolder
 
@@ -125,7 +126,7 @@ class Agent:
         else:
             self._mesh.keep_up(self._roster, self._elastic.connected)
             self._elastic.found()
-            await self._open_the_door(self._elastic)
+            await self._listen_around(self._elastic)
 
     async def _begin_as_guest(self, go: Go) -> None:
         if go.members is None:
@@ -136,10 +137,12 @@ class Agent:
         self._start_all(go)
         self._mesh.keep_up(go.places(), self._elastic.connected, dial_all=True)
         self._elastic.come()
-        await self._open_the_door(self._elastic)
+        await self._listen_around(self._elastic)
 
-    async def _open_the_door(self, elastic: Elastic) -> None:
-        """For new machines that are invited here. A disk that has no sockets keeps nobody from training."""
+    async def _listen_around(self, elastic: Elastic) -> None:
+        """For new machines that are invited here, and for word that this one is suspended. A disk that has no sockets
+        keeps nobody from training."""
+        self._keep(watch_for_sleep(elastic.fall_asleep, elastic.wake))
         self._sponsor = Sponsor(self._run.door(self._orders.node), elastic, self._mesh.places)
         try:
             await self._sponsor.open()
