@@ -48,7 +48,8 @@ class Team:
         rank = Seating(answer.member, go.roster).number(answer.member, 0)
         self.agents.append(guest)
         self.ranks.append((rank,))
-        guest.tell(replace(go, starts=(self.start(guest.node, rank),)))
+        later = {member: place for member, place in answer.places.items() if member >= len(go.roster)}
+        guest.tell(replace(go, starts=(self.start(guest.node, rank),), guests=later))
         return rank
 
     def start(self, node: str, rank: int) -> Start:

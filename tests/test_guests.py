@@ -15,7 +15,8 @@ import pytest
 from shoal.control.membership.generation import next_member
 from shoal.control.membership.rules import Rules
 from shoal.errors import RunFailed, UsageError
-from shoal.launch.orders import STOP
+from shoal.launch.again import keep_orders, read_orders
+from shoal.launch.orders import STOP, Go, Meet, Member
 from shoal.launch.outpost import Freight
 from shoal.launch.places import Places
 from shoal.launch.sponsor import ID, WHO, Answer, Sponsor, ask
@@ -95,6 +96,42 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         members[1].process.kill()
         team.await_size(rank, 2, entries=1)
         assert members[0].said("generation")[-1]["members"] == ["node1", guest.node]
+
+
+@pytest.mark.long
+def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) -> None:
+    """Its sponsor is gone by then, so nobody but the guest can tell the next one where everybody is."""
+    first = next_member(2, 1, 0)
+    second = next_member(2, first, 0)
+    with (
+        agents(tmp_path, tmp_path) as members,
+        newcomer(tmp_path / "first", first) as guest,
+        newcomer(tmp_path / "second", second) as other,
+    ):
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        rank = team.let_come(guest, members[1])
+        team.await_size(rank, 3, entries=1)
+        guest.process.kill()
+        team.await_size(0, 2, entries=3)
+        start_again(guest)
+        team.await_size(rank, 3)
+        members[1].process.kill()
+        team.await_size(0, 2, entries=5)
+        last = team.let_come(other, guest)
+        entered = team.await_size(last, 3, entries=1)
+        assert entered["ids"] == [0, rank, last]
+        team.check_ledgers(0, rank, last)
+
+
+def test_orders_name_those_who_came_later(tmp_path: Path) -> None:
+    run, place = RunFolder(tmp_path), Member("node9", "10.0.0.9", 4000, "m", (), 2)
+    (tmp_path / "agents").mkdir()
+    meet = Meet(str(tmp_path), "node1", 0, "10.0.0.1", None, "t" * 64, "l", 1.0, "c", "d")
+    keep_orders(run, meet, Go((place,), (), None, {66: place}))
+    _, go = read_orders(run, "node1")
+    assert go.places() == {0: place, 66: place}
 
 
 @dataclass
