@@ -77,7 +77,7 @@ def find_sponsor(run: RunFolder) -> Sponsor:
         raise UsageError(
             f"{run.path} takes no machine in while it trains",
             why="members.on_loss is `end`, or it was launched by torchrun or spawn",
-            fix=f"stop it, and go on with more machines: shoal stop {shown}",
+            fix="machines can come into one that is started without these settings",
         )
     known = [Sponsor(run, *read_orders(run, node)) for node in sorted(nodes) if run.orders(node).exists()]
     here = [sponsor for sponsor in known if can_listen(sponsor.meet.address)]
@@ -93,11 +93,10 @@ def find_sponsor(run: RunFolder) -> Sponsor:
 
 def _refuse_one_that_nobody_reaches(sponsor: Sponsor, on: str) -> None:
     if on.startswith("local") and ipaddress.ip_address(sponsor.meet.address).is_loopback:
-        shown = shlex.quote(str(sponsor.run.path))
         raise UsageError(
             f"{sponsor.run.path} can be reached from this machine only",
             why=f"it was launched with --on {on}, so its agent listens at {sponsor.meet.address}",
-            fix=f"stop it, then let others come: shoal stop {shown}; shoal train --resume {shown} --on join:2",
+            fix="a run that others can reach is started with: shoal host, or shoal train --on hosts.toml",
         )
 
 
