@@ -2,7 +2,7 @@
 # More words for pytest: make test PYTEST_ARGS='-k order -x'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-long bench clean
+.PHONY: help setup demo check test test-long test-exhaustive bench clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
 
@@ -21,11 +21,14 @@ check: setup ## ruff, formatting, mypy
 	$(BIN)/mypy
 
 test: check ## check, then every test but the long ones
-	$(BIN)/pytest -m "not long" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not long and not exhaustive" $(PYTEST_ARGS)
 
 # pytest ends with 5 when no test matched, which is no failure here.
 test-long: setup ## the long tests
-	$(BIN)/pytest -m long $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-exhaustive: setup ## every scenario, every way to exchange, thousands of fuzzed inputs (hours)
+	$(BIN)/pytest -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 bench: setup ## every benchmark; one of them alone: .venv/bin/python benchmarks/NAME.py
 	@for file in benchmarks/[a-z]*.py; do \

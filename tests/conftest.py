@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.harness import standing_helpers
 
@@ -16,6 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 5.0
 # pytest names the running test in one; torch sets the other when the first optimizer is made.
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+# How long one example takes says more about the other programs of a shared machine than about ours; pytest-timeout ends
+# a test that hangs.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shoal.trials.chaos.measure import longest_pause
 from shoal.trials.chaos.plan import Injection, SoakFault, expand, is_due, plan_injections, plan_soak
 from shoal.trials.chaos.record import Record
 from shoal.trials.chaos.soakjudge import SoakResult, compare_losses, judge_fault, judge_soak
-from shoal.trials.chaos.strangers import open_ports
+from shoal.trials.chaos.strangers import knock, open_ports
 
 
 def test_what_lasts_becomes_two_injections() -> None:
@@ -212,3 +213,20 @@ def test_open_ports_are_read_from_the_kernels_table() -> None:
         held = {str(Path(f"/proc/self/fd/{ours.fileno()}").readlink())}
         assert open_ports(table, held) == [f"127.0.0.1:{ours.getsockname()[1]}"]
         assert other.getsockname()[1] != ours.getsockname()[1]
+
+
+def test_strangers_knock_as_often_as_asked() -> None:
+    came: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as door:
+
+        def serve() -> None:
+            for _ in range(25):
+                peer, _ = door.accept()
+                with peer:
+                    came.append(peer.recv(64))
+
+        server = threading.Thread(target=serve)
+        server.start()
+        knock([f"127.0.0.1:{door.getsockname()[1]}"], connections=20, idle=5, enter=list)
+        server.join(10)
+    assert sorted(map(len, came)) == [0] * 5 + [64] * 20

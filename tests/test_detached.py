@@ -146,6 +146,7 @@ def terminal(*words: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], Scre
         process.wait(10)
 
 
+@pytest.mark.long
 def test_a_lost_terminal_loses_nothing(tmp_path: Path) -> None:
     """A real terminal, and a training in front of it: the window is closed, and the run goes on until it is stopped."""
     run = tmp_path / "run"

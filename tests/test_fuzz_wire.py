@@ -185,7 +185,7 @@ def test_a_little_noise(name: str, tmp_path: Path) -> None:
     READERS[name].try_out(QUICK, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", READERS)
 def test_much_noise(name: str, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def no_lab_left() -> Iterator[None]:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_lab_left")
 def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -160,7 +160,7 @@ def test_row_7_one_against_one_both_go_on_and_one_gives_way() -> None:
     assert cluster.committed() > ahead
     [given_up] = cluster.machines[1].abandons
     assert given_up.shared_step < behind
-    assert given_up.text.startswith(f"machine 1 had trained apart from machine 0 since step {given_up.shared_step}.")
+    assert given_up.text.startswith(f"machine 1 has trained apart from machine 0 since step {given_up.shared_step}.")
     assert cluster.machines[0].abandons == []
     cluster.check_ledgers()
 

@@ -170,7 +170,9 @@ def test_membership_keeps_its_promises() -> None:
     run_state_machine_as_test(Membership, settings=QUICK)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_membership_keeps_its_promises_for_long() -> None:
-    run_state_machine_as_test(Membership, settings=settings(QUICK, max_examples=300, stateful_step_count=30))
+@pytest.mark.parametrize(
+    "histories", [pytest.param(40, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.timeout(3600)
+def test_membership_keeps_its_promises_for_long(histories: int) -> None:
+    run_state_machine_as_test(Membership, settings=settings(QUICK, max_examples=histories, stateful_step_count=30))

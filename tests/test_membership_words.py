@@ -75,7 +75,12 @@ def test_who_joins_is_named() -> None:
 
 def test_a_lost_rank_of_several_is_said() -> None:
     more = FIRST.model_copy(update={"seats": (Seat(member=0, ranks=(0, 1)), *seats(1, 2))})
-    assert sentences.regrouped(Change(more, FIRST, {}, 0.3), name).startswith("anna has 1 rank instead of 2. anna, ben")
+    assert sentences.regrouped(Change(more, FIRST, {}, 0.3), name).startswith(
+        "anna lost 1 of its 2 ranks (number 1 there). anna, ben"
+    )
+    assert sentences.regrouped(Change(FIRST, more, {}, 0.3), name).startswith(
+        "anna has 2 ranks again (number 1 came back). anna, ben"
+    )
 
 
 def test_an_exchange_that_failed_without_a_loss() -> None:
@@ -96,8 +101,7 @@ def test_a_pause_says_why(why: str, words: str) -> None:
 
 def test_what_is_given_up_is_counted() -> None:
     theirs = SECOND.model_copy(update={"seats": seats(0, 1, 2), "state": State(step=141, committed=140)})
-    ours = SECOND.model_copy(update={"seats": seats(2)})
-    assert sentences.abandoned(ours, theirs, committed=130, shared=119, name=name) == (
-        "cleo had trained apart from anna and ben since step 119. The lineage of anna and ben stays, with 140 "
-        "committed steps against 130; cleo goes back, and up to 11 steps are marked abandoned."
+    assert sentences.abandoned(2, theirs, committed=130, shared=119, name=name) == (
+        "cleo has trained apart from anna and ben since step 119. The lineage of anna and ben stays, with 140 "
+        "committed steps against 130: cleo goes back, and up to 11 steps are marked abandoned."
     )

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from shoal.config.load import build_config
+from shoal.control.placement import Placement
 from shoal.cost.relief import relief
 from shoal.errors import OutOfMemory
 from shoal.launch.verdict import Ending, failure
+from shoal.train.worker import as_fault
 from tests.programs import read_jsonl, set_flags, shoal_command
 
 LIMIT_BYTES = 3 << 29
@@ -52,6 +54,16 @@ def test_a_rank_without_memory_names_itself_and_the_next_micro_batch(tmp_path: P
     assert "next: start a new run with a smaller micro-batch: --micro-batch 64 (it was 128)" in error
     faults = [read_jsonl(run / "events" / f"rank-{rank}.jsonl")[-1] for rank in (0, 1)]
     assert any(fault["event"] == "fault" and fault["error"] == "OutOfMemory" for fault in faults)
+
+
+def test_lack_of_memory_is_recognised_from_inside_a_communication_hook() -> None:
+    """As seen of a rank that got no more memory: torch wraps what its hook raised."""
+    wrapped = "Got the following error when running the callback: MemoryError: <EMPTY MESSAGE>"
+    place = Placement(rank=2, world_size=3, local_rank=0, local_world_size=1, node="attic")
+    fault = as_fault(RuntimeError(wrapped), place, relief="less")
+    assert isinstance(fault, OutOfMemory)
+    assert fault.seen.startswith("rank 2 on attic is out of memory")
+    assert not isinstance(as_fault(RuntimeError("shapes differ"), place, relief="less"), OutOfMemory)
 
 
 def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:

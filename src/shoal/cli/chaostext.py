@@ -100,8 +100,8 @@ def print_played(played: Sequence[Played]) -> None:
             table.add_row(*row)
     console.print(table)
     console.print(f"\n{_LEGEND}", soft_wrap=True)
-    for each in played:
-        _print_words(console, each)
+    for name in dict.fromkeys(each.scenario for each in played):
+        _print_words(console, [each for each in played if each.scenario == name])
 
 
 def _rows(runs: Sequence[Played]) -> Iterator[tuple[str, ...]]:
@@ -141,12 +141,13 @@ def _seconds(found: Spread | None, which: str) -> str:
     return "–" if found is None else f"{getattr(found, which):.2f}"
 
 
-def _print_words(console: Console, played: Played) -> None:
-    """What the user was told, and every assertion that did not hold."""
-    label = f"{played.scenario} {played.number}"
-    if played.measured.sentences:
-        console.print(f"\n{label}: “{escape(played.measured.sentences[0])}”", soft_wrap=True)
-    _print_failed(console, label, played.assertions)
+def _print_words(console: Console, runs: Sequence[Played]) -> None:
+    """What the user was told in the first run, and of every run each assertion that did not hold."""
+    told = next((each.measured.sentences for each in runs if each.measured.sentences), ())
+    if told:
+        console.print(f"\n{runs[0].scenario}: “{escape(told[0])}”", soft_wrap=True)
+    for each in runs:
+        _print_failed(console, f"{each.scenario} {each.number}", each.assertions)
 
 
 def _print_failed(console: Console, label: str, assertions: Sequence[Assertion]) -> None:

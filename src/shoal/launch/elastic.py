@@ -322,9 +322,9 @@ class Elastic:
         for local, order in orders.items():
             hand = self.crew.hands[local]
             if hand.alive:
-                hand.enter(order.model_copy(update={"holds": action.holds and hand.holds}))
                 if self._give_up is not None:
                     hand.say(self._give_up)
+                hand.enter(order.model_copy(update={"holds": action.holds and hand.holds}))
         self._give_up = None
         if len(self.crew.inside(generation.id)) < len(orders):
             # Somebody died between our promise and its being taken up.

@@ -32,7 +32,8 @@ MEET_WITHIN_S = 20.0
 HELLO_WITHIN_S = 5.0
 _AGAIN_S = 0.2
 # Who refuses us will not change its mind soon.
-_REFUSED_AGAIN_S, _CONNECT_WITHIN_S = 2.0, 5.0
+_REFUSED_AGAIN_S, _CONNECT_WITHIN_S = 2.0, 2.0
+_DIAL_SILENT_AFTER_S = 2.5
 # Two that dial each other at once make two connections, and each may hold the other one for the newer: both stay.
 _MOST_CHANNELS = 2
 # What waits for a connection that takes nothing: beyond this, it is said again later or not at all.
@@ -184,9 +185,14 @@ class Mesh:
             if self._listeners.are_lost():
                 self.dial_anew()
             for member in self.places if dial_all else self.places.ours_to_dial(self._me):
-                if member not in self._channels:
+                if member not in self._channels or self._is_silent(member):
                     self._dial_once_more(member)
             await asyncio.sleep(_AGAIN_S)
+
+    def _is_silent(self, member: int) -> bool:
+        """A connection over which nothing came for a while may take as long again to notice that the cable is back: the
+        kernel waits longer each time before it repeats what was lost. A new one does not."""
+        return boot_clock() - self._heard_at.get(member, 0.0) > _DIAL_SILENT_AFTER_S
 
     def _dial_once_more(self, member: int) -> None:
         if member != self._me.member and member not in self._dialling:

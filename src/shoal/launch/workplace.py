@@ -73,10 +73,14 @@ class Workplace:
         self._ranks.kill()
 
     def ran_out_of_memory(self, start: Start) -> bool:
-        """A rank that could say so itself, before the kernel killed it: as good a reason to start it again."""
+        """A rank that could say so itself, before the kernel killed it: as good a reason to start it again. The user
+        hears of it, since only a smaller batch ends it for good."""
         path = self._run.events(start.ranks[0])
         last = deque(read_events(path), maxlen=1) if path.exists() else ()
-        return any(event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY for event in last)
+        said = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
+        for event in said:
+            self.write("note", text=f"{event['seen']} ({event['fix']})")
+        return bool(said)
 
     def shares_folder_with(self, member: int) -> bool:
         """Whoever's mark is in our folder wrote it there."""

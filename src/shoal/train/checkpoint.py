@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,14 +98,18 @@ class CheckpointFolder:
     def unfinished(self, step: int) -> Path:
         return self._path / f".step-{step:08d}.tmp"
 
-    def load_latest(self, set_aside: bool = False) -> Checkpoint:
-        """The newest one that is whole. `set_aside` renames damaged ones on the way, for those who will write here."""
+    def load_latest(
+        self, set_aside: bool = False, tell: Callable[[CheckpointError], None] = lambda error: None
+    ) -> Checkpoint:
+        """The newest one that is whole. `set_aside` renames damaged ones on the way, for those who will write here;
+        `tell` hears of each."""
         refused: list[str] = []
         for folder in self._newest_first():
             try:
                 return read_checkpoint(folder)
             except CheckpointError as error:
                 refused.append(error.seen)
+                tell(error)
                 if set_aside and isinstance(error, DamagedCheckpoint):
                     _set_aside(folder, "corrupt")
         raise CheckpointError(

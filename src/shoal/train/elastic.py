@@ -39,7 +39,7 @@ def train_as_member(
     config: Config, run: RunFolder, placement: Placement, device: torch.device, stop: StopWish, resume: bool
 ) -> bool:
     """To the end of the training, in however many generations; False when it was interrupted."""
-    member = Member(AgentLine(int(os.environ[LINE_FD])))
+    member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted)
     interface = choose_interface(placement)
     place = Place(placement.node, device, interface, placement.link_mbps or link_mbps(interface))
     recorder = Recorder(run, nowhere(placement, device), member)

@@ -29,17 +29,32 @@ def missing(path: Path, records: Iterable[Record]) -> list[Record]:
     return [record for record in records if _name(record) not in known]
 
 
-def amend(path: Path, rank: int, given_up: Sequence[GiveUp], records: Iterable[Record]) -> None:
-    """First what was given up, then what the others have done meanwhile and is not here."""
+def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
+    """Marks what this copy has of lineages that ended when they met another one; once, however many say so."""
+    if not given_up or not path.exists():
+        return
+    lines = [_abandoned(each) for each in given_up]
+    records = list(read_events(path))
+    trained = {record.get("lineage") for record in filter(_is_step, records)}
+    known = [{name: value for name, value in record.items() if name != "time"} for record in records]
+    _append(path, rank, [line for line in lines if line["abandoned"] in trained and line not in known])
+
+
+def amend(path: Path, rank: int, records: Iterable[Record]) -> None:
+    """What the others have done meanwhile and is not here."""
     known = {_name(record) for record in _steps(path)}
+    _append(path, rank, [record for record in records if _name(record) not in known])
+
+
+def _abandoned(each: GiveUp) -> Record:
+    return {"abandoned": str(each.lineage), "standing": str(each.standing), "after": each.shared_step}
+
+
+def _append(path: Path, rank: int, records: Iterable[Record]) -> None:
     log = EventLog(path, rank)
     try:
-        for each in given_up:
-            lineages = {"abandoned": str(each.lineage), "standing": str(each.standing)}
-            log.append({**lineages, "after": each.shared_step, "time": round(time.time(), 6)})
         for record in records:
-            if _name(record) not in known:
-                log.append(record)
+            log.append({"time": round(time.time(), 6)} | record)
     finally:
         log.close()
 

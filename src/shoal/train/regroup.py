@@ -23,13 +23,12 @@ from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
 from shoal.sync.membership.member import Member
 from shoal.sync.replicas import copy_from, gather
 from shoal.sync.world import World
-from shoal.train import ledger
+from shoal.train.books import Books, bring_ledger
 from shoal.train.build import deal_batches
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
 from shoal.train.handover import Standing, Training, Verdict, compare, tell_document
-from shoal.train.recorder import Record
 from shoal.train.state import empty_moments, load_moments, moments, weights
 from shoal.train.trainer import Trainer
 from shoal.train.trial import apply
@@ -137,7 +136,8 @@ class Membership:
                 fix=f"go on from the last checkpoint: shoal train --resume {self.run.path}",
             )
         training = self._training(verdict.step).tell(world, verdict.source)
-        pending = self._share_pending(world, verdict)
+        books = Books(trainer, self.run.commits, self._retreated)
+        pending = books.share_pending(world, verdict)
         is_behind = world.rank in verdict.behind
         if is_behind:
             self.member.fence.lose_state()
@@ -157,10 +157,21 @@ class Membership:
         trainer.recorder.begin_anew(world, pending)
         return bool(verdict.behind)
 
+    def _bring_ledger(self, world: World, verdict: Verdict) -> None:
+        given_up = bring_ledger(world, verdict, self.run.commits, self.member.take_given_up())
+        if world.keeps_files:
+            checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
+            for each in given_up:
+                checkpoints.set_aside_lineage(str(each.lineage))
+
     def _stand(self, enter: Enter) -> Standing:
         if not self.has_state or not enter.holds:
             return Standing(holds=False, step=0, digest=0)
-        return Standing(True, self._retreated, combined(tensor_digests(self._state())), len(self._unknown()))
+        return Standing(True, self._retreated, combined(tensor_digests(self._state())), self._unknown())
+
+    def _unknown(self) -> int:
+        """Steps of our state of which we have not learned the world's loss."""
+        return sum(before.step < self._retreated for before in self.trainer.unknown())
 
     def _state(self) -> dict[str, Tensor]:
         """What all replicas have in common: inner moments where gradients are exchanged, the outer ones elsewhere."""
@@ -219,58 +230,6 @@ class Membership:
             copy_from(trainer.world, verdict.source, moments(trainer.model, trainer.optimizer).values())
         for state in trainer.optimizer.state.values():
             state["step"].fill_(verdict.step)
-
-    def _unknown(self) -> list[int]:
-        return [before.step + 1 for before in self.trainer.unknown() if before.step < self._retreated]
-
-    def _share_pending(self, world: World, verdict: Verdict) -> list[Record]:
-        """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
-        is gone with it: then it is what the source itself saw, and says so."""
-        own = [record for record in self.trainer.recorder.pending if record["step"] <= verdict.step]
-        mine = own + self._seen_alone(own) if world.rank == verdict.source else []
-        told: list[Record] = tell_document(world, verdict.source, mine)
-        by_step = {record["step"]: record for record in (*self._unwritten(world, verdict), *own, *told)}
-        found = [by_step[step] for step in sorted(by_step)]
-        return ledger.missing(self.run.commits, found) if world.keeps_files else found
-
-    def _unwritten(self, world: World, verdict: Verdict) -> list[Record]:
-        """Who kept this folder's ledger may have died before it wrote what all others know to be committed."""
-        if not world.keeps_files or world.rank in verdict.behind:
-            return []
-        return self.trainer.recorder.committed
-
-    def _seen_alone(self, known: list[Record]) -> list[Record]:
-        trainer = self.trainer
-        losses = trainer.exchange.own_losses()
-        begun = trainer.unknown()
-        missing = [(before, loss) for before, loss in zip(begun, losses, strict=False) if before.step < self._retreated]
-        return [
-            trainer.recorder.describe(
-                before.step + 1, before.cursor, before.cursor + trainer.global_batch, loss / trainer.own_tokens
-            )
-            | {"partial": True}
-            for before, loss in missing
-            if before.step + 1 not in {record["step"] for record in known}
-        ]
-
-    def _bring_ledger(self, world: World, verdict: Verdict) -> None:
-        """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not."""
-        given_up = self.member.take_given_up()
-        path = self.run.commits
-        is_behind = world.keeps_files and world.rank in verdict.behind
-        mine = min([ledger.last_step(path), *(each.shared_step for each in given_up)]) if is_behind else 0
-        told = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
-        missing = [step for behind, _, step in told if behind]
-        sources = [rank for rank, (_, whole, _) in enumerate(told) if whole]
-        if not missing or not sources:
-            return
-        records = ledger.after(path, min(missing)) if world.rank == sources[0] else []
-        records = tell_document(world, sources[0], records)
-        if is_behind:
-            ledger.amend(path, world.id, given_up, records)
-            for each in given_up:
-                checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
-                checkpoints.set_aside_lineage(str(each.lineage))
 
 
 def _check_copies(world: World, state: dict[str, Tensor]) -> None:

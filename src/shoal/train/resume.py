@@ -35,7 +35,9 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
     it is of, and whether replicas had parted by then, before anything of it is loaded. `lineage` is the one to go on
     with, where machines trained apart."""
     source, kept = _choose(trainer.world, folder, lineage)
-    checkpoint = folder.load_latest(set_aside=True) if trainer.world.rank == source else None
+    checkpoint = None
+    if trainer.world.rank == source:
+        checkpoint = folder.load_latest(set_aside=True, tell=lambda error: trainer.recorder.warn(_passed_over(error)))
     found = _tell(trainer.world, source, checkpoint)
     chosen = kept[source].progress
     trainer.history = (*chosen.history, (chosen.lineage, found.progress.step))
@@ -80,6 +82,14 @@ def _tell(world: World, source: int, checkpoint: Checkpoint | None) -> _Found:
         numbers += [checkpoint.parts is not None, parts.ranks, parts.mark, parts.step, parts.cursor, parts.flying]
     step, cursor, has_moments, has_parts, *of_parts = tell_all(world, source, numbers)
     return _Found(Progress(step, cursor), bool(has_moments), Parts(*of_parts) if has_parts else None)
+
+
+def _passed_over(error: CheckpointError) -> CheckpointError:
+    return CheckpointError(
+        error.seen,
+        why="the one before it is used: its steps since then are done again",
+        fix="look at the disk, if this is not the first time: dmesg | tail",
+    )
 
 
 def _parted(step: int) -> CheckpointError:

@@ -46,8 +46,15 @@ from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
 
-# torch's allocator has two ways to say it; the last is the kernel's.
-_SIGNS_OF_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+# torch's allocator has two ways to say it, and the third is the kernel's. From inside a communication hook the class of
+# an error comes as a word of another one's message.
+_SIGNS_OF_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "MemoryError",
+    "std::bad_alloc",
+)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _note_fault(options, placement, error)
         return say(error)
     except Exception as error:
-        _note_fault(options, placement, _as_fault(error, placement, _relief(options, placement)))
+        _note_fault(options, placement, as_fault(error, placement, _relief(options, placement)))
         with contextlib.suppress(OSError):
             traceback.print_exc()
         return RunFailed.exit_code
@@ -165,7 +172,7 @@ def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalE
         log.close()
 
 
-def _as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
+def as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
     """A broken connection means that somebody else is gone: the launcher must not take this rank for the culprit."""
     text = str(error).strip().split("\n")[0]
     rank = placement.rank

@@ -73,13 +73,12 @@ def fenced(me: int, committed: int, name: Name) -> str:
     )
 
 
-def abandoned(ours: Generation, theirs: Generation, committed: int, shared: int, name: Name) -> str:
-    others = [member for member in theirs.members if member not in ours.members] or theirs.members
-    verb = "goes" if len(ours.members) == 1 else "go"
+def abandoned(me: int, theirs: Generation, committed: int, shared: int, name: Name) -> str:
+    others = [member for member in theirs.members if member != me] or [me]
     return (
-        f"{_all(ours.members, name)} had trained apart from {_all(others, name)} since step {shared}. The lineage of "
-        f"{_all(others, name)} stays, with {theirs.state.committed} committed steps against {committed}; "
-        f"{_all(ours.members, name)} {verb} back, and up to {committed - shared} steps are marked abandoned."
+        f"{name(me)} has trained apart from {_all(others, name)} since step {shared}. The lineage of "
+        f"{_all(others, name)} stays, with {theirs.state.committed} committed steps against {committed}: {name(me)} "
+        f"goes back, and up to {committed - shared} steps are marked abandoned."
     )
 
 
@@ -106,6 +105,10 @@ def _events(change: Change, name: Name) -> Iterator[str]:
     if joined := [member for member in after.members if member not in before.members]:
         yield f"{_all(joined, name)} joined"
     for member in before.members:
-        had = len(before.ranks_of(member))
-        if member in after.members and (has := len(after.ranks_of(member))) != had:
-            yield f"{name(member)} has {has} {'rank' if has == 1 else 'ranks'} instead of {had}"
+        if member not in after.members:
+            continue
+        had, has = before.ranks_of(member), after.ranks_of(member)
+        if lost := [number for number in had if number not in has]:
+            yield f"{name(member)} lost {len(lost)} of its {len(had)} ranks (number {', '.join(map(str, lost))} there)"
+        if came := [number for number in has if number not in had]:
+            yield f"{name(member)} has {len(has)} ranks again (number {', '.join(map(str, came))} came back)"

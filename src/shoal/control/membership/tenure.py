@@ -38,7 +38,8 @@ class Tenure:
 
     def enter(self, generation: Generation, sought_s: float) -> None:
         desk, ranks, before = self._desk, self._desk.ranks, self._desk.generation
-        if before is not None:
+        # What an earlier launch of the run left on disk is no news in the first generation of this one.
+        if before is not None and generation.parent != NEVER:
             self._account(before, generation, sought_s)
         desk.voter.enter(generation)
         # Others are to copy from us what we have lost since we promised it.
@@ -80,5 +81,5 @@ class Tenure:
         desk, old, new = self._desk, before.lineage, after.lineage
         shared, committed = lineages.shared_step(old, new), desk.ranks.committed
         if old.name != new.name and committed > shared:
-            text = sentences.abandoned(before, after, committed, shared, desk.name)
+            text = sentences.abandoned(desk.me, after, committed, shared, desk.name)
             desk.actions.append(Abandon(old.name, new.name, shared, text))

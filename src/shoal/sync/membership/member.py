@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.control.membership.generation import Ballot
@@ -27,17 +29,22 @@ from shoal.sync.membership.freeing import Connections
 from shoal.sync.membership.line import AgentLine
 
 _MOST_WORDS = 400
+_AGAIN_S = 0.05
+# A stop can wait for the next generation, which is a matter of a moment; unless there is none to come.
+_PAUSED_AFTER_S = 4.0
 
 
 class Member:
     """`fence` is what the training asks. A thread of its own listens to the agent, so that a rank that is stuck in an
     exchange, or computes for seconds, still frees itself and answers at once."""
 
-    def __init__(self, line: AgentLine) -> None:
+    def __init__(self, line: AgentLine, wants_stop: Callable[[], bool] = lambda: False) -> None:
         self.fence = GenerationFence()
+        self._wants_stop = wants_stop
         self._line = line
         self._connections = Connections()
         self._changed = threading.Condition()
+        self._is_waiting = False
         self._next: Enter | None = None
         self._given_up: list[GiveUp] = []
         threading.Thread(target=self._listen, name="agent's words", daemon=True).start()
@@ -48,10 +55,16 @@ class Member:
         self._say(Here(committed=committed))
 
     def await_enter(self) -> Enter:
-        """As long as it takes: a minority waits here with its state until others are back, and ends with its agent."""
+        """As long as it takes: a minority waits here with its state until others are back, and ends with its agent, or
+        when somebody asks it to."""
+        began = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._next is not None)
+            self._is_waiting = True
+            while not self._changed.wait_for(lambda: self._next is not None, _PAUSED_AFTER_S / 4):
+                if self._wants_stop() and time.monotonic() - began > _PAUSED_AFTER_S:
+                    raise Interrupted("asked to stop while the run was paused", why="its last checkpoint is untouched")
             enter, self._next = self._next, None
+            self._is_waiting = False
         assert enter is not None  # noqa: S101 - what was waited for
         self.fence.enter(enter.generation, enter.holds)
         return enter
@@ -115,6 +128,14 @@ class Member:
         state = self.fence.end(generation)
         self._connections.shut()
         self._say(Halted(generation=generation, state=state))
+        threading.Thread(target=self._keep_shut, args=(generation,), daemon=True).start()
+
+    def _keep_shut(self, generation: Ballot) -> None:
+        """Until the training has noticed. It may have been in the middle of connecting: what it opens after a first
+        look would lead to peers that have left as well, and it would wait there for as long as an exchange may take."""
+        while self.fence.generation == generation and self.fence.is_over and not self._is_waiting:
+            time.sleep(_AGAIN_S)
+            self._connections.shut()
 
     def _say(self, message: ToAgent) -> None:
         with suppress(OSError):

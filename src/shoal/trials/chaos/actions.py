@@ -51,7 +51,7 @@ class KillAgent(Action):
 
 
 class KillNode(Action):
-    """Every process of it; `silent` is the power cut, after which no connection is closed."""
+    """Every process of it; `silent` is the power cut: the node goes too, and no connection is closed."""
 
     do: Literal["kill-node"] = "kill-node"
     node: NodeName
@@ -59,7 +59,7 @@ class KillNode(Action):
 
 
 class PowerOn(Action):
-    """The killed node stands again and joins the run."""
+    """The node stands, again if need be, and joins the run."""
 
     do: Literal["power-on"] = "power-on"
     node: NodeName

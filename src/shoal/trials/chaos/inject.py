@@ -6,6 +6,7 @@ look for a process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -79,6 +80,8 @@ class Injector:
         match action:
             case actions.KillRank(rank=rank, node=node, signal=name):
                 return self._signal(_rank_of(self._run.path, rank, node), f"SIG{name}")
+            case actions.KillNode(node=node, silent=False):
+                return self._kill_all(node)
             case actions.KillAgent(node=node):
                 return self._signal(_agent_of(self._run.path, node), "SIGKILL")
             case actions.FreezeRank(rank=rank):
@@ -117,6 +120,21 @@ class Injector:
 
         return deed
 
+    def _kill_all(self, node: str) -> Deed:
+        """The node itself stands: its kernel still says goodbye for its processes, as a real one does. When it goes
+        with them, that is at times lost on the way, and would be a power cut."""
+        lab = self._ground.need_lab()
+        victims = [pid for pid, _ in lab.processes(node)]
+        if not victims:
+            raise LabError(f"nothing runs on {node}", why="an earlier fault ended it, or the run is over")
+
+        def deed() -> None:
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        return deed
+
     def _disk(self) -> Path:
         if self._ground.disk is None:
             raise LabError("there is no disk to fill", fix="say how large it is: disk_mb = 4")
@@ -124,7 +142,8 @@ class Injector:
 
     def _power_on(self, node: str) -> None:
         lab = self._ground.need_lab()
-        lab.perform(changes.restart(node))
+        if not lab.is_alive(node):
+            lab.perform(changes.restart(node))
         words = (sys.executable, "-m", "shoal", "join", str(self._run.path), "--node", node)
         log = self._run.log(node, "join")
         self.joined.append(lab.start(node, words, {}, log))
@@ -132,9 +151,11 @@ class Injector:
     def _ask(self, words: tuple[str, ...]) -> Answer:
         said = [word.format(on=self._ground.on, run=self._run.path) for word in words]
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "shoal", *said], capture_output=True, text=True, timeout=_COMMAND_S, check=False
-        )
+        argv = [sys.executable, "-m", "shoal", *said]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise LabError(f"shoal {' '.join(said)} gave no answer within {_COMMAND_S:.0f} s") from None
         return Answer(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
 
 
@@ -149,8 +170,8 @@ def no_more_memory(pid: int) -> None:
 
 def _change(action: Action) -> Change:
     match action:
-        case actions.KillNode(node=node, silent=silent):
-            return changes.kill(node, silent)
+        case actions.KillNode(node=node):
+            return changes.kill(node, silent=True)
         case actions.Freeze(node=node):
             return changes.stop_or_go(node, frozen=True)
         case actions.Thaw(node=node):

@@ -71,8 +71,8 @@ def _target(path: Path) -> str:
     return ""
 
 
-def growth(samples: Sequence[Sample], least_s: float = 30.0) -> list[Growth]:
-    """Of every process that was seen for long enough to say."""
+def growth(samples: Sequence[Sample], least_s: float = 90.0) -> list[Growth]:
+    """Of every process that was seen for long enough to say: a rank that starts is growing for half a minute."""
     by_pid: dict[int, list[Sample]] = {}
     for each in samples:
         by_pid.setdefault(each.pid, []).append(each)

@@ -30,6 +30,8 @@ from shoal.trials.training import train_new
 
 POLL_S = 0.02
 _GRACE_S = 5.0
+# Then it is asked a second time, and ends at once.
+_STOP_S = 30.0
 Show = Callable[[str], None]
 
 
@@ -157,7 +159,7 @@ class Stage:
             if not patient and settled_at and time.monotonic() - settled_at > self.scenario.watch_s:
                 self.show("stops")
                 asked_at = time.monotonic()
-                stop(self.run, wait_s=max(1.0, self._deadline - asked_at))
+                stop(self.run, wait_s=_STOP_S)
             time.sleep(POLL_S)
         self.watch.poll()
         return time.monotonic() - (asked_at or began)

@@ -7,32 +7,36 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import LabError
 from shoal.launch.found import find
 
-# Runs on a node: a socket belongs to the network of whoever made it. Idle ones are held until it is told to end.
+# Runs on a node: a socket belongs to the network of whoever made it. Many at a time, since a server that takes its time
+# with strangers is right to. Idle ones are held until the last has knocked.
 _PROGRAM = """
 import os, socket, sys
-count, idle, held = int(sys.argv[1]), int(sys.argv[2]), []
-for place in sys.argv[3:]:
-    address, _, port = place.rpartition(":")
-    for number in range(count + idle):
-        try:
-            peer = socket.create_connection((address, int(port)), timeout=2)
-            if number < count:
-                peer.sendall(os.urandom(64))
-                peer.close()
-            else:
-                held.append(peer)
-        except OSError:
-            pass
-print("done", flush=True)
-sys.stdin.read()
+from concurrent.futures import ThreadPoolExecutor
+count, idle, places = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+def knock(job):
+    (address, port), talks = job
+    try:
+        peer = socket.create_connection((address, port), timeout=1)
+        if not talks:
+            return peer
+        with peer:
+            peer.sendall(os.urandom(64))
+    except OSError:
+        pass
+doors = [(place.rpartition(":")[0], int(place.rpartition(":")[2])) for place in places]
+jobs = [(door, number < count) for number in range(count + idle) for door in doors]
+with ThreadPoolExecutor(40) as pool:
+    held = list(pool.map(knock, jobs))
+print("done", sum(peer is not None for peer in held), flush=True)
 """
-_DEADLINE_S = 60.0
+_DEADLINE_S = 180.0
 _LISTENING = "0A"
 
 
@@ -42,15 +46,24 @@ def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable
     if not ports:
         raise LabError(f"no process of {run} listens", why="it is over, or they are not ours to look into")
 
-    def knock() -> None:
+    def knock_everywhere() -> None:
         for node, places in ports.items():
-            words = [sys.executable, "-c", _PROGRAM, str(connections), str(idle), *places]
-            argv = lab.command(node, words) if lab else words
-            done = subprocess.run(argv, input="", capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-            if "done" not in done.stdout:
-                raise LabError("nobody could knock", why=done.stderr.strip()[-300:])
+            knock(places, connections, idle, partial(lab.command, node) if lab else list)
 
-    return knock
+    return knock_everywhere
+
+
+def knock(places: list[str], connections: int, idle: int, enter: Callable[[list[str]], list[str]]) -> None:
+    """`enter` makes the command one that runs on the node."""
+    argv = enter([sys.executable, "-c", _PROGRAM, str(connections), str(idle), *places])
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise LabError(
+            f"knocking at the ports took more than {_DEADLINE_S:.0f} s", fix="try fewer connections"
+        ) from None
+    if not done.stdout.startswith("done"):
+        raise LabError("nobody could knock", why=done.stderr.strip()[-300:])
 
 
 def listening(run: Path) -> dict[str, list[str]]:

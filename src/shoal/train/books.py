@@ -1,0 +1,72 @@
+"""What the ledger needs when a generation begins: steps that all have done and some have not written, and copies of it
+that are behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.control.rankline import GiveUp
+from shoal.sync.replicas import gather
+from shoal.sync.world import World
+from shoal.train import ledger
+from shoal.train.handover import Verdict, gather_documents, tell_document
+from shoal.train.recorder import Record
+from shoal.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Books:
+    """Of a rank whose state is that of the step `reached`."""
+
+    trainer: Trainer
+    path: Path
+    reached: int
+
+    def share_pending(self, world: World, verdict: Verdict) -> list[Record]:
+        """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
+        is gone with it: then it is what the source itself saw, and says so."""
+        own = [record for record in self.trainer.recorder.pending if record["step"] <= verdict.step]
+        mine = own + self._seen_alone(own) if world.rank == verdict.source else []
+        told: list[Record] = tell_document(world, verdict.source, mine)
+        by_step = {record["step"]: record for record in (*self._unwritten(world, verdict), *own, *told)}
+        found = [by_step[step] for step in sorted(by_step)]
+        return ledger.missing(self.path, found) if world.keeps_files else found
+
+    def _unwritten(self, world: World, verdict: Verdict) -> list[Record]:
+        """Who kept this folder's ledger may have died before it wrote what all others know to be committed."""
+        if not world.keeps_files or world.rank in verdict.behind:
+            return []
+        return self.trainer.recorder.committed
+
+    def _seen_alone(self, known: list[Record]) -> list[Record]:
+        trainer, batch = self.trainer, self.trainer.global_batch
+        told = {record["step"] for record in known}
+        return [
+            trainer.recorder.describe(before.step + 1, before.cursor, before.cursor + batch, loss / trainer.own_tokens)
+            | {"partial": True}
+            # A loss more than steps: that of a step which was never applied.
+            for before, loss in zip(trainer.unknown(), trainer.exchange.own_losses(), strict=False)
+            if before.step < self.reached and before.step + 1 not in told
+        ]
+
+
+def bring_ledger(world: World, verdict: Verdict, path: Path, given_up: Sequence[GiveUp]) -> list[GiveUp]:
+    """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not; and every copy
+    the word of lineages that were given up, whoever of those that share it brings that. Returns all of these."""
+    told = gather_documents(world, {"given_up": [each.model_dump_json() for each in given_up]})
+    everybodys = {GiveUp.model_validate_json(each) for other in told for each in other["given_up"]}
+    if world.keeps_files:
+        ledger.give_up(path, world.id, sorted(everybodys, key=lambda each: each.lineage))
+    is_behind = world.keeps_files and world.rank in verdict.behind
+    mine = min([ledger.last_step(path), *(each.shared_step for each in everybodys)]) if is_behind else 0
+    copies = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
+    missing = [step for behind, _, step in copies if behind]
+    sources = [rank for rank, (_, whole, _) in enumerate(copies) if whole]
+    if missing and sources:
+        records = ledger.after(path, min(missing)) if world.rank == sources[0] else []
+        records = tell_document(world, sources[0], records)
+        if is_behind:
+            ledger.amend(path, world.id, records)
+    return list(everybodys)

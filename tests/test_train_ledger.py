@@ -1,0 +1,78 @@
+"""A machine's copy of the ledger when it comes back or changes sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shoal.control.membership.generation import Ballot
+from shoal.control.rankline import GiveUp
+from shoal.report.ledger import check_ledger
+from shoal.train import ledger
+from tests.programs import read_jsonl
+
+LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
+GIVEN_UP = GiveUp(lineage=LEFT, standing=RIGHT, shared_step=2)
+
+
+def record(step: int, generation: str, lineage: str = "1-0") -> dict[str, Any]:
+    return {"step": step, "samples": [step - 1, step], "generation": generation, "lineage": lineage, "time": 1.0}
+
+
+def write(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def test_what_is_missing_is_added_and_what_is_there_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
+    ledger.amend(path, 0, [record(2, "1-0"), record(3, "4-0")])
+    assert [(each["step"], each["generation"]) for each in read_jsonl(path)] == [(1, "1-0"), (2, "1-0"), (3, "4-0")]
+
+
+def test_a_lineage_is_given_up_once_however_many_say_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"), record(3, "2-1", "2-1"))
+    for _ in range(2):
+        ledger.give_up(path, 0, [GIVEN_UP])
+    [line] = [each for each in read_jsonl(path) if "abandoned" in each]
+    assert (line["abandoned"], line["standing"], line["after"]) == ("2-0", "2-1", 2)
+
+
+def test_a_copy_that_has_nothing_of_a_lineage_need_not_know_that_it_ended(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-1", "2-1"))
+    ledger.give_up(path, 0, [GIVEN_UP])
+    assert not [each for each in read_jsonl(path) if "abandoned" in each]
+
+
+def test_a_new_machine_has_no_ledger_yet(tmp_path: Path) -> None:
+    path = tmp_path / "commits.jsonl"
+    assert ledger.last_step(path) == 0
+    ledger.give_up(path, 0, [GIVEN_UP])
+    ledger.amend(path, 0, [record(1, "1-0")])
+    assert ledger.last_step(path) == 1
+
+
+def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
+    assert ledger.missing(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
+    assert ledger.missing(path, [record(2, "2-0")]) == [record(2, "2-0")]
+    assert ledger.missing(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
+
+
+def test_of_a_long_ledger_the_end_is_enough(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in range(1, 12_000)))
+    assert path.stat().st_size > 1 << 20
+    assert ledger.missing(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [record(12_000, "1-0")]
+
+
+def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path) -> None:
+    """Nodes of a lab share a disk: both sides of a cut have written into the one ledger."""
+    left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
+    both = [left[0], right[0], right[1], left[1], record(5, "2-1", "2-1")]
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"), *both)
+    assert not check_ledger(read_jsonl(path)).ok
+    ledger.give_up(path, 0, [GIVEN_UP])
+    report = check_ledger(read_jsonl(path))
+    assert report.ok
+    assert (report.steps, report.abandoned) == (5, 2)
