@@ -85,11 +85,13 @@ def assert_gone(traces: Traces) -> None:
 
 
 @contextlib.contextmanager
-def standing_lab(count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False) -> Iterator[Lab]:
+def standing_lab(
+    count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False, delay: str | None = None
+) -> Iterator[Lab]:
     """Up, and afterwards provably gone; interfaces of the host included."""
     need_lab()
     before = interfaces()
-    lab = up(make_spec(count, name=new_name(), link=link, cpu=cpu, sshd=sshd))
+    lab = up(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
     traces = Traces(lab.name)
     traces.note()
     try:

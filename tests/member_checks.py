@@ -12,8 +12,11 @@ from pathlib import Path
 
 from shoal.control.membership.rules import Rules
 from shoal.events import Event, read_events
+from shoal.launch.again import read_orders
 from shoal.launch.found import find
 from shoal.launch.orders import Go, Membership, Start
+from shoal.launch.seating import Seating
+from shoal.launch.sponsor import ID, ask
 from tests.agent_checks import Agent, roster
 from tests.runs_checks import wait_until
 
@@ -36,6 +39,18 @@ class Team:
         members = Membership(rules or Rules(), restarts, above)
         for agent, ranks in zip(self.agents, self.ranks, strict=True):
             agent.tell(Go(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
+
+    def let_come(self, guest: Agent, sponsor: Agent) -> int:
+        """With an id from its sponsor, as `shoal host RUN` has it told; the number of its rank."""
+        answer = ask(sponsor.run.door(sponsor.node), ID)
+        assert answer.member == guest.orders.member
+        _, go = read_orders(sponsor.run, sponsor.node)
+        rank = Seating(answer.member, go.roster).number(answer.member, 0)
+        self.agents.append(guest)
+        self.ranks.append((rank,))
+        later = {member: place for member, place in answer.places.items() if member >= len(go.roster)}
+        guest.tell(replace(go, starts=(self.start(guest.node, rank),), guests=later))
+        return rank
 
     def start(self, node: str, rank: int) -> Start:
         argv = (sys.executable, "-u", str(SCRIPT), str(self.ledger(rank)), *self._words)

@@ -11,15 +11,17 @@ import pytest
 from safetensors.numpy import save_file
 
 from shoal.cli.output import run_rows
+from shoal.errors import DataError
 from shoal.events import Event
 from shoal.report.changes import describe_changes
 from shoal.report.finish import current_manifest, finish, read_manifest
 from shoal.report.page import write_report
+from shoal.report.replicas import judge_replicas
 from shoal.report.summary import summarize
 from shoal.runfolder import RunFolder
-from tests.member_samples import BEGAN, commit_records, killed_and_back, parted, time_of
+from tests.member_samples import BEGAN, commit_records, entered, killed_and_back, parted, steps, time_of
 from tests.programs import shoal
-from tests.run_samples import make_run
+from tests.run_samples import end, make_run, start
 from tests.test_long import opened
 from tests.test_report_page import EVIL, Page
 
@@ -176,3 +178,36 @@ def test_verify_refuses_a_fork(tmp_path: Path) -> None:
     ledger = json.loads(shoal("verify", run.path, "--json").stdout)["ledger"]
     assert ledger["forked"] == [{"lineages": ["3-0", "3-1"], "first": 21, "last": 26}]
     assert (ledger["ok"], ledger["steps"]) == (False, 60)
+
+
+def visited() -> list[Event]:
+    """Two ranks, and a third that comes from a new machine after step 50."""
+    events: list[Event] = []
+    for rank in (0, 1):
+        events += [start(rank, 2), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, 50)]
+        events += [entered(rank, "2-0", (0, 1, 66), 50), *steps(rank, 51, 100), digest(rank), end(rank)]
+    came = [start(66, 3, time=time_of(50)), entered(66, "2-0", (0, 1, 66), 50, how="joined")]
+    return [*events, *came, *steps(66, 51, 100), digest(66), end(66)]
+
+
+def digest(rank: int) -> Event:
+    return {"event": "digest", "rank": rank, "time": time_of(100), "step": 100, "sha256": "ab" * 32}
+
+
+@pytest.mark.parametrize(("here", "away"), [((0, 1), [66]), ((66,), [0, 1]), ((0, 1, 66), [])])
+def test_each_side_of_a_visit_judges_what_it_has(tmp_path: Path, here: tuple[int, ...], away: list[int]) -> None:
+    run = make_run(tmp_path / "run", [event for event in visited() if event["rank"] in here])
+    if not away:
+        for rank in here:
+            save_file({"w": np.ones(3, np.float32)}, run.state(rank))
+    verdict = judge_replicas(run)
+    assert (verdict.byte_equivalent, verdict.ranks, verdict.elsewhere) == (True, len(here), away)
+    assert current_manifest(run).status == "finished"
+
+
+def test_a_founder_whose_words_never_came_home_is_missed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [event for event in visited() if event["rank"] == 0])
+    save_file({"w": np.ones(3, np.float32)}, run.state(0))
+    with pytest.raises(DataError, match="rank 1 wrote no state"):
+        judge_replicas(run)
+    assert current_manifest(run).status == "unfinished"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.control.channel import Message
+from shoal.control.channel import Message, dial
 from shoal.control.hello import introduce
 from shoal.control.machine import boot_clock
 from shoal.errors import ControlError
@@ -19,6 +19,7 @@ from shoal.launch.places import to_dial
 
 TOKEN = "t" * 64
 ME = introduce(0, "node1", "m", "c", "d")
+OLD = "127.0.0.2"
 
 
 class Peer:
@@ -250,3 +251,42 @@ def test_the_higher_address_dials_and_between_equals_the_later_member(
 ) -> None:
     members = dict(enumerate(addresses))
     assert [to_dial(member, members) for member in members] == dials
+
+
+def test_who_wakes_in_another_network_is_reached_there() -> None:
+    """Its old address is not its own any more; it dials, and says where it listens."""
+    has_moved = False
+
+    async def hear(member: int, message: Message) -> None:
+        heard.append(message)
+
+    async def live() -> None:
+        nonlocal has_moved
+        here, roster = Peer(0), []
+        laptop = Mesh(hear, lambda member, how: None, notes.append, lambda address: not (has_moved and address == OLD))
+        roster.append(await here.listen())
+        me = replace(ME, member=1, node="node2")
+        roster.append(Member("node2", OLD, await laptop.listen(OLD, me, TOKEN), "m"))
+        places = dict(enumerate(roster))
+        await asyncio.gather(here.mesh.meet(places), laptop.meet(places))
+        for mesh in (here.mesh, laptop):
+            mesh.keep_up(places, here.met.append)
+        has_moved = True
+        async with asyncio.timeout(10):
+            while here.mesh.places[1].address == OLD:
+                await asyncio.sleep(0.02)
+        place = here.mesh.places[1]
+        assert place.port != roster[1].port
+        channel = await dial(place.address, place.port, TOKEN)
+        channel.close()
+        assert await here.mesh.tell(1, {"type": "news"})
+        async with asyncio.timeout(10):
+            while {"type": "news"} not in heard:
+                await asyncio.sleep(0.02)
+        for mesh in (here.mesh, laptop):
+            await mesh.close()
+
+    heard: list[Message] = []
+    notes: list[str] = []
+    asyncio.run(asyncio.wait_for(live(), 30))
+    assert "this machine has another address than before: 127.0.0.1" in notes

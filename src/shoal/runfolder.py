@@ -171,6 +171,10 @@ class RunFolder:
         """What the agent of a node was told, while it works: enough to start it again."""
         return self.path / "agents" / f"{node}.orders"
 
+    def door(self, node: str) -> Path:
+        """The socket at which commands on its machine ask the agent of a node; see `launch.sponsor`."""
+        return self.path / "agents" / f"{node}.door"
+
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shoal.cli.leftovers import clear_leftovers
+from shoal.cli.lines import print_note
 from shoal.cli.output import print_json, print_run
 from shoal.cli.progress import make_display
 from shoal.cli.train import DEFAULT_PRESET
 from shoal.config.load import build_config
-from shoal.config.presets import Overrides
+from shoal.config.presets import PRESETS, Overrides
+from shoal.errors import UsageError
+from shoal.trials.inviting import invite
 from shoal.trials.training import default_out, train_new
 
 app = typer.Typer(add_completion=False)
@@ -21,9 +25,14 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def host(
     preset: Annotated[
-        str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
+        str | None,
+        typer.Argument(
+            help="grammar, shakespeare-char or gpt2-124m; or the folder of a run that goes on.", show_default="grammar"
+        ),
     ] = None,
-    machines: Annotated[int, typer.Option(min=2, help="How many take part, this one included.")] = 2,
+    machines: Annotated[
+        int | None, typer.Option(min=2, help="How many take part, this one included.", show_default="2")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="Ours, by which the others reach us.", show_default="found")
     ] = None,
@@ -41,10 +50,15 @@ def host(
 ) -> None:
     """Train with machines that join by themselves: prints one line for each, to be typed there.
 
-    The same as shoal train --on join:N, which takes every other flag of a training.
+    The same as shoal train --on join:N, which takes every other flag of a training. Into a run that goes on, one more
+    machine is invited on any that takes part: shoal host RUN-FOLDER.
     """
     name = preset or DEFAULT_PRESET
-    on = f"join:{machines}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
+    if name not in PRESETS and Path(name).is_dir():
+        _refuse_settings(machines, data, steps, config, set_, out, json)
+        sys.stdout.write(f"{invite(Path(name), address, port, print_note)}\n")
+        return
+    on = f"join:{machines or 2}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
     flags: Overrides = {"run": {"on": on}}
     if steps is not None:
         flags["train"] = {"steps": steps}
@@ -55,3 +69,12 @@ def host(
     run, manifest = train_new(settings, out or default_out(name), make_display)
     if manifest is not None:
         print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
+
+
+def _refuse_settings(*given: object) -> None:
+    if any(given):
+        raise UsageError(
+            "a run that goes on keeps its settings",
+            why="with a run folder, shoal host takes --address and --port only",
+            fix="leave the others out",
+        )

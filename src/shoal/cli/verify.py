@@ -67,15 +67,28 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
         )
     if replicas.left_out:
         console.print(left_out_remark(replicas.left_out), soft_wrap=True)
+    if replicas.elsewhere:
+        console.print(elsewhere_remark(replicas.elsewhere), soft_wrap=True)
     console.print(ledger_verdict(ledger, sharding), soft_wrap=True)
     for fork in ledger.forked:
         console.print(fork_verdict(fork), soft_wrap=True)
 
 
+def elsewhere_remark(ranks: list[int]) -> str:
+    """A machine that came while others trained keeps its files: each side compares what it has."""
+    return (
+        f"[yellow]not here[/]: the state of {_ranks(ranks)}, on another machine; "
+        "verify there too, and compare the digests"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {join([str(rank) for rank in ranks])}"
+
+
 def left_out_remark(ranks: list[int]) -> str:
     """Their states are of the step at which they left."""
-    one = len(ranks) == 1
-    who = f"rank {ranks[0]}" if one else f"ranks {join([str(rank) for rank in ranks])}"
+    one, who = len(ranks) == 1, _ranks(ranks)
     return f"[yellow]left out[/]: the state that {who} wrote earlier; {'it' if one else 'they'} took no part in the end"
 
 

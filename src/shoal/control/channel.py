@@ -111,6 +111,11 @@ class Channel:
         """Whether the other side has gone, as far as that can be told without reading."""
         return self._reader.at_eof() or self._writer.is_closing()
 
+    def own_address(self) -> str:
+        """Ours, on the way to the other side."""
+        address: str = self._writer.get_extra_info("sockname")[0]
+        return address
+
     def close(self) -> None:
         """What a peer that does not read has left in our buffer is given up: nothing waits for it."""
         self._writer.close()

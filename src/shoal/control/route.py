@@ -61,7 +61,7 @@ def interface_for(address: str, wanted: str | None, node: str) -> str:
             fix="name one of these, or leave the interface out: it is found by the address",
         )
     found = wanted or interface_of(address)
-    if found is None or not _can_listen(address):
+    if found is None or not can_listen(address):
         raise UsageError(
             f"the address {address} is not one of {node}'s",
             why=f"it has {_listing()}",
@@ -70,7 +70,7 @@ def interface_for(address: str, wanted: str | None, node: str) -> str:
     return found
 
 
-def _can_listen(address: str) -> bool:
+def can_listen(address: str) -> bool:
     """The kernel's own word: on loopback it takes addresses that no interface lists."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:

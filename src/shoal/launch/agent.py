@@ -30,6 +30,8 @@ from shoal.launch.mesh import Mesh
 from shoal.launch.orders import END, STOP, Go, Meet, Membership, read_go, read_meet, read_stdin, read_wish
 from shoal.launch.ranks import Ended, Ranks
 from shoal.launch.ready import as_bug, get_ready
+from shoal.launch.sponsor import Sponsor
+from shoal.launch.suspend import watch_for_sleep
 from shoal.launch.workplace import Workplace
 from shoal.runfolder import RunFolder
 
@@ -48,6 +50,7 @@ class Agent:
         self._ranks = Ranks(self._run, meet.node, self._now)
         self._workplace = Workplace(self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write)
         self._elastic: Elastic | None = None
+        self._sponsor: Sponsor | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
         self._signals = 0
@@ -68,7 +71,7 @@ class Agent:
 
     async def work_again(self, go: Go) -> int:
         """After our own end: the others went on, and let us in once we have met."""
-        return await self._live(self._begin_again(go))
+        return await self._live(self._begin_as_guest(go))
 
     async def _live(self, begin: Coroutine[None, None, None]) -> int:
         try:
@@ -94,6 +97,8 @@ class Agent:
             for ended in self._ranks.reap():
                 self._report(ended)
             await self._mesh.close()
+            if self._sponsor is not None:
+                self._sponsor.close()
             if self._elastic is not None:
                 forget_orders(self._run, self._orders.node)
             self._write("done", finished=self._has_finished())
@@ -104,6 +109,9 @@ class Agent:
         self._write("ready", **said)
 
     async def _begin(self, go: Go) -> None:
+        if self._orders.member >= len(go.roster):
+            await self._begin_as_guest(go)
+            return
         self._roster = dict(enumerate(go.roster))
         if go.members is not None:
             keep_orders(self._run, self._orders, go)
@@ -118,16 +126,28 @@ class Agent:
         else:
             self._mesh.keep_up(self._roster, self._elastic.connected)
             self._elastic.found()
+            await self._listen_around(self._elastic)
 
-    async def _begin_again(self, go: Go) -> None:
+    async def _begin_as_guest(self, go: Go) -> None:
         if go.members is None:
             raise RunFailed("this run ends when a machine is lost", why="members.on_loss is `end`")
         self._roster = dict(enumerate(go.roster))
         keep_orders(self._run, self._orders, go)
         self._elastic = self._make_elastic(go, go.members)
         self._start_all(go)
-        self._mesh.keep_up(self._roster, self._elastic.connected, dial_all=True)
-        self._elastic.come_back()
+        self._mesh.keep_up(go.places(), self._elastic.connected, dial_all=True)
+        self._elastic.come()
+        await self._listen_around(self._elastic)
+
+    async def _listen_around(self, elastic: Elastic) -> None:
+        """For new machines that are invited here, and for word that this one is suspended. A disk that has no sockets
+        keeps nobody from training."""
+        self._keep(watch_for_sleep(elastic.fall_asleep, elastic.wake))
+        self._sponsor = Sponsor(self._run.door(self._orders.node), elastic, self._mesh.places)
+        try:
+            await self._sponsor.open()
+        except OSError as error:
+            self._note(f"no new machine can be invited on {self._orders.node}: {error.strerror}")
 
     def _make_elastic(self, go: Go, members: Membership) -> Elastic:
         promises = PromiseFile(self._run.votes(self._orders.node))

@@ -27,6 +27,9 @@ from shoal.launch.ranks import Ended
 from shoal.launch.seating import Seating
 from shoal.launch.workplace import Workplace
 
+# A machine that said so is suspended within seconds; where it never was, somebody changed their mind.
+_ASLEEP_WITHIN_S = 30.0
+
 
 class Elastic:
     def __init__(
@@ -48,6 +51,7 @@ class Elastic:
         self._halting = Halting(self.crew, members.rules)
         self._give_up: rankline.GiveUp | None = None
         self._ticked_at = boot_clock()
+        self._asleep_at: float | None = None
         self._lease_at = 0.0
         self._founded = False
         self._winding_up = False
@@ -63,8 +67,9 @@ class Elastic:
         self._do(self._council.found(generation, generation.ranks_of(self._seating.me), boot_clock()))
         self._hear_the_early()
 
-    def come_back(self) -> None:
-        """Started again, with nothing but what was promised: the council asks to be let in."""
+    def come(self) -> None:
+        """To a run that trains already: new, or started again with nothing but what was promised. The council asks to
+        be let in."""
         self._founded = True
         self._hear_the_early()
 
@@ -104,9 +109,8 @@ class Elastic:
         now = boot_clock()
         slept = now - self._ticked_at > self._rules.away_after_s
         self._ticked_at = now
-        if slept:
-            self._mesh.dial_anew()
-            self._halting.begin_anew(now)
+        if slept or (self._asleep_at is not None and now - self._asleep_at > _ASLEEP_WITHIN_S):
+            self.wake()
         self._do(self._council.tick(now))
         self._lease(now)
         self._end_the_late(now)
@@ -115,6 +119,19 @@ class Elastic:
         if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
             self.failed = True
+
+    def fall_asleep(self) -> None:
+        """The machine is about to be suspended. The others go on without us, and let us in when we have woken: not
+        before, so they hear of our ranks only then."""
+        self._asleep_at = boot_clock()
+        self._do(self._council.suspend(self._asleep_at))
+
+    def wake(self) -> None:
+        """Our connections may be dead without having been closed."""
+        self._asleep_at = None
+        self._mesh.dial_anew()
+        self._halting.begin_anew(boot_clock())
+        self._collect()
 
     def is_over(self) -> bool:
         """Our ranks have ended, and nobody who trained with us needs our keys or our word any more."""
@@ -131,6 +148,20 @@ class Elastic:
         self.crew.rest()
         if failed:
             self._council.finish()
+
+    # From whoever invites a new machine.
+
+    def takes_nobody(self) -> str:
+        """Why no new machine can come; nothing when one can."""
+        return "it is about to end" if self._winding_up else "it has not begun yet" if self._early is not None else ""
+
+    def is_full(self) -> bool:
+        generation = self._council.generation
+        return generation is not None and len(generation.members) >= self._rules.max_nodes
+
+    def invite(self) -> int:
+        """Raises OSError when it cannot be written down."""
+        return self._council.invite(len(self._seating.roster))
 
     def _lease(self, now: float) -> None:
         generation = self._council.generation
@@ -235,7 +266,7 @@ class Elastic:
                 self._workplace.kill(hand.start.name)
 
     def _collect(self) -> None:
-        if generation := self._halting.done():
+        if self._asleep_at is None and (generation := self._halting.done()):
             state, ranks = self.crew.furthest(generation), self.crew.ready()
             self._do(self._council.stopped(generation, state, ranks, boot_clock()))
 

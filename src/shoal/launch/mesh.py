@@ -19,7 +19,9 @@ from shoal.control.channel import Channel, Message, dial
 from shoal.control.hello import Hello, refusal, remark
 from shoal.control.machine import boot_clock
 from shoal.control.reception import doorkeeper, receive
+from shoal.control.route import can_listen
 from shoal.errors import ControlError, PeerLost, ShoalError
+from shoal.launch.listeners import Listeners
 from shoal.launch.orders import Member
 from shoal.launch.places import Places
 
@@ -43,7 +45,13 @@ OnConnected = Callable[[int], None]
 
 
 class Mesh:
-    def __init__(self, on_message: OnMessage, on_lost: OnLost, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        on_message: OnMessage,
+        on_lost: OnLost,
+        note: Callable[[str], None],
+        is_ours: Callable[[str], bool] = can_listen,
+    ) -> None:
         self.places = Places()
         self._on_message = on_message
         self._on_lost = on_lost
@@ -57,17 +65,20 @@ class Mesh:
         self._remarks: set[str] = set()
         self._arrived = asyncio.Condition()
         self._refused: ShoalError | None = None
-        self._server: asyncio.Server | None = None
+        self._listeners = Listeners(self._welcome, is_ours)
         self._met = False
         self._door = doorkeeper(note)
 
     async def listen(self, address: str, me: Hello, token: str) -> int:
         """On this one address; the port is the kernel's choice."""
         self._token = token
-        self._server = await asyncio.start_server(self._welcome, address, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        self._me = replace(me, address=address, port=port)
-        return port
+        await self._listeners.open(address)
+        self._introduce_as(me)
+        return self._listeners.port
+
+    def _introduce_as(self, me: Hello) -> None:
+        self._me = replace(me, address=self._listeners.address, port=self._listeners.port)
+        self.places.believe(self._me)
 
     async def meet(self, roster: Mapping[int, Member]) -> None:
         """Until every member is connected; who does not come is named."""
@@ -100,7 +111,7 @@ class Mesh:
         self._spawn(self._dial_the_lost(dial_all))
 
     def dial_anew(self) -> None:
-        """After a sleep: our connections may be dead without having been closed."""
+        """After a sleep, or in another network: our connections may be dead without having been closed."""
         for member in self.places:
             self._dial_once_more(member)
 
@@ -136,8 +147,7 @@ class Mesh:
         for channels in self._channels.values():
             for channel in channels:
                 channel.close()
-        if self._server is not None:
-            self._server.close()
+        self._listeners.close()
         self._door.sum_up()
 
     async def _say_in_turn(self, member: int, channel: Channel, message: Message) -> None:
@@ -172,6 +182,8 @@ class Mesh:
 
     async def _dial_the_lost(self, dial_all: bool) -> None:
         while True:
+            if self._listeners.are_lost():
+                self.dial_anew()
             for member in self.places if dial_all else self.places.ours_to_dial(self._me):
                 if member not in self._channels or self._is_silent(member):
                     self._dial_once_more(member)
@@ -191,6 +203,9 @@ class Mesh:
         try:
             async with asyncio.timeout(_CONNECT_WITHIN_S):
                 channel = await dial(place.address, place.port, self._token)
+            if await self._listeners.follow_to(channel.own_address()):
+                self._introduce_as(self._me)
+                self._note(f"this machine has another address than before: {self._me.address}")
             await self._exchange_hellos(channel)
         except ControlError as error:
             self._remark(f"cannot connect with {place.node} again: {error.seen}")

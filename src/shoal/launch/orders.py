@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -83,11 +83,16 @@ class Membership:
 
 @dataclass(frozen=True)
 class Go:
-    """Without `members`, whoever is lost ends the run."""
+    """`roster` are the founders. Without `members`, whoever is lost ends the run. `guests` are those who came later, as
+    far as whoever gave this order knew of them."""
 
     roster: tuple[Member, ...]
     starts: tuple[Start, ...]
     members: Membership | None = None
+    guests: dict[int, Member] = field(default_factory=dict)
+
+    def places(self) -> dict[int, Member]:
+        return {**dict(enumerate(self.roster)), **self.guests}
 
 
 def membership(config: MembersConfig, above: int) -> Membership:

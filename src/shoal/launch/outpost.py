@@ -120,7 +120,8 @@ class Freight:
         self._run = run
         self._put = put
         self._sent = dict(have)
-        self._patterns = [f"agents/{node}.*", "events/*.jsonl", f"logs/{node}/*"]
+        # Not its orders, in which the run's token is, and not its votes: those are nobody else's.
+        self._patterns = [f"agents/{node}.jsonl", f"agents/{node}.log", "events/*.jsonl", f"logs/{node}/*"]
         if keeps:
             self._patterns.append(run.commits.name)
         self._last: list[Path] = []

@@ -14,6 +14,8 @@ from shoal.errors import ConfigError
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
+TRAINING = "shoal.train.worker"
+
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
 
@@ -39,7 +41,7 @@ def plan_ranks(run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Mee
     if run.launcher == "spawn":
         return [_spawn(run, folder, _only(nodes, run.launcher), resume)]
     words = ("--resume",) if resume else ()
-    return plan_module(run, "shoal.train.worker", words, folder, nodes, meeting)
+    return plan_module(run, TRAINING, words, folder, nodes, meeting)
 
 
 def plan_module(
@@ -47,16 +49,16 @@ def plan_module(
 ) -> list[Command]:
     """One of our own worker programs on every slot; its ranks meet like those of a training."""
     return [
-        Command(
-            f"rank-{place.rank}",
-            node,
-            (place.rank,),
-            (node.python, "-m", module, "--folder", folder(node), *words),
-            {**_common_env(run, node), **KEEP_MEMORY, **place.to_env()},
-            uses_agent_store=True,
-        )
-        for node, place in _places(nodes, meeting)
+        _own_rank(run, node, place, module, "--folder", folder(node), *words) for node, place in _places(nodes, meeting)
     ]
+
+
+def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[Command]:
+    """The ranks of a machine that comes while others train, numbered from `first`. Which world they are in, they are
+    told with each generation; until then they are the last of all that could be."""
+    meeting = Meeting(node.address, 0)
+    places = [_placement(first + slot, first + node.slots, slot, 0, node, meeting) for slot in range(node.slots)]
+    return [_own_rank(run, node, place, TRAINING, "--folder", folder) for place in places]
 
 
 def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
@@ -77,6 +79,17 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
+
+
+def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words: str) -> Command:
+    return Command(
+        f"rank-{place.rank}",
+        node,
+        (place.rank,),
+        (node.python, "-m", module, *words),
+        {**_common_env(run, node), **KEEP_MEMORY, **place.to_env()},
+        uses_agent_store=True,
+    )
 
 
 def _places(nodes: list[Node], meeting: Meeting) -> list[tuple[Node, Placement]]:
@@ -119,7 +132,7 @@ def _only(nodes: list[Node], launcher: str) -> Node:
 
 
 def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
-    worker = ("-m", "shoal.train.worker", *_arguments(folder(node), resume))
+    worker = ("-m", TRAINING, *_arguments(folder(node), resume))
     flags = ("--standalone", f"--nproc-per-node={node.slots}")
     argv = (node.python, "-m", "torch.distributed.run", *flags, *worker)
     env = {**_common_env(run, node), **KEEP_MEMORY, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}

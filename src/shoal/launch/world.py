@@ -211,13 +211,9 @@ class World:
             case "lost":
                 if not self.is_elastic:
                     self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
-                self._post_of(event["node"]).lost = event["how"]
+                self._lost(event["node"], event["how"])
             case "peer":
-                # Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure.
-                if event["failed"]:
-                    self._post_of(event["node"]).lost = "its ranks ended in a failure, and their words did not reach us"
-                else:
-                    self._post_of(event["node"]).finished = True
+                self._take_word_for(event["node"], event["failed"])
             case "gave-up":
                 self.gave_up = from_dict(event)
             case "refused" if post.again is not None:
@@ -264,8 +260,18 @@ class World:
         order = len(self.endings)
         self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
 
-    def _post_of(self, node: str) -> Post:
-        return next(post for post in self.posts if post.node.name == node)
+    def _lost(self, node: str, how: str) -> None:
+        """A machine that came later by itself is nobody's to wait for."""
+        for post in self.posts:
+            if post.node.name == node:
+                post.lost = how
+
+    def _take_word_for(self, node: str, failed: bool) -> None:
+        """Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure."""
+        if failed:
+            self._lost(node, "its ranks ended in a failure, and their words did not reach us")
+        for post in self.posts:
+            post.finished |= post.node.name == node and not failed
 
     def _look_after(self, post: Post) -> None:
         """An agent that ended without a word was killed, or its machine is gone."""

@@ -43,6 +43,16 @@ def last_members(logs: Logs) -> tuple[int, ...]:
     return tuple(range(_stated_size(plain))) or tuple(plain)
 
 
+def elsewhere(logs: Logs) -> tuple[int, ...]:
+    """Those who took part at last and whose files lie on other machines: of somebody who came while others trained
+    nothing comes home, and neither does the others' to it."""
+    newest = _newest(logs)
+    if newest is None or _plain(logs):
+        return ()
+    founders = {rank for entered in _all_entered(logs) if entered.is_first for rank in entered.ids}
+    return tuple(rank for rank in newest.ids if rank not in logs and rank not in founders)
+
+
 def party(logs: Logs) -> Logs:
     """Everybody of the last launch. A run resumed on fewer ranks leaves files of the others behind."""
     newest, plain = _newest(logs), _plain(logs)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from shoal.config.load import load_config
 from shoal.errors import DataError
 from shoal.events import Event
-from shoal.report.membership import last_members
+from shoal.report.membership import elsewhere, last_members
 from shoal.report.ranklog import collect
 from shoal.report.statefile import StateFile, as_floats, open_state
 from shoal.runfolder import RunFolder
@@ -31,7 +31,8 @@ class ReplicaReport(BaseModel):
     `equal` allows differences up to `TOLERANCE`; `byte_equivalent` allows none, so a zero that changed its sign counts
     and two NaNs of the same bits do not. `max_abs_diff` is infinite where no number can say how far apart two states
     are: a tensor missing on one side, of another shape or type, or a NaN against a number. `tensors` is None where only
-    digests were compared. `left_out` are ranks that wrote a state once and took no part in the end.
+    digests were compared. `left_out` are ranks that wrote a state once and took no part in the end; `elsewhere` are
+    those that took part and whose state lies on a machine that came later, or, seen from there, on the others.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
@@ -45,6 +46,7 @@ class ReplicaReport(BaseModel):
     differing_ranks: list[int]
     digests: dict[int, str]
     left_out: list[int] = []
+    elsewhere: list[int] = []
 
 
 def compare_replicas(files: dict[int, Path], members: Collection[int] = ()) -> ReplicaReport:
@@ -78,13 +80,16 @@ def compare_replicas(files: dict[int, Path], members: Collection[int] = ()) -> R
 
 def judge_replicas(run: RunFolder) -> ReplicaReport:
     """By the states where they all are in this folder; by the digests that the ranks sent home where they stayed on
-    machines with disks of their own."""
-    files, members = run.state_files(), last_members(collect(run.read_all_events()))
+    machines with disks of their own, and where some are elsewhere: there the same digests can be read."""
+    logs = collect(run.read_all_events())
+    away = elsewhere(logs)
+    files, members = run.state_files(), [rank for rank in last_members(logs) if rank not in away]
     shares_disk = load_config(run.config).run.on.startswith(("local", "lab"))
-    if not shares_disk and not files.keys() >= set(members):
+    if away or (not shares_disk and not files.keys() >= set(members)):
         digests = final_digests(run.read_all_events())
         if digests.keys() >= set(members):
-            return compare_digests({rank: digests[rank] for rank in members})
+            report = compare_digests({rank: digests[rank] for rank in members})
+            return report.model_copy(update={"elsewhere": list(away)})
     return compare_replicas(files, members)
 
 

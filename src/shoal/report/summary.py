@@ -14,7 +14,7 @@ from shoal.cost.collectives import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import Event
 from shoal.report.losses import losses, val_losses
-from shoal.report.membership import Stretch, history, last_members, measured_size, party
+from shoal.report.membership import Stretch, elsewhere, history, last_members, measured_size, party
 from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Span, Steps, as_float, collect
 
 # Other programs that kept fewer cores busy than this did not change what was measured.
@@ -118,7 +118,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     step_s = spread(_pooled(logs, "step_s"))
     tokens = spread(_pooled(logs, "tokens"))
     return Summary(
-        status=_status(last, len(members)),
+        status=_status(last, len(members) - len(elsewhere(everybody))),
         world_size=world_size,
         members=members,
         history=history(everybody),

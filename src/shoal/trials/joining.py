@@ -36,7 +36,8 @@ from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, Stran
 from shoal.events import read_events
 from shoal.launch.orders import END, STOP, Go, Meet, make_go, read_member, read_membership, to_line
 from shoal.launch.outpost import Freight, send_while
-from shoal.launch.plan import plan_ranks
+from shoal.launch.plan import plan_guest, plan_ranks
+from shoal.launch.seating import Seating
 from shoal.launch.supervise import tail_of
 from shoal.runfolder import RunFolder, write_atomically
 
@@ -46,13 +47,15 @@ _TEXT_NAME = re.compile(r"[0-9a-f]{64}-(?:train|val)")
 
 @dataclass(frozen=True)
 class Joined:
-    """A place in somebody's run: our name there, our folder of it, and digests of what it trains and on which text."""
+    """A place in somebody's run: our name there, our folder of it, and digests of what it trains and on which text.
+    `late`: the run goes on already."""
 
     run: RunFolder
     node: str
     address: str
     config: str
     data: str
+    late: bool
 
 
 def join(invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]) -> Joined:
@@ -66,7 +69,10 @@ async def _join(
     channel = await _reach(invitation)
     try:
         joined = await _arrive(channel, invitation, out)
-        said(f"joined {invitation.address} as {joined.node}; the run begins when everybody is there")
+        follows = (
+            "the others let it in at the end of a step" if joined.late else "the run begins when everybody is there"
+        )
+        said(f"joined {invitation.address} as {joined.node}; {follows}")
         await _take_part(channel, invitation.code, joined, said, watch)
     finally:
         channel.close()
@@ -106,7 +112,7 @@ async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined
         raise
     await channel.send({"type": "prepared"})
     config = hashlib.sha256(welcome["texts"][run.config.name].encode()).hexdigest()
-    return Joined(run, str(welcome["node"]), address, config, data)
+    return Joined(run, str(welcome["node"]), address, config, data, bool(welcome["late"]))
 
 
 async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
@@ -167,13 +173,16 @@ async def _take_part(
     channel: Channel, code: str, joined: Joined, said: Callable[[str], None], watch: Callable[[RunFolder], None]
 ) -> None:
     meet = await _hear(channel, "meet")
+    if joined.late:
+        joined = _in_the_run(meet, joined)
     order = _order(meet, unseal(meet["sealed"], code), joined)
     agent = PipeLink(agent_command(joined.run.path, joined.node), joined.run.path, joined.node)
     try:
         agent.send(to_line(order))
         shipping = asyncio.ensure_future(asyncio.to_thread(_ship, channel, joined, agent, asyncio.get_running_loop()))
         _pass_signals_to(agent, said)
-        agent.send(to_line(_plan(await _hear(channel, "roster"), joined)))
+        roster = await _hear(channel, "roster")
+        agent.send(to_line(_plan_late(roster, order, joined) if joined.late else _plan(roster, joined)))
         while agent.ended() is None:
             watch(joined.run)
             await asyncio.sleep(_POLL_S)
@@ -212,8 +221,32 @@ def _plan(message: Message, joined: Joined) -> Go:
     return make_go(roster, commands, joined.node, read_membership(message["members"]))
 
 
+def _in_the_run(meet: Message, joined: Joined) -> Joined:
+    """Whoever invited us may have joined itself, and then its configuration differs from the run's in where it runs."""
+    if meet["data"] != joined.data:
+        raise ControlError(
+            "the text that was sent is not the one that the run trains on",
+            why="whoever sent it has another one in its cache",
+            fix="ask another machine of the run for an invitation: shoal host RUN, there",
+        )
+    return replace(joined, config=str(meet["config"]))
+
+
+def _plan_late(message: Message, order: Meet, joined: Joined) -> Go:
+    """One rank, whose number nobody else has."""
+    roster = [read_member(entry) for entry in message["roster"]]
+    guests = {int(member): read_member(entry) for member, entry in message["guests"].items()}
+    here = Node(joined.node, joined.address, order.interface, 1, physical_cores())
+    first = Seating(order.member, roster).number(order.member, 0)
+    commands = plan_guest(load_config(joined.run.config).run, str(joined.run.path), here, first)
+    return replace(make_go(roster, commands, joined.node, read_membership(message["members"])), guests=guests)
+
+
 def _ship(channel: Channel, joined: Joined, agent: PipeLink, loop: asyncio.AbstractEventLoop) -> None:
-    """In a thread of its own. A host that is gone is told nothing; the run may go on without its keeper."""
+    """In a thread of its own. A host that is gone is told nothing; the run may go on without its keeper. Whoever comes
+    late keeps what it writes: its host does not stay to the end."""
+    if joined.late:
+        return
 
     def tell(message: Message) -> None:
         asyncio.run_coroutine_threadsafe(channel.send(message), loop).result()
@@ -246,8 +279,14 @@ def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
 
 def _raise_failure(joined: Joined) -> None:
     journal = list(read_events(joined.run.journal(joined.node)))
-    if refused := [event for event in journal if event["event"] == "refused"]:
+    if refused := [event for event in journal if event["event"] in ("refused", "gave-up")]:
         raise from_dict(refused[0])
+    if joined.late and not any(event["event"] == "generation" for event in journal):
+        raise RunFailed(
+            "the run ended before this machine was let in",
+            why="the others had finished, or never all heard it",
+            fix=f"what it saw is in {joined.run.journal(joined.node)}",
+        )
     codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
     if any(code == Interrupted.exit_code for code in codes.values()):
         raise Interrupted("the run was stopped; what was done is saved")

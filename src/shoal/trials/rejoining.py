@@ -56,7 +56,7 @@ def choose_node(run: RunFolder, wanted: str | None) -> str:
         raise UsageError(
             f"{run.path} knows no node {wanted} that could come back",
             why=f"those are: {', '.join(dead) or 'none'}",
-            fix="to take part as a new machine, ask for an invitation: shoal host, on another one",
+            fix="to take part as a new machine, ask for an invitation: shoal host RUN, on another one",
         )
     if wanted is not None or len(dead) == 1:
         return wanted or dead[0]

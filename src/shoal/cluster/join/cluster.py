@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from shoal.cluster.cargo import Cargo
+from shoal.cluster.join.doorstep import Doorstep, Note, safe_name
 from shoal.cluster.join.guest import Guest
-from shoal.cluster.join.invitation import Invitation, make_code
 from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
 from shoal.cluster.node import Node
-from shoal.control.channel import Channel
-from shoal.control.hello import Hello, introduce, refusal
 from shoal.control.machine import physical_cores
-from shoal.control.reception import doorkeeper, receive
 from shoal.control.route import interface_for, source_address
-from shoal.errors import ControlError, ShoalError, UsageError
-
-Note = Callable[[str], None]
-# A machine that has never trained before fetches the text over a slow network first.
-_PROVIDE_S = 3600.0
-_LOOK_S = 1.0
+from shoal.errors import UsageError
 
 
 class JoinCluster:
@@ -41,7 +31,6 @@ class JoinCluster:
         self._note = note
         self._address = spec.address or own_address()
         self._guests: dict[str, Guest] = {}
-        self._door = doorkeeper(note)
         self._loop = asyncio.new_event_loop()
         interface = interface_for(self._address, None, socket.gethostname())
         here = Node(safe_name(socket.gethostname()), self._address, interface, 1, physical_cores())
@@ -76,49 +65,17 @@ class JoinCluster:
 
     async def _receive_all(self) -> None:
         """One after another, each with a code of its own."""
+        doorstep = Doorstep(self._address, self._spec.port, self._cargo, self._note)
         while len(self.nodes) < self._spec.machines:
-            guest = await self._receive_one()
+            guest = await doorstep.receive_one(self._names, self._miss_those_who_left)
             self._guests[guest.name] = guest
             self.nodes.append(Node(guest.name, guest.address, None, 1, guest.cores))
             self._note(
                 f"{guest.name} ({guest.address}) has joined: {len(self.nodes)} of {self._spec.machines} machines"
             )
 
-    async def _receive_one(self) -> Guest:
-        code = make_code()
-        arrived: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
-
-        async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = await receive(reader, writer, code, self._door)
-            if channel is None:
-                return
-            peer = writer.get_extra_info("peername")[0]
-            try:
-                guest = await asyncio.wait_for(self._admit(channel, code), _PROVIDE_S)
-            except (ShoalError, OSError, EOFError) as error:
-                self._note(
-                    f"refused {peer}: {error.seen if isinstance(error, ShoalError) else error or 'it went away'}"
-                )
-                channel.close()
-                return
-            if arrived.done():
-                writer.close()
-            else:
-                arrived.set_result(guest)
-
-        server = await self._listen(welcome)
-        try:
-            invitation = Invitation(self._address, server.sockets[0].getsockname()[1], code)
-            self._note(f"on the machine to join, type: shoal join {invitation}")
-            while not arrived.done():
-                await asyncio.wait([arrived], timeout=_LOOK_S)
-                self._miss_those_who_left()
-                self._door.look()
-            return arrived.result()
-        finally:
-            # Not `async with`: that would wait until the guest's own connection is closed.
-            server.close()
-            self._door.sum_up()
+    def _names(self) -> set[str]:
+        return {node.name for node in self.nodes}
 
     def _miss_those_who_left(self) -> None:
         for name, guest in list(self._guests.items()):
@@ -126,51 +83,6 @@ class JoinCluster:
                 del self._guests[name]
                 self.nodes = [node for node in self.nodes if node.name != name]
                 self._note(f"{name} has left: {len(self.nodes)} of {self._spec.machines} machines")
-
-    async def _listen(self, welcome: object) -> asyncio.Server:
-        try:
-            return await asyncio.start_server(welcome, self._address, self._spec.port)  # type: ignore[arg-type]
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen at {self._address}:{self._spec.port}: {error.strerror}",
-                fix="name another port, or none: a free one is found",
-            ) from error
-
-    async def _admit(self, channel: Channel, code: str) -> Guest:
-        facts = await channel.receive()
-        hello = Hello.from_dict(facts.get("hello"))
-        cores, address = facts.get("cores"), str(facts.get("address"))
-        if type(cores) is not int or not 0 < cores < 1 << 16 or not _is_address(address):
-            raise ControlError(f"a machine that joins says that it has {cores!r:.40} cores at {address!r:.60}")
-        if error := refusal(_us(), hello):
-            await channel.send({"type": "refused", **error.as_dict()})
-            raise error
-        name = self._free_name(safe_name(str(facts.get("name"))))
-        guest = Guest(name, address, cores, channel, code, self._loop)
-        await guest.provide(self._cargo.texts({digest: digest for digest in self._cargo.files}), self._cargo.files)
-        return guest
-
-    def _free_name(self, wanted: str) -> str:
-        taken = {node.name for node in self.nodes}
-        names = (wanted if count == 1 else f"{wanted}-{count}" for count in range(1, len(taken) + 2))
-        return next(name for name in names if name not in taken)
-
-
-def _us() -> Hello:
-    """Versions and kind of machine; the run's own digests are compared when the agents meet."""
-    return introduce(0, safe_name(socket.gethostname()), "", "", "")
-
-
-def safe_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "-", name).strip(".-")[:64] or "machine"
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def own_address() -> str:

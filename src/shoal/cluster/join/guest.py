@@ -35,10 +35,11 @@ class Guest:
     _reachable: bool = True
     _listening: Any = field(default=None, repr=False)
 
-    async def provide(self, texts: Mapping[str, str], files: Mapping[str, Path]) -> None:
-        """Until the machine has everything, and has checked it."""
+    async def provide(self, texts: Mapping[str, str], files: Mapping[str, Path], late: bool = False) -> None:
+        """Until the machine has everything, and has checked it. `late`: the run goes on already."""
         sizes = {name: path.stat().st_size for name, path in files.items()}
-        await self.channel.send({"type": "welcome", "node": self.name, "texts": dict(texts), "files": sizes})
+        welcome = {"type": "welcome", "node": self.name, "texts": dict(texts), "files": sizes, "late": late}
+        await self.channel.send(welcome)
         answer = await self.channel.receive()
         wanted = answer.get("need")
         for name in [name for name in files if isinstance(wanted, list) and name in wanted]:
