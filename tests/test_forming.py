@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shoal.control.membership.generation import Ballot, Lineage, State
 from shoal.control.rankline import Enter
 from shoal.sync.membership.forming import Place, form, unform
+from shoal.sync.waiting import Release
 from shoal.sync.world import World, barrier, form_group
 from tests.harness import run_ranks
 
@@ -35,7 +36,7 @@ def order(world: World) -> Enter:
 
 def one_tries_alone(world: World) -> int:
     """Rank 0 gets as far as gloo with nobody there; then both come."""
-    store, place = world.store, Place("here", torch.device("cpu"), "lo", None, is_over=lambda: False)
+    store, place = world.store, Place("here", torch.device("cpu"), "lo", None, Release())
     barrier(world)
     unform()
     if world.rank == 0:

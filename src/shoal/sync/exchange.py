@@ -41,7 +41,7 @@ class _Asked:
     ready_s: float
 
     def read(self, world: World) -> Shared:
-        await_work(self.work, world.is_over)
+        await_work(self.work, world.release)
         loss_sum, ready_s, stop, edge = torch.stack(self.rows).cpu().unbind(dim=1)
         return Shared(
             loss_sum=float(loss_sum.sum()),
@@ -86,7 +86,7 @@ class StepExchange:
         if len(self._asked) <= self._lag:
             return []
         began = time.perf_counter()
-        await_work(self._asked[1].work, self._world.is_over)
+        await_work(self._asked[1].work, self._world.release)
         self.late_s = time.perf_counter() - began
         return self._read(1)
 
@@ -113,12 +113,12 @@ class StepExchange:
 def sum_over_world(world: World, values: list[float]) -> list[float]:
     """A handful of numbers added up over all ranks, in double precision."""
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
-    await_work(dist.all_reduce(tensor, group=world.group, async_op=True), world.is_over)
+    await_work(dist.all_reduce(tensor, group=world.group, async_op=True), world.release)
     return [float(value) for value in tensor.cpu()]
 
 
 def worst_over_world(world: World, values: list[float]) -> list[float]:
     """The largest of each number over all ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
-    await_work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.group, async_op=True), world.is_over)
+    await_work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.group, async_op=True), world.release)
     return [float(value) for value in tensor.cpu()]

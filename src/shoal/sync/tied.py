@@ -18,6 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.cost.buckets import touches_few_rows
+from shoal.sync.waiting import await_work
 from shoal.sync.wires import Bucket, Wire
 from shoal.sync.world import World
 
@@ -94,7 +95,7 @@ class TiedHead:
         group = self._world.group
         both = [group._allgather_base(self._rows, rows), group._allgather_base(self._parts, parts)]
         for work in both:
-            work.wait()
+            await_work(work, self._world.release)
 
 
 def take_over(model: nn.Module, tokens: int | None, world: World, wire: Wire) -> TiedHead | None:

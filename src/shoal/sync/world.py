@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import cast
 
@@ -17,7 +17,7 @@ from shoal.control.placement import Placement
 from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
 from shoal.sync.store import AgentStore
-from shoal.sync.waiting import await_work
+from shoal.sync.waiting import Release, await_work
 
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
 # then, so a connection that is not there in seconds never will be.
@@ -34,7 +34,7 @@ class World:
 
     `ids` are the ranks' own numbers, by which their files are called: the same for as long as a run lives, while a rank
     is only a place in this world. `keeps_files`: of the ranks that share a run folder, this one keeps its checkpoints
-    and its ledger. `is_over`: there is nobody left to wait for.
+    and its ledger. `release`: frees whoever waits when the world is over.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class World:
     lineage: Lineage = _NO_LINEAGE
     keeps_files: bool = True
     link_mbps: int | None = None
-    is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
+    release: Release | None = None
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.rank, self.size))
@@ -200,7 +200,7 @@ def barrier(world: World, timeout_s: float | None = None) -> None:
     if timeout_s is not None and world.backend == "gloo":
         options.timeout = timedelta(seconds=timeout_s)
     if world.backend == "gloo":
-        await_work(world.group.barrier(options), world.is_over)
+        await_work(world.group.barrier(options), world.release)
     else:
         dist.barrier(group=world.group)
 

@@ -41,9 +41,8 @@ def train_as_member(
     """To the end of the training, in however many generations; False when it was interrupted."""
     member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted)
     interface = choose_interface(placement)
-    place = Place(
-        placement.node, device, interface, placement.link_mbps or link_mbps(interface), lambda: member.fence.is_over
-    )
+    mbps = placement.link_mbps or link_mbps(interface)
+    place = Place(placement.node, device, interface, mbps, member.release)
     recorder = Recorder(run, nowhere(placement, device), member)
     trainer = make_trainer(config, run, nowhere(placement, device), recorder, stop)
     trainer.fence = member.fence

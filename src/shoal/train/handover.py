@@ -112,7 +112,7 @@ def tell_document(world: World, source: int, document: Any) -> Any:
     block = torch.zeros(size, dtype=torch.uint8, device=world.device)
     if world.rank == source:
         block.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    await_work(dist.broadcast(block, src=source, group=world.group, async_op=True), world.is_over)
+    await_work(dist.broadcast(block, src=source, group=world.group, async_op=True), world.release)
     return json.loads(block.cpu().numpy().tobytes())
 
 
@@ -122,7 +122,7 @@ def gather_documents(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]
     longest = max(size for [size] in gather(world, [len(payload)]))
     block = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(world.device)
     everyone = [torch.empty_like(block) for _ in range(world.size)]
-    await_work(dist.all_gather(everyone, block, group=world.group, async_op=True), world.is_over)
+    await_work(dist.all_gather(everyone, block, group=world.group, async_op=True), world.release)
     return [json.loads(theirs.cpu().numpy().tobytes()) for theirs in everyone]
 
 

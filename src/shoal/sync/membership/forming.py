@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed import distributed_c10d
 from shoal.control.rankline import Enter
 from shoal.errors import ShoalError
 from shoal.sync.doors import shut_doors
+from shoal.sync.waiting import Release
 from shoal.sync.world import World, backend_for, form_group, meet
 
 # gloo waits five times as long. Everybody has said that it is there by then.
@@ -40,7 +40,7 @@ class Place:
     device: torch.device
     interface: str | None
     link_mbps: int | None
-    is_over: Callable[[], bool]
+    release: Release
 
 
 def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s: float) -> World:
@@ -68,7 +68,7 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
         lineage=enter.lineage,
         keeps_files=enter.keeps_files,
         link_mbps=place.link_mbps,
-        is_over=place.is_over,
+        release=place.release,
     )
 
 

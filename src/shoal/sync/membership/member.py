@@ -27,6 +27,7 @@ from shoal.errors import Interrupted
 from shoal.sync.membership.fence import GenerationFence
 from shoal.sync.membership.freeing import Connections
 from shoal.sync.membership.line import AgentLine
+from shoal.sync.waiting import Release
 
 _MOST_WORDS = 400
 _AGAIN_S = 0.05
@@ -40,6 +41,7 @@ class Member:
 
     def __init__(self, line: AgentLine, wants_stop: Callable[[], bool] = lambda: False) -> None:
         self.fence = GenerationFence()
+        self.release = Release()
         self._wants_stop = wants_stop
         self._line = line
         self._connections = Connections()
@@ -66,6 +68,7 @@ class Member:
             enter, self._next = self._next, None
             assert enter is not None  # noqa: S101 - what was waited for
             self.fence.enter(enter.generation, enter.holds)
+            self.release.begin()
             self._is_waiting = False
         return enter
 
@@ -86,7 +89,7 @@ class Member:
     def halted(self, generation: Ballot) -> None:
         """Of our own accord, at the end of a step."""
         self._say(Halted(generation=generation, state=self.fence.end(generation)))
-        self._connections.shut()
+        self._let_go()
 
     def finished(self) -> None:
         self._say(Finished())
@@ -126,7 +129,7 @@ class Member:
                 # It was over before we had come to it.
                 self._next = None
         state = self.fence.end(generation)
-        self._connections.shut()
+        self._let_go()
         self._say(Halted(generation=generation, state=state))
         threading.Thread(target=self._keep_shut, args=(generation,), daemon=True).start()
 
@@ -139,7 +142,11 @@ class Member:
             with self._changed:
                 if self._is_waiting or self.fence.generation != generation:
                     return
-                self._connections.shut()
+                self._let_go()
+
+    def _let_go(self) -> None:
+        self._connections.shut()
+        self.release.end()
 
     def _say(self, message: ToAgent) -> None:
         with suppress(OSError):

@@ -17,6 +17,7 @@ from shoal.config.schema import SyncConfig
 from shoal.errors import RunFailed
 from shoal.sync.shared.kin import Kin, find_kin
 from shoal.sync.shared.meet import Together, listening, meet
+from shoal.sync.waiting import await_work
 from shoal.sync.wires import Wire, make_wire
 from shoal.sync.world import World
 
@@ -92,7 +93,7 @@ def between_machines(config: SyncConfig, world: World, kin: Kin, model: nn.Modul
 
 def _everybody(world: World, is_there: bool) -> bool:
     flag = torch.tensor(int(is_there))
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=world.group)
+    await_work(dist.all_reduce(flag, dist.ReduceOp.MIN, group=world.group, async_op=True), world.release)
     return bool(flag)
 
 

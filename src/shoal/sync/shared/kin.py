@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shoal.sync.waiting import await_work
 from shoal.sync.world import World
 
 _DIGEST_BYTES = 32
@@ -43,7 +44,7 @@ def find_kin(world: World, address: bytes) -> Kin:
     """Everybody says on which machine it is, and where it would listen: one small all-gather."""
     mine = torch.frombuffer(bytearray(_machine(world.node) + address), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(rows, mine, group=world.group)
+    await_work(dist.all_gather(rows, mine, group=world.group, async_op=True), world.release)
     said = [bytes(row.tolist()) for row in rows]
     groups = group_by_machine([each[:_DIGEST_BYTES] for each in said])
     ours = next(group for group in groups if world.rank in group)

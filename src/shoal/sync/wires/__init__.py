@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shoal.config.wire import parse_wire
+from shoal.config.wire import WireChoice, parse_wire
 from shoal.errors import UsageError
-from shoal.sync.wires.bucket import Bucket, Wire
+from shoal.sync.wires.bucket import Bucket, Released, Wire
 from shoal.sync.wires.codecs import bf16_codec, int8_codec
 from shoal.sync.wires.kernels import load_kernels
 from shoal.sync.wires.lowrank import PowerSGD
@@ -28,6 +28,11 @@ def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Wire
             why="its exchange is made of gloo's collectives",
             fix="use --wire fp16, or --device cpu",
         )
+    wire = _make(choice, world, parameters)
+    return wire if world.release is None else Released(wire, world.release)
+
+
+def _make(choice: WireChoice, world: World, parameters: Mapping[str, Tensor]) -> Wire:
     match choice.name:
         case "fp32":
             return Fp32(world)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shoal.errors import CheckpointError
+from shoal.sync.waiting import Release
 
 State = Mapping[str, Tensor]
 
@@ -36,6 +37,23 @@ class Wire(Protocol):
     def __call__(self, bucket: Bucket) -> Future[Tensor]: ...
     def state(self) -> dict[str, Tensor]: ...
     def load_state(self, state: State) -> None: ...
+
+
+class Released:
+    """A wire whose sums end, at the latest, with the generation."""
+
+    def __init__(self, wire: Wire, release: Release) -> None:
+        self._wire = wire
+        self._release = release
+
+    def __call__(self, bucket: Bucket) -> Future[Tensor]:
+        return self._release.guard(self._wire(bucket))
+
+    def state(self) -> dict[str, Tensor]:
+        return self._wire.state()
+
+    def load_state(self, state: State) -> None:
+        self._wire.load_state(state)
 
 
 class Stateless:
