@@ -101,10 +101,10 @@ def median_step_s(run: Path, count: int) -> float:
 
 def test_a_flood_at_every_port_slows_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """The flood itself is over when steps are timed: on one machine it would take the ranks' own cores. Its idle
-    connections are not. Of gloo's own ports see `shoal.sync.doors`: until they are shut they keep what comes."""
+    connections are not. Gloo's own ports are shut by then (`shoal.sync.doors`), so nothing comes in there."""
     with training(tmp_path, "local:2") as run:
         ports = ports_of(run)
-        files = {pid: open_files(pid) for pid, part in pids_of(run).items() if not part.startswith("rank")}
+        files = {pid: open_files(pid) for pid in pids_of(run)}
         before_s = quiet_step_s(run)
         idle = {each: [knock(each) for _ in range(IDLE)] for each in ports if is_open(each)}
         for each in idle:
