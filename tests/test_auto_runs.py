@@ -88,9 +88,9 @@ def resumed(folder: Path, saved: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(("diloco", "fp16", 5), marks=pytest.mark.long),
+        pytest.param(("diloco", "fp16", 5), marks=pytest.mark.exhaustive),
         pytest.param(("streaming", "fp32", 8), marks=pytest.mark.long),
-        pytest.param(("ddp", "int8", 1), marks=pytest.mark.long),
+        pytest.param(("ddp", "int8", 1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_resumed_run_goes_on_with_the_choice_it_made(

@@ -87,9 +87,7 @@ def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scenarios",
     [
-        pytest.param(
-            ("kill-rank", "kill-leader", "power-cut", "minority", "even-split", "power-on"), marks=pytest.mark.long
-        ),
+        pytest.param(("kill-leader", "power-cut", "even-split", "power-on"), marks=pytest.mark.long),
         pytest.param(("all",), marks=pytest.mark.exhaustive),
     ],
     ids=["one of a kind", "all"],
@@ -107,7 +105,7 @@ def test_every_scenario_holds_on_three_nodes(scenarios: tuple[str, ...], tmp_pat
 def test_a_soak_of_twenty_faults(tmp_path: Path) -> None:
     """Faster than a user would: what has not come back is left alone, and said to be."""
     need_lab()
-    words = ("--minutes", "2.4", "--every", "7s", "--seed", "1", "--on", "lab:3", "--out", tmp_path / "out")
+    words = ("--minutes", "2", "--every", "6s", "--seed", "1", "--on", "lab:3", "--out", tmp_path / "out")
     done = shoal("chaos", "soak", *words, timeout_s=800)
     assert [each for each in figures(tmp_path / "out")["assertions"] if not each["ok"]] == []
     assert done.returncode == 0

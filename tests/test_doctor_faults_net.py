@@ -152,8 +152,16 @@ def test_a_fault_is_named_and_its_command_cures_it(lab: Lab, name: str, tmp_path
     examined(lab, FAULTS[name], tmp_path, "--no-proof")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAULTS.keys() - set(QUICK))
+REST = sorted(FAULTS.keys() - set(QUICK))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in REST[::2]),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REST[1::2]),
+    ],
+)
 def test_every_fault_is_named_and_its_command_cures_it(lab: Lab, name: str, tmp_path: Path) -> None:
     examined(lab, FAULTS[name], tmp_path)
 

@@ -35,7 +35,11 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("local", marks=pytest.mark.long), "diloco", pytest.param("streaming", marks=pytest.mark.long)],
+    params=[
+        pytest.param("local", marks=pytest.mark.exhaustive),
+        "diloco",
+        pytest.param("streaming", marks=pytest.mark.long),
+    ],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     mode: str = request.param
