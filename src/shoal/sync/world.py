@@ -178,7 +178,10 @@ def form_group(
 def beside(world: World, timeout_s: float) -> World:
     """The same ranks in a group of their own, for exchanges that go on while the steps have theirs: gloo pairs what two
     ranks send by the order in which they began it, which is fixed only inside a group."""
-    group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=world.backend)
+    gloo = world.backend == "gloo"
+    group = dist.new_group(timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if gloo else timeout_s), backend=world.backend)
+    if gloo:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return replace(world, group=group)
 
 

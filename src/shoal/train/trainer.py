@@ -99,8 +99,8 @@ class Trainer:
         return Progress(step, cursor, str(self.world.generation), str(lineage.name), (*self.history, *forks))
 
     def end_at_edge(self) -> None:
-        """Raises where all ranks have agreed to stop together; where replicas have parted, once they have met again."""
-        if self._edge and not self.outer.apart:
+        """Raises where all ranks have agreed to stop together; inside a round that would be done again, at its end."""
+        if self._edge and self.outer.common_step(self.progress.step) == self.progress.step:
             raise AtEdge(f"all ranks stop together after step {self.progress.step}")
 
     def let_go(self) -> None:
