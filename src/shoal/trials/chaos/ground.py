@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.lab.build import up
+from shoal.cluster.lab.changes import stop_or_go
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.spec import LocalSpec, parse_on
@@ -31,6 +32,12 @@ class Ground:
         if self.lab is None:
             raise UsageError("this fault needs emulated nodes", fix="--on lab:3")
         return self.lab
+
+    def thaw_all(self) -> None:
+        """The kernel ends no process that it keeps frozen."""
+        for name in sorted(self.lab.state.frozen) if self.lab is not None else ():
+            with contextlib.suppress(LabError):
+                self.need_lab().perform(stop_or_go(name, frozen=False))
 
     def before(self, run: RunFolder) -> None:
         """The run's checkpoints go to the small disk."""

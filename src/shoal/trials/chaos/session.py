@@ -119,6 +119,7 @@ class Stage:
     def clear(self) -> None:
         """Nothing of the run outlives its judgement."""
         self.injector.close()
+        self.ground.thaw_all()
         end_processes(find(self.run.path))
 
     def _inject_all(self, injections: list[Injection]) -> None:
