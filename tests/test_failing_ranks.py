@@ -24,6 +24,7 @@ TINY_FLAGS = set_flags(*TINY)
 LONG = ("--steps", "1000000")
 
 
+@pytest.mark.long
 def test_a_training_that_diverges_says_so_once(tmp_path: Path) -> None:
     done = shoal("train", "--out", tmp_path / "run", "--steps", "20", *TINY_FLAGS, *set_flags("train.lr=1e30"))
     error = done.stderr[done.stderr.index("error: ") :]
@@ -34,6 +35,7 @@ def test_a_training_that_diverges_says_so_once(tmp_path: Path) -> None:
     assert "Traceback" not in error
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> None:
     """Only the ranks read the tokenizer that a run keeps."""
     run = tmp_path / "run"

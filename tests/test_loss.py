@@ -149,6 +149,7 @@ def test_logits_come_without_targets() -> None:
     torch.testing.assert_close(model(tokens, tokens), expected)
 
 
+@pytest.mark.long
 def test_steps_do_not_make_memory_grow() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32, requires_grad=True), torch.randn(20_000, 32, requires_grad=True)

@@ -122,6 +122,7 @@ def back_to(folder: Path, saved: int) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.long
 def test_resuming_inside_a_round_repeats_the_same_bits(run: Run, tmp_path: Path) -> None:
     first = tmp_path / "first"
     shutil.copytree(run[1], first)

@@ -82,6 +82,7 @@ def test_what_the_keeper_of_the_ledger_did_not_come_to_write_is_written_by_the_n
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.long
 def test_a_frozen_rank_commits_nothing_and_comes_back(agent: ScriptedAgent) -> None:
     agent.await_step(0, 5)
     agent.kill(1, signal.SIGSTOP)

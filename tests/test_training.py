@@ -176,6 +176,7 @@ def test_plain_torchrun_runs_the_worker(runs: Runs, tmp_path: Path) -> None:
     assert 'launcher = "torchrun"' in config
 
 
+@pytest.mark.long
 def test_sample_writes_sentences(runs: Runs) -> None:
     done = shoal("sample", runs[2][0], "--count", "3", "--prompt", "She ")
     assert done.returncode == 0, done.stderr
