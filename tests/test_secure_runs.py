@@ -69,15 +69,17 @@ def test_nothing_listens_on_every_address(tmp_path: Path, on: str) -> None:
     assert [f"{part}: {each}" for each, part in ports.items() if each.is_everywhere] == []
 
 
-def test_the_token_is_in_its_own_file_and_nowhere_else(tmp_path: Path) -> None:
+def test_the_token_is_in_files_of_our_own_and_nowhere_else(tmp_path: Path) -> None:
+    """Its own file, and the orders by which an agent can be started again."""
     with training(tmp_path, "local:2") as run:
         secret = RunFolder(run).token.read_text()
         assert len(secret) == 64
-        assert stat.S_IMODE(RunFolder(run).token.stat().st_mode) == 0o600
+        expected = {RunFolder(run).token, RunFolder(run).orders("local")}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in expected} == {0o600}
         with_it = [path for path in run.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
         everybody = [Path(f"/proc/{pid}") for pid in psutil.pids()]
         told = [str(path) for process in everybody for path in knows(process, secret.encode())]
-    assert with_it == [RunFolder(run).token]
+    assert set(with_it) == expected
     assert told == []
 
 
