@@ -145,7 +145,7 @@ def connection_to(node: str) -> int:
 @pytest.mark.long
 def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY))
+    words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY, "members.on_loss=end"))
     with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as training:
         wait_until(lambda: (run / "events/rank-1.jsonl").exists() and steps_of(run, 1))
         lab.perform(changes.kill("node2", silent=False))

@@ -351,7 +351,7 @@ def test_a_run_says_how_its_ranks_exchange_and_what_crossed_the_network(tmp_path
 
 @pytest.mark.long
 def test_a_killed_rank_of_a_real_training_is_named(tmp_path: Path) -> None:
-    with training(tmp_path / "run", "--steps", "1000000", "--inside", "copies") as run:
+    with training(tmp_path / "run", "--steps", "1000000", "--inside", "copies", "--set", "members.on_loss=end") as run:
         pids = run.pids()
         os.kill(pids[1], signal.SIGKILL)
         assert run.end(within_s=5) == 3

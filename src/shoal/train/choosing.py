@@ -64,7 +64,7 @@ class Chooser:
         if told[0]:
             self._is_open, self._chosen = False, _as_choice(told[1:])
             return self._asked.settled(self._chosen)
-        self._made = None
+        self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
         self._look_anew()
         return self._asked.begun
 

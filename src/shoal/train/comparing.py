@@ -84,6 +84,8 @@ class Comparison:
 
     def _heal(self, difference: Difference, source: int) -> None:
         trainer = self._trainer
+        if trainer.world.rank in difference.odd:
+            trainer.fence.lose_state()
         with trainer.outer.common():
             copy_from(trainer.world, source, replica_state(trainer).values())
             common = {name: tensor.clone() for name, tensor in weights(trainer.model).items()}
@@ -93,6 +95,7 @@ class Comparison:
             for state in trainer.optimizer.state.values():
                 state["step"].fill_(trainer.progress.step)
         self._check(difference)
+        trainer.fence.moved(trainer.outer.common_step(trainer.progress.step))
         donor = self._id(source)
         self._tell(
             difference, trainer.progress.step, f"its whole state was copied from rank {donor}", healed_from=donor
@@ -107,6 +110,7 @@ class Comparison:
         if is_end or saved == _NO_CHECKPOINT:
             raise self._hopeless(difference, saved)
         history = trainer.history
+        trainer.fence.lose_state()
         trainer.progress = resume(trainer, self._checkpoints, lambda *_: None, lineage="")
         # The same lineage goes on.
         trainer.history = history

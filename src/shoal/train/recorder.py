@@ -48,6 +48,10 @@ class Recorder:
         self._enter(world)
         self._pending = pending
 
+    def hold(self, pending: list[Record]) -> None:
+        """To be committed in whichever generation comes to it."""
+        self._pending = pending
+
     def let_go(self) -> None:
         self._world = without_group(self._world)
 

@@ -136,6 +136,7 @@ class Membership:
         training = self._training(verdict.step).tell(world, verdict.source)
         books = Books(trainer, self.run.commits, self._retreated)
         pending = books.share_pending(world, verdict)
+        trainer.recorder.hold(pending)
         is_behind = world.rank in verdict.behind
         if is_behind:
             self.member.fence.lose_state()
@@ -149,7 +150,7 @@ class Membership:
         self._bring_moments(verdict, training)
         if verdict.behind:
             _check_copies(world, self._state())
-        self.has_state = True
+        self.has_state, self._retreated = True, verdict.step
         self.member.fence.moved(trainer.outer.common_step(verdict.step))
         self._bring_ledger(world, verdict)
         trainer.recorder.begin_anew(world, pending)

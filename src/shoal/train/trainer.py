@@ -85,6 +85,7 @@ class Trainer:
         self.exchange.begin(loss_sum if own.is_sound else math.nan, comm, self.stop.wanted, self.fence.edge)
         self._update(lr, own)
         outer = self._outer_step(step)
+        self.fence.moved(self.outer.common_step(step))
         known = self.exchange.finish()
         self._book("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._book("optimizer", outer, outer.wait_s or 0.0)

@@ -36,6 +36,9 @@ class Fence(Protocol):
     def moved(self, step: int) -> None:
         """The state that others may go on from is that of `step`, forward or back."""
 
+    def lose_state(self) -> None:
+        """Another one is about to be written over it: until it has `moved`, there is none to go on from."""
+
     def committed(self, step: int) -> None: ...
 
     def await_lease(self) -> None:
@@ -51,6 +54,9 @@ class OpenFence:
         return nullcontext()
 
     def moved(self, step: int) -> None:
+        pass
+
+    def lose_state(self) -> None:
         pass
 
     def committed(self, step: int) -> None:
@@ -94,8 +100,10 @@ class GenerationFence:
     def applying(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse()
+            # An update that fails in the middle leaves a replica of no step at all.
+            was_holding, self._holds = self._holds, False
             yield
-            self._step = step
+            self._step, self._holds = step, was_holding
 
     def moved(self, step: int) -> None:
         with self._changed:
@@ -114,7 +122,6 @@ class GenerationFence:
                 self._changed.wait(LEASE_S)
 
     def lose_state(self) -> None:
-        """A copy is about to be written over it."""
         with self._changed:
             self._holds = False
 
@@ -147,7 +154,10 @@ class GenerationFence:
 
     def position(self) -> State | None:
         with self._changed:
-            return State(step=self._step, committed=self._committed) if self._holds else None
+            if not self._holds:
+                return None
+            # A run that went back may have committed more than it has.
+            return State(step=self._step, committed=min(self._committed, self._step))
 
     def _refuse(self) -> None:
         if self._is_over:

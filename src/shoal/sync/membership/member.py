@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -23,7 +24,7 @@ from shoal.control.rankline import (
     ToAgent,
     ToRank,
 )
-from shoal.errors import Interrupted
+from shoal.errors import Interrupted, RunFailed
 from shoal.sync.membership.fence import GenerationFence
 from shoal.sync.membership.freeing import Connections
 from shoal.sync.membership.line import AgentLine
@@ -102,8 +103,12 @@ class Member:
     # The agent's side.
 
     def _listen(self) -> None:
-        while (message := self._line.receive()) is not None:
-            self._take(message)
+        try:
+            while (message := self._line.receive()) is not None:
+                self._take(message)
+        except Exception:
+            traceback.print_exc()
+            os._exit(RunFailed.exit_code)
         # Without its agent a rank can commit nothing; the kernel ends it with the agent where it can.
         os._exit(Interrupted.exit_code)
 
