@@ -90,7 +90,8 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["node", "keeper"])
 def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *set_flags(*TINY))
+    flags = set_flags(*TINY, "members.on_loss=end")
+    command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *flags)
     with (tmp_path / "stderr").open("wb") as stderr:
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
