@@ -81,9 +81,10 @@ def verified(run: Path) -> dict[str, Any]:
     return verdict
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("sponsor", ["node1", "node2"])
+@pytest.mark.parametrize(
+    "sponsor", [pytest.param("node1", marks=pytest.mark.exhaustive), pytest.param("node2", marks=pytest.mark.long)]
+)
 def test_a_third_machine_comes_while_two_train(tmp_path: Path, sponsor: str) -> None:
     """Invited where the run was launched, or by a machine that joined it itself."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))

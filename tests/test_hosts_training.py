@@ -173,8 +173,8 @@ def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp
     ("name", "words"),
     [
         pytest.param("plain_ddp.py", ["--epochs", "3"], marks=pytest.mark.long),
-        pytest.param("accelerate_train.py", [], marks=pytest.mark.long),
-        pytest.param("fabric_train.py", ["--num-nodes", "2"], marks=pytest.mark.long),
+        pytest.param("accelerate_train.py", [], marks=pytest.mark.exhaustive),
+        pytest.param("fabric_train.py", ["--num-nodes", "2"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_script_runs_over_ssh_as_it_is(lab: Lab, hosts: Path, tmp_path: Path, name: str, words: list[str]) -> None:
