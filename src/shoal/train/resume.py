@@ -87,7 +87,7 @@ def _tell(world: World, source: int, checkpoint: Checkpoint | None) -> _Found:
 def _passed_over(error: CheckpointError) -> CheckpointError:
     return CheckpointError(
         error.seen,
-        why="the one before it is used: its steps since then are done again",
+        why="an older one is looked for; what was done since is done again",
         fix="look at the disk, if this is not the first time: dmesg | tail",
     )
 
