@@ -10,6 +10,8 @@ from shoal.errors import ControlError
 
 # More than any checkpoint here, less than what makes a file of holes a nuisance.
 _LARGEST_FILE = 1 << 40
+# A file's own name: neither `..` nor hidden nor longer than any disk takes.
+_FILE = r"\w[\w.-]{0,99}"
 
 
 class Homecoming:
@@ -22,10 +24,10 @@ class Homecoming:
         self._run = run
         self._sender = sender
         name = re.escape(sender)
-        allowed = rf"agents/{name}\.(?:jsonl|log)|events/rank-\d+\.jsonl|logs/{name}/[\w.-]+"
+        allowed = rf"agents/{name}\.(?:jsonl|log)|events/rank-\d{{1,6}}\.jsonl|logs/{name}/{_FILE}"
         if keeps:
-            allowed += r"|commits\.jsonl|checkpoints/step-\d{8}/[\w.-]+"
-        self._allowed = re.compile(allowed)
+            allowed += rf"|commits\.jsonl|checkpoints/step-\d{{8}}/{_FILE}"
+        self._allowed = re.compile(allowed, re.ASCII)
         self._shift: dict[str, int] = {}
 
     def have(self) -> dict[str, int]:
@@ -41,7 +43,7 @@ class Homecoming:
 
     def keep(self, name: str, offset: int, piece: bytes) -> None:
         path = self._run / name
-        if not self._allowed.fullmatch(name) or not path.resolve().is_relative_to(self._run.resolve()):
+        if not self._allowed.fullmatch(name) or not path.resolve().is_relative_to(self._run.resolve()) or path.is_dir():
             raise ControlError(
                 f"{self._sender} wanted to write {name!r} into the run folder",
                 why="a machine sends home what its agent and its ranks wrote, and nothing else",

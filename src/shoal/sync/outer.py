@@ -10,6 +10,7 @@ momentum) has the same bits on every rank; the inner moments stay each rank's ow
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -101,7 +102,7 @@ class EveryStep:
         pass
 
 
-class Parted:
+class Parted(ABC):
     """What all ways have in common in which replicas part and meet again."""
 
     drifts = True
@@ -134,8 +135,8 @@ class Parted:
             piece.adopt()
         return self.common_step(step)
 
-    def common_step(self, step: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def common_step(self, step: int) -> int: ...
 
     def lasting(self) -> dict[str, Tensor]:
         return {name: tensor for piece in self._pieces for name, tensor in piece.state().items()}

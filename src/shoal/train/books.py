@@ -27,7 +27,9 @@ class Books:
     def share_pending(self, world: World, verdict: Verdict) -> list[Record]:
         """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
         is gone with it: then it is what the source itself saw, and says so."""
-        own = [record for record in self.trainer.recorder.pending if record["step"] <= verdict.step]
+        # Of one that is behind, what it did since belongs to a generation that went on without it.
+        kept = min(verdict.step, self.reached)
+        own = [record for record in self.trainer.recorder.pending if record["step"] <= kept]
         mine = own + self._seen_alone(own) if world.rank == verdict.source else []
         told: list[Record] = tell_document(world, verdict.source, mine)
         by_step = {record["step"]: record for record in (*self._unwritten(world, verdict), *own, *told)}

@@ -83,11 +83,13 @@ class CheckpointFolder:
         with self._as_unwritten(step):
             self.unfinished(step).mkdir(parents=True)
 
-    def complete(self, checkpoint: Checkpoint) -> Path:
-        """Whole or not at all: a kill at any point leaves the older checkpoints and at most a hidden leftover."""
+    def complete(self, checkpoint: Checkpoint, may: Callable[[], None] = lambda: None) -> Path:
+        """Whole or not at all: a kill at any point leaves the older checkpoints and at most a hidden leftover. `may`
+        raises if it must not be put in place any more."""
         step = checkpoint.progress.step
         with self._as_unwritten(step):
             _write(self.unfinished(step), checkpoint)
+            may()
             _put_in_place(self.unfinished(step), self.folder(step))
         self._drop_old()
         return self.folder(step)

@@ -107,7 +107,8 @@ class Comparison:
         trainer.settle()
         trainer.recorder.commit()
         saved = self._saved_step()
-        if is_end or saved == _NO_CHECKPOINT:
+        # What a generation began with is what others count on: to go back behind it takes a new launch.
+        if is_end or saved == _NO_CHECKPOINT or saved < trainer.fence.floor:
             raise self._hopeless(difference, saved)
         history = trainer.history
         trainer.fence.lose_state()

@@ -67,9 +67,9 @@ class Saver:
 
     def _complete(self, parts: Parts | None) -> None:
         if self._trainer.world.keeps_files:
-            # A rank that slept in the middle of it must not put an old state in the place of the newest.
-            self._trainer.fence.await_lease()
-            self._folder.complete(common_state(self._trainer, parts))
+            # Written in minutes, perhaps: a rank that slept meanwhile must not put an old state in the newest's place.
+            fence = self._trainer.fence
+            self._folder.complete(common_state(self._trainer, parts), may=fence.await_lease)
 
     def _together(self, stages: list[Callable[[], object]]) -> CheckpointError | None:
         """The first that goes wrong here is the last that is tried; everybody goes through all the same."""

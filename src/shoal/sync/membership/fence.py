@@ -25,10 +25,14 @@ class AtEdge(Over):
 
 
 class Fence(Protocol):
-    """`edge`: the ranks are to stop together after a step."""
+    """`edge`: the ranks are to stop together after a step. `floor`: who has not even this step is nobody that others
+    would go on from in this generation."""
 
     @property
     def edge(self) -> bool: ...
+
+    @property
+    def floor(self) -> int: ...
 
     def applying(self, step: int) -> AbstractContextManager[None]:
         """Around the update that brings the replica to `step`: all of it happens in the generation, or none."""
@@ -49,6 +53,7 @@ class OpenFence:
     """For a world that nobody can leave: one of torchrun's, or a rank alone."""
 
     edge = False
+    floor = 0
 
     def applying(self, step: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -81,12 +86,17 @@ class GenerationFence:
         self._committed = 0
         self._holds = False
         self._edge_of = NEVER
+        self._floor = 0
 
     # The training's side.
 
     @property
     def edge(self) -> bool:
         return self._edge_of == self._generation != NEVER
+
+    @property
+    def floor(self) -> int:
+        return self._floor
 
     @property
     def generation(self) -> Ballot:
@@ -127,9 +137,9 @@ class GenerationFence:
 
     # The agent's side.
 
-    def enter(self, generation: Ballot, holds: bool) -> None:
+    def enter(self, generation: Ballot, holds: bool, floor: int) -> None:
         with self._changed:
-            self._generation, self._is_over = generation, False
+            self._generation, self._is_over, self._floor = generation, False, floor
             self._leased_until = 0.0
             self._holds &= holds
 

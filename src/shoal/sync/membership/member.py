@@ -68,7 +68,7 @@ class Member:
                     raise Interrupted("asked to stop while the run was paused", why="its last checkpoint is untouched")
             enter, self._next = self._next, None
             assert enter is not None  # noqa: S101 - what was waited for
-            self.fence.enter(enter.generation, enter.holds)
+            self.fence.enter(enter.generation, enter.holds, enter.state.committed)
             self.release.begin()
             self._is_waiting = False
         return enter
