@@ -73,6 +73,7 @@ def test_a_failure_ends_everybody_within_seconds(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_killed_agent_is_lost_to_the_others_and_takes_its_ranks_along(tmp_path: Path) -> None:
     victim = 1
     with agents(*(tmp_path,) * 3) as team:

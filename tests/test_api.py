@@ -38,6 +38,7 @@ def test_the_example_runs_as_it_is(launch: list[str], tmp_path: Path) -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
+@pytest.mark.long
 def test_a_world_of_one_needs_no_launcher() -> None:
     script = (
         "import torch, shoal\n"

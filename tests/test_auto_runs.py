@@ -44,6 +44,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, train_tiny(folder, "--on", "local:2", "--sync", "auto", sets=SETS)
 
 
+@pytest.mark.long
 def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str, Any]]) -> None:
     folder, manifest = here
     levers = manifest["levers"]
@@ -136,6 +137,7 @@ def test_a_run_interrupted_before_its_choice_chooses_then(here: tuple[Path, dict
     assert resumed(folder, 4)["levers"]["choice"]["step"] == 4 + CHOSEN_AFTER
 
 
+@pytest.mark.long
 def test_what_ran_is_what_is_learned_from(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(here[0], folder)

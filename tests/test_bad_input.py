@@ -226,6 +226,7 @@ def test_only_broken_checkpoints_end_the_resume(finished: Path, tmp_path: Path) 
     assert {path.suffix for path in (run / "checkpoints").iterdir()} == {".corrupt"}, "set aside, never deleted"
 
 
+@pytest.mark.long
 def test_a_resume_on_another_text_is_refused(finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run")
     facts = json.loads((run / "data.json").read_text())

@@ -210,6 +210,7 @@ def test_a_folder_in_the_way_is_left_alone(copy: Copy) -> None:
     assert (copy.venv / "mine").read_text() == "precious"
 
 
+@pytest.mark.long
 def test_unreachable_index_is_told_from_other_failures(copy: Copy) -> None:
     code, output = copy.run(PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert code == 1
@@ -226,6 +227,7 @@ def test_two_bootstraps_at_once_make_it_once(made: Made) -> None:
     assert sum("another bootstrap is at work" in output for _, output in results) == 1
 
 
+@pytest.mark.long
 @needs_no_gpu
 def test_cuda_build_without_a_gpu_gives_way_to_the_cpu_build_aloud(made: Made) -> None:
     copy, results = made
@@ -235,6 +237,7 @@ def test_cuda_build_without_a_gpu_gives_way_to_the_cpu_build_aloud(made: Made) -
     assert {"torch-2.13.0+cpu", "shoal-0.1.0"} <= copy.installed()
 
 
+@pytest.mark.long
 def test_second_run_needs_neither_python_nor_index(made: Made) -> None:
     copy, _ = made
     before = copy.state.stat().st_mtime_ns
@@ -247,6 +250,7 @@ def test_second_run_needs_neither_python_nor_index(made: Made) -> None:
     assert copy.state.stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 def test_changed_requirements_are_installed_into_the_same_venv(made: Made) -> None:
     copy, _ = made
     (copy.venv / "mine").write_text("kept")

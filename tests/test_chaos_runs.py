@@ -58,6 +58,7 @@ def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
     assert find(out / "interrupt-1") == find(out / "wrong-1") == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
     need_lab()

@@ -113,6 +113,7 @@ def test_any_flipped_bit_is_found(folder: CheckpointFolder) -> None:
     assert read_checkpoint(where).progress.step == 1
 
 
+@pytest.mark.long
 def test_every_bit_of_the_manifest_counts(folder: CheckpointFolder) -> None:
     where = save(folder, 1)
     manifest = where / "manifest.json"

@@ -102,6 +102,7 @@ def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path
     assert "logs there are: rank-0.log, rank-1.log" in nobody.stderr
 
 
+@pytest.mark.long
 def test_attach_ends_as_the_run_does(tmp_path: Path) -> None:
     run, enough = tmp_path / "run", tmp_path / "enough"
     text = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\nsys.exit(7)\n"

@@ -43,6 +43,7 @@ def test_a_byte_at_a_time_gets_no_more_time(port: int) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long
 def test_a_crowd_of_idle_ones_keeps_nobody_out(port: int) -> None:
     crowd = [connect(port) for _ in range(300)]
     try:

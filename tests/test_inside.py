@@ -292,7 +292,7 @@ def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(way: str, victim: i
     assert "@shoal-" not in Path("/proc/net/unix").read_text()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_stopped_rank_is_given_up_after_the_deadline(victim: int, tmp_path: Path) -> None:
     results = run_ranks(lose_a_peer, 3, tmp_path, "shared", victim, signal.SIGSTOP, 1.0, dying=(victim,))
     for rank, found in enumerate(results):

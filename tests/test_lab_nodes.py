@@ -103,6 +103,7 @@ def test_a_link_is_as_fast_as_asked_in_both_directions(lab: Lab) -> None:
     assert nearly(lab, "node3", "node1", 100e6)
 
 
+@pytest.mark.long
 def test_a_link_can_be_changed(lab: Lab) -> None:
     def slow(before: Link) -> Link:
         return before.model_copy(update={"rate_bps": 20e6})

@@ -61,6 +61,7 @@ def test_it_ends_with_equal_replicas(run: Run) -> None:
     assert shoal("verify", folder).returncode == 0
 
 
+@pytest.mark.long
 def test_it_learns_about_as_much(run: Run, exact: dict[str, Any]) -> None:
     manifest = run[2]
     first = steps_of(run[1])[0]["loss"]

@@ -55,6 +55,7 @@ def test_survivors_go_on_and_lose_no_step(agent: ScriptedAgent) -> None:
     assert (event["how"], event["size"], event["ids"]) == ("regrouped", 2, [0, 1])
 
 
+@pytest.mark.long
 def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
     agent.await_step(0, 5)
     agent.kill(0)

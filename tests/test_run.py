@@ -81,6 +81,7 @@ def test_fabric_is_told_how_large_the_world_is(tmp_path: Path) -> None:
     assert "does not match the world size (2)" in done.stdout
 
 
+@pytest.mark.long
 def test_it_ends_with_the_code_of_the_first_rank_to_fail(tmp_path: Path) -> None:
     file = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n")
     done = shoal("run", "--out", tmp_path / "run", file, timeout_s=20)
