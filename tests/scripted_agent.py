@@ -168,6 +168,14 @@ class ScriptedAgent:
             assert code in (None, 0), f"rank {number} ended with {code}: {self.log(number)[-3000:]}"
             time.sleep(0.02)
 
+    def await_standstill(self, number: int, for_s: float = 0.5) -> None:
+        """Until it is as far ahead as it may be."""
+        before, since = -1, time.monotonic()
+        while time.monotonic() - since < for_s:
+            if (steps := len(self.events(number, "step"))) != before:
+                before, since = steps, time.monotonic()
+            time.sleep(0.05)
+
     def await_end(self, ids: Collection[int], within_s: float = 120.0) -> None:
         for number in ids:
             code = self.ranks[number].process.wait(within_s)

@@ -242,7 +242,7 @@ def test_a_run_whose_keeper_was_killed_can_still_be_stopped(tmp_path: Path) -> N
     assert shoal("logs", run).stdout.count("good night\n") == 2
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
     need_lab()
     run = tmp_path / "run"

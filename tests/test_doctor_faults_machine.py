@@ -305,7 +305,7 @@ def test_a_clock_that_is_ahead(clinic: Clinic) -> None:
 # Versions
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_another_torch(clinic: Clinic) -> None:
     """Over SSH, where each machine has a Python of its own. Their pip knows wheels of the right names and versions."""
     site = Site(clinic.lab, clinic.folder.parent)

@@ -158,8 +158,8 @@ REST = sorted(FAULTS.keys() - set(QUICK))
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.long) for name in REST[::2]),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REST[1::2]),
+        pytest.param(name, marks=pytest.mark.exhaustive if number % 3 else pytest.mark.long)
+        for number, name in enumerate(REST)
     ],
 )
 def test_every_fault_is_named_and_its_command_cures_it(lab: Lab, name: str, tmp_path: Path) -> None:

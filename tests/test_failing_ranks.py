@@ -35,7 +35,7 @@ def test_a_training_that_diverges_says_so_once(tmp_path: Path) -> None:
     assert "Traceback" not in error
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> None:
     """Only the ranks read the tokenizer that a run keeps."""
     run = tmp_path / "run"
@@ -264,7 +264,7 @@ def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> 
         assert run.end(within_s=10) == 130
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_old_state_is_never_compared(tmp_path: Path) -> None:
     """Finished, then resumed for more steps and interrupted: the states of the first end prove nothing now."""
     run = tmp_path / "run"

@@ -342,8 +342,9 @@ except ShoalError as error:
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    "begun", [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.exhaustive)]
+)
 def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
     """Before it answers, and in the middle of something: noticed by ssh, long before any deadline of ours."""
     mark = site.folder / "begun"

@@ -85,9 +85,10 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
     assert shoal("train", "--resume", run, "--steps", "14").returncode == 0
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("no_lab_left")
-@pytest.mark.parametrize("victim", ["node", "keeper"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("node", marks=pytest.mark.exhaustive), pytest.param("keeper", marks=pytest.mark.long)]
+)
 def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = set_flags(*TINY, "members.on_loss=end")

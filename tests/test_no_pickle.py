@@ -83,8 +83,9 @@ def test_the_watch_sees_it(tmp_path: Path) -> None:
     assert [use.split(" in ")[0] for use in uses(tmp_path / "watch")] == ["loads", "loads", "pickle.find_class"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", ["shoal", "spawn"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("shoal", marks=pytest.mark.long), pytest.param("spawn", marks=pytest.mark.exhaustive)]
+)
 def test_no_process_of_a_training_unpickles_anything(tmp_path: Path, launcher: str) -> None:
     """Save, evaluate, resume and report included."""
     variables = watch(tmp_path / "watch")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import RunConfig, TrainConfig
-from shoal.cost.batch import Deal, deal, micro_batch, rank_weights, shares, world_batch
+from shoal.cost.batch import Deal, deal, deal_anew, micro_batch, rank_weights, shares, world_batch
 from shoal.data.order import permute, sample_indices
 from shoal.data.shards import CursorShard, ModuloShard, make_shard
 from shoal.errors import ConfigError, UsageError
@@ -115,6 +115,27 @@ def test_the_chosen_micro_batch_always_fits(batch: int, world: int) -> None:
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 3)])
 def test_equal_work_is_preferred(world: int, expected: int) -> None:
     assert micro_batch(TrainConfig(global_batch=24), equal(world)) == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "is_compiled", "expected"),
+    [
+        (3, False, Deal(4, (1, 1, 1))),
+        (2, False, Deal(3, (2, 2))),
+        (2, True, Deal(4, (2, 1))),
+        (4, True, Deal(3, (1, 1, 1, 1))),
+        (1, False, Deal(4, (3,))),
+        (12, False, Deal(1, (1,) * 12)),
+    ],
+)
+def test_a_batch_of_twelve_is_dealt_anew(world: int, is_compiled: bool, expected: Deal) -> None:
+    """Evenly in micro-batches for which there was memory before; in the same shape where another must be compiled."""
+    assert deal_anew(12, 4, equal(world), is_compiled) == expected
+
+
+def test_more_ranks_than_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="13 ranks cannot share"):
+        deal_anew(12, 4, equal(13))
 
 
 def test_weak_scaling_gives_every_rank_the_stated_batch() -> None:

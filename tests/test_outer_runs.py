@@ -140,8 +140,14 @@ def test_resuming_inside_a_round_repeats_the_same_bits(run: Run, tmp_path: Path)
     assert shoal("verify", first).returncode == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("loss", ["missing", "damaged", "another life"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param("missing", marks=pytest.mark.long),
+        pytest.param("damaged", marks=pytest.mark.exhaustive),
+        pytest.param("another life", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_lost_part_is_said_and_costs_a_part_of_a_round(run: Run, loss: str, tmp_path: Path) -> None:
     if loss != "missing" and run[0] != "diloco":
         pytest.skip("the same for all")
@@ -229,7 +235,7 @@ def test_a_longer_training_goes_on_after_an_end_inside_a_round(run: Run, tmp_pat
     assert not events_of(longer, "warning")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_local_steps_of_one_rank_are_plain_training(tmp_path: Path) -> None:
     sets = (*COMMON, "train.steps=12")
     plain = train_tiny(tmp_path / "plain", "--on", "local:1", sets=sets)
@@ -238,7 +244,7 @@ def test_local_steps_of_one_rank_are_plain_training(tmp_path: Path) -> None:
     assert local["val_loss"] == plain["val_loss"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_accumulation_multiplies_batch_and_rate(tmp_path: Path, exact: dict[str, Any]) -> None:
     sets = (*COMMON, "train.steps=3", "train.micro_batch=6")
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--sync", "accumulate", sets=sets)

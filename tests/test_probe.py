@@ -340,7 +340,7 @@ def test_a_shaped_link_is_measured_as_it_is(tmp_path: Path) -> None:
     assert found.nodes[0].machine == found.nodes[1].machine
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_hosts_over_ssh_are_probed_and_keep_nothing_of_it(tmp_path: Path) -> None:
     """Nodes of a lab share one disk, so each host gets a folder of its own to be its disk."""
     need_tool("sshd")

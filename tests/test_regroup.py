@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,7 +138,25 @@ def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("inside", ["gloo", "shared"])
+def test_what_the_keeper_of_the_ledger_has_not_learned_yet_it_learns_from_the_furthest(tmp_path: Path) -> None:
+    """Where replicas part, one may be eight steps ahead and know so much earlier what is committed."""
+    run = make_run(tmp_path / "run", *WAYS["streaming"])
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        agent.await_step(0, 11)
+        agent.kill(0, signal.SIGSTOP)
+        agent.await_standstill(2)
+        agent.kill(1)
+        threading.Timer(0.3, agent.kill, (0, signal.SIGCONT)).start()
+        agent.regroup((0, 2))
+        agent.await_end((0, 2))
+    judge(run, (0, 2))
+
+
+@pytest.mark.parametrize(
+    "inside", [pytest.param("gloo", marks=pytest.mark.long), pytest.param("shared", marks=pytest.mark.exhaustive)]
+)
 def test_wherever_ranks_are_when_it_breaks_they_go_on_together(inside: str, tmp_path: Path) -> None:
     """Something is due after every step, so that some ranks have done it and others have not."""
     due = ("train.checkpoint_every=1", "train.eval_every=2", "train.gc_every=3", "members.digest_every=2")

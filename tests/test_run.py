@@ -49,7 +49,7 @@ def loss_of_one_process() -> float:
     ("name", "on", "words"),
     [
         ("plain_ddp.py", "local:2", ["--epochs", "3"]),
-        pytest.param("plain_ddp.py", "lab:3", ["--epochs", "3"], marks=pytest.mark.long),
+        pytest.param("plain_ddp.py", "lab:3", ["--epochs", "3"], marks=pytest.mark.exhaustive),
         pytest.param("accelerate_train.py", "local:2", [], marks=pytest.mark.exhaustive),
         pytest.param("accelerate_train.py", "lab:3", [], marks=pytest.mark.long),
         pytest.param("fabric_train.py", "local:2", ["--devices", "2"], marks=pytest.mark.exhaustive),

@@ -17,17 +17,22 @@ FIFTY = ("train.steps=50", "train.global_batch=12", "train.eval_every=25", "trai
 TIMES = ("data_s", "forward_s", "backward_s", "exposed_s", "wait_s", "optimizer_s", "other_s")
 
 
+class Runs(dict[int, tuple[Path, dict[str, Any]]]):
+    """The same training on so many ranks: made when the first test asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, ranks: int) -> tuple[Path, dict[str, Any]]:
+        folder = self._folder / f"on-{ranks}"
+        self[ranks] = folder, train_tiny(folder, "--on", f"local:{ranks}", sets=FIFTY)
+        return self[ranks]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict[str, Any]]]:
-    """The same training on one, two and three ranks."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {
-        ranks: (folder / f"on-{ranks}", train_tiny(folder / f"on-{ranks}", "--on", f"local:{ranks}", sets=FIFTY))
-        for ranks in (1, 2, 3)
-    }
-
-
-Runs = dict[int, tuple[Path, dict[str, Any]]]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -78,16 +78,17 @@ def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
     return Deal(micro_batch, shares(global_batch // micro_batch, weights))
 
 
-def deal_anew(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
-    """The same global batch over other ranks, in micro-batches of the same shape where that gives everybody one."""
-    fitting = (size for size in reversed(_divisors(global_batch, micro_batch)) if global_batch // size >= len(weights))
-    size = next(fitting, None)
-    if size is None:
+def deal_anew(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> Deal:
+    """The same global batch over other ranks, in the micro-batches up to `most` that leave the busiest the least work.
+    What is compiled for one shape keeps it where that gives everybody one: compiling takes longer than many steps."""
+    fitting = [size for size in _divisors(global_batch, most) if global_batch // size >= len(weights)]
+    if not fitting:
         raise ConfigError(
             f"{len(weights)} ranks cannot share a global batch of {global_batch} sequences",
             why="every rank needs at least one sequence in each step",
             fix=f"let fewer machines in: --set members.max_nodes={max(1, len(weights) - 1)}",
         )
+    size = max(fitting) if is_compiled else _least_work(global_batch, fitting, weights)
     return deal(global_batch, size, weights)
 
 
@@ -109,7 +110,7 @@ def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_
             fix=f"use --global-batch {world_size} or more, or fewer ranks",
         )
     if train.micro_batch is None:
-        return min(_divisors(batch, most), key=lambda size: (_busiest(batch, size, weights), -size))
+        return _least_work(batch, _divisors(batch, most), weights)
     _check_fits(train.micro_batch, batch, world_size)
     return train.micro_batch
 
@@ -130,6 +131,10 @@ def _check_fits(size: int, batch: int, world_size: int) -> None:
         why="shares are whole micro-batches of one shape, at least one for every rank",
         fix=f"use --micro-batch {nearest}, or leave it out",
     )
+
+
+def _least_work(batch: int, sizes: Sequence[int], weights: Sequence[float]) -> int:
+    return min(sizes, key=lambda size: (_busiest(batch, size, weights), -size))
 
 
 def _busiest(batch: int, size: int, weights: Sequence[float]) -> float:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+
+from shoal.sync.sockets import own_sockets
 
 _ATTACH_FILTER = 26
 # One instruction of the classic packet filter: return 0, keep nothing of it.
@@ -27,27 +26,19 @@ def shut_doors() -> int:
     that is made later opens a port of its own. Elsewhere than on Linux they stay open."""
     count = 0
     if sys.platform == "linux":
-        for listener in _listeners():
-            with listener, contextlib.suppress(OSError):
-                _drop_everything(listener)
-                count += 1
+        for _, found in own_sockets():
+            with contextlib.suppress(OSError):
+                if _listens(found):
+                    _drop_everything(found)
+                    count += 1
     return count
+
+
+def _listens(found: socket.socket) -> bool:
+    is_tcp = found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
+    return is_tcp and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _drop_everything(listener: socket.socket) -> None:
     code = ctypes.create_string_buffer(_DROP_EVERYTHING, len(_DROP_EVERYTHING))
     listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(code)))
-
-
-def _listeners() -> Iterator[socket.socket]:
-    """As duplicates: to close one does not close gloo's."""
-    for path in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):
-            if not path.is_socket():
-                continue
-            found = socket.socket(fileno=os.dup(int(path.name)))
-            is_tcp = found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield found
-            else:
-                found.close()

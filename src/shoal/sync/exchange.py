@@ -16,19 +16,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.sync.times import CommTimes
+from shoal.sync.vitals import Kernel, Vitals
 from shoal.sync.waiting import await_work
 from shoal.sync.world import World, without_group
+
+# So rarely is the kernel asked: it takes a tenth of a millisecond.
+_VITALS_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Told:
+    """One rank's figures. `ready_s`: from when all were together to the end of its own work."""
+
+    ready_s: float
+    vitals: Vitals
 
 
 @dataclass(frozen=True)
 class Shared:
     """What all ranks know of a step once it is over; the same on every rank but for `wait_s`. `edge`: somebody was
-    told that all are to stop together after a step."""
+    told that all are to stop together after a step. `told` is by rank."""
 
     loss_sum: float
     stop: bool
     wait_s: float
-    edge: bool = False
+    edge: bool
+    told: tuple[Told, ...]
 
 
 @dataclass(frozen=True)
@@ -42,12 +55,14 @@ class _Asked:
 
     def read(self, world: World) -> Shared:
         await_work(self.work, world.release)
-        loss_sum, ready_s, stop, edge = torch.stack(self.rows).cpu().unbind(dim=1)
+        matrix = torch.stack(self.rows).cpu()
+        loss_sum, ready_s, stop, edge = matrix[:, :4].unbind(dim=1)
         return Shared(
             loss_sum=float(loss_sum.sum()),
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
             edge=bool(edge.any()),
+            told=tuple(Told(ready, Vitals(*vitals)) for _, ready, _, _, *vitals in matrix.tolist()),
         )
 
 
@@ -67,12 +82,20 @@ class StepExchange:
         self._lag = lag
         self._asked: deque[_Asked] = deque()
         self._together_at = time.perf_counter()
+        self._kernel = Kernel()
+        self._vitals = Vitals()
+        self._begun = 0
+        self._waited_s = 0.0
         self.late_s = 0.0
 
     def begin(self, loss_sum: float, comm: CommTimes, stop: bool, edge: bool = False) -> None:
-        ready_s = comm.ready_at - self._together_at
+        ready_s = comm.ready_at - self._together_at - self._waited_s
         self._together_at = comm.ready_at + comm.tail_s
-        mine = torch.tensor([loss_sum, ready_s, stop, edge], dtype=torch.float64, device=self._world.device)
+        self._begun += 1
+        if self._begun % _VITALS_EVERY == 0:
+            self._vitals = self._kernel.look()
+        figures = [loss_sum, ready_s, stop, edge, *self._vitals.numbers()]
+        mine = torch.tensor(figures, dtype=torch.float64, device=self._world.device)
         rows = [torch.zeros_like(mine) for _ in range(self._world.size)]
         work = dist.all_gather(rows, mine, group=self._world.group, async_op=True)
         assert work is not None  # noqa: S101 - only a rank outside the group gets None
@@ -80,14 +103,19 @@ class StepExchange:
 
     def finish(self) -> list[Shared]:
         """One step's, in order; none in the first steps of a lagging exchange."""
-        self.late_s = 0.0
+        began = time.perf_counter()
+        found = self._finish()
+        # Whoever waits here for figures on their way is not slow itself.
+        self._waited_s = time.perf_counter() - began
+        self.late_s = self._waited_s if self._lag else 0.0
+        return found
+
+    def _finish(self) -> list[Shared]:
         if not self._lag:
             return self.drain()
         if len(self._asked) <= self._lag:
             return []
-        began = time.perf_counter()
         await_work(self._asked[1].work, self._world.release)
-        self.late_s = time.perf_counter() - began
         return self._read(1)
 
     def let_go(self) -> None:

@@ -34,7 +34,8 @@ class World:
 
     `ids` are the ranks' own numbers, by which their files are called: the same for as long as a run lives, while a rank
     is only a place in this world. `keeps_files`: of the ranks that share a run folder, this one keeps its checkpoints
-    and its ledger. `release`: frees whoever waits when the world is over.
+    and its ledger. `release`: frees whoever waits when the world is over. `nodes`: on which each rank is, where that is
+    known of all.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class World:
     # torch holds the C++ half of a store only: without this, a store of our own would lose its methods under the group.
     store: dist.Store
     ids: tuple[int, ...]
+    nodes: tuple[str, ...] = ()
     generation: Ballot = NEVER
     lineage: Lineage = _NO_LINEAGE
     keeps_files: bool = True
@@ -70,6 +72,12 @@ class World:
     @property
     def id(self) -> int:
         return self.ids[self.rank]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its ranks, in a sentence."""
+        nodes = self.nodes or ("",) * self.size
+        return tuple(f"rank {id}" + (f" on {node}" if node else "") for id, node in zip(self.ids, nodes, strict=True))
 
 
 def choose_device(wanted: str, placement: Placement) -> torch.device:

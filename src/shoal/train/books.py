@@ -30,17 +30,19 @@ class Books:
         # Of one that is behind, what it did since belongs to a generation that went on without it.
         kept = min(verdict.step, self.reached)
         own = [record for record in self.trainer.recorder.pending if record["step"] <= kept]
-        mine = own + self._seen_alone(own) if world.rank == verdict.source else []
+        # What it knows to be committed, whoever keeps a ledger may not have learned yet, or died before it wrote it.
+        committed = self.trainer.recorder.committed
+        mine = committed + own + self._seen_alone(own) if world.rank == verdict.source else []
         told: list[Record] = tell_document(world, verdict.source, mine)
-        by_step = {record["step"]: record for record in (*self._unwritten(world, verdict), *own, *told)}
+        if world.rank in verdict.behind:
+            self.trainer.recorder.forget_committed()
+            committed = []
+        by_step = {record["step"]: record for record in (*committed, *own, *told)}
         found = [by_step[step] for step in sorted(by_step)]
-        return ledger.missing(self.path, found) if world.keeps_files else found
-
-    def _unwritten(self, world: World, verdict: Verdict) -> list[Record]:
-        """Who kept this folder's ledger may have died before it wrote what all others know to be committed."""
-        if not world.keeps_files or world.rank in verdict.behind:
-            return []
-        return self.trainer.recorder.committed
+        if world.keeps_files:
+            return ledger.missing(self.path, found)
+        known = {ledger.name_of(record) for record in committed}
+        return [record for record in found if ledger.name_of(record) not in known]
 
     def _seen_alone(self, known: list[Record]) -> list[Record]:
         trainer, batch = self.trainer, self.trainer.global_batch

@@ -78,6 +78,8 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> N
     config, world = trainer.config, trainer.world
     _make_equal(trainer)
     trainer.batches = make_batches(config, run, world)
+    trainer.largest_micro_batch = trainer.batches.shard.deal.micro_batch
+    trainer.laggards.begin_anew(world.names)
     exchanges = make_exchanges(config, trainer.model, world, trainer.batches.shard.deal)
     trainer.sync, trainer.outer, trainer.exchange = exchanges.sync, exchanges.outer, exchanges.steps
     trainer.peak_lr = scaled_lr(config.train, world.size, config.sync.accumulate)

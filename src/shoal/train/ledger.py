@@ -25,8 +25,8 @@ def after(path: Path, step: int) -> list[Record]:
 
 def missing(path: Path, records: Iterable[Record]) -> list[Record]:
     """Those of the newest that this copy has not. Only its end is read: everybody waits, and it may be long."""
-    known = {_name(record) for record in _last_steps(path)}
-    return [record for record in records if _name(record) not in known]
+    known = {name_of(record) for record in _last_steps(path)}
+    return [record for record in records if name_of(record) not in known]
 
 
 def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
@@ -42,8 +42,8 @@ def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
 
 def amend(path: Path, rank: int, records: Iterable[Record]) -> None:
     """What the others have done meanwhile and is not here."""
-    known = {_name(record) for record in _steps(path)}
-    _append(path, rank, [record for record in records if _name(record) not in known])
+    known = {name_of(record) for record in _steps(path)}
+    _append(path, rank, [record for record in records if name_of(record) not in known])
 
 
 def _abandoned(each: GiveUp) -> Record:
@@ -59,7 +59,7 @@ def _append(path: Path, rank: int, records: Iterable[Record]) -> None:
         log.close()
 
 
-def _name(record: Record) -> tuple[int, str]:
+def name_of(record: Record) -> tuple[int, str]:
     """The same step trained by the same generation is the same step."""
     return record["step"], record.get("generation", "")
 

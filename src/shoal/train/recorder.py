@@ -94,6 +94,10 @@ class Recorder:
         """The last that this rank knows to be committed, whoever had to write them down."""
         return list(self._committed)
 
+    def forget_committed(self) -> None:
+        """Of a rank that copies another's state: what it knew may be of a training that was given up."""
+        self._committed.clear()
+
     def commit(self, through: int | None = None) -> None:
         """What everybody is known to have; only up to the step `through` where later ones may still be done again."""
         ready = [pending for pending in self._pending if through is None or pending["step"] <= through]
@@ -109,8 +113,8 @@ class Recorder:
         if self._member is not None:
             self._member.committed(ready[-1]["step"])
 
-    def warn(self, error: ShoalError) -> None:
-        self._events.write("warning", **error.as_dict())
+    def warn(self, error: ShoalError, **fields: Any) -> None:
+        self._events.write("warning", **error.as_dict(), **fields)
 
     def close(self) -> None:
         self._events.close()

@@ -186,7 +186,7 @@ class Membership:
         return Training(
             cursor=max(0, cursor),
             global_batch=deal.global_batch,
-            micro_batch=deal.micro_batch,
+            micro_batch=trainer.largest_micro_batch,
             peak_lr=trainer.peak_lr,
             tended_step=trainer.tended_step,
             evaluated_step=trainer.evaluated_step,
@@ -204,7 +204,8 @@ class Membership:
         trainer.tended_step, trainer.evaluated_step = training.tended_step, training.evaluated_step
         trainer.config = trainer.config.model_copy(update={"sync": self.chooser.follow(training.sync)})
         shares = weights_of(trainer.config.run, world.ids)
-        dealt = deal_anew(training.global_batch, training.micro_batch, shares)
+        trainer.largest_micro_batch = training.micro_batch
+        dealt = deal_anew(training.global_batch, training.micro_batch, shares, training.compiled)
         trainer.batches = deal_batches(trainer.config, self.run, world, dealt)
         if training.compiled != trainer.compute.compiled or training.bf16 != (trainer.compute.precision == "bf16"):
             trainer.compute = Choice(training.compiled, "bf16" if training.bf16 else "fp32", "as the others do")

@@ -30,6 +30,7 @@ from shoal.sync.times import CommTimes
 from shoal.sync.world import World, without_group
 from shoal.train.checkpoint import Progress
 from shoal.train.clip import clip
+from shoal.train.laggards import Laggards
 from shoal.train.recorder import Recorder
 from shoal.train.refusal import Outcome, refuse
 from shoal.train.schedule import learning_rate
@@ -47,7 +48,8 @@ class Trainer:
     """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
     `between_steps` is called on every rank when another one follows. `fence` says what may still be done in this
     generation; `history` are the lineages before this launch's first one. What is due between steps was done up to
-    `tended_step`, and the last evaluation was of `evaluated_step`: all ranks must know the same of both."""
+    `tended_step`, and the last evaluation was of `evaluated_step`: all ranks must know the same of both. There is
+    memory for `largest_micro_batch`."""
 
     config: Config
     world: World
@@ -66,6 +68,8 @@ class Trainer:
     history: tuple[tuple[str, int], ...] = ()
     tended_step: int = 0
     evaluated_step: int = -1
+    largest_micro_batch: int = 1
+    laggards: Laggards = field(default_factory=Laggards)
     compute: Choice = field(default_factory=Choice)
     times: dict[str, float] = field(default_factory=dict)
     between_steps: Callable[[], None] = field(default=lambda: None)
@@ -92,6 +96,7 @@ class Trainer:
         self.timer.add("wait", self.exchange.late_s)
         wants_stop = self._settle(known)
         self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=own.norm)
+        self._look_for_laggards(known)
         return wants_stop
 
     def at(self, step: int, cursor: int) -> Progress:
@@ -116,6 +121,7 @@ class Trainer:
     def begin_anew(self, world: World, step: int, cursor: int) -> None:
         """In another world, from here on. What was on its way in the last one is gone."""
         self.world = world
+        self.laggards.begin_anew(world.names)
         self.progress = self.at(step, cursor)
         self._begun.clear()
         self._edge, self._unsound = False, None
@@ -221,6 +227,14 @@ class Trainer:
         under_way = [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]
         self.times = self.timer.finish() | ({"allreduce": sum(under_way)} if under_way else {})
         self.recorder.step(step, self.times, tokens=self.global_tokens, **figures)
+
+    def _look_for_laggards(self, known: list[Shared]) -> None:
+        """All ranks judge alike, so that none repeats what another has said before it left; the first one speaks."""
+        work, exposed_s = self.batches.shard.deal.micro_batches, self.times.get("exposed", 0.0)
+        for shared in known:
+            for slow in self.laggards.saw(shared.told, work, self.times["step"], exposed_s):
+                if self.world.is_main:
+                    self.recorder.warn(slow, step=self.progress.step)
 
     def _refuse(self) -> None:
         """Where all ranks have come to know of the same trouble in the same place: they can still tell each other

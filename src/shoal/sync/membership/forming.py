@@ -64,6 +64,7 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
         group=group,
         store=base,
         ids=enter.ids,
+        nodes=enter.nodes,
         generation=enter.generation,
         lineage=enter.lineage,
         keeps_files=enter.keeps_files,

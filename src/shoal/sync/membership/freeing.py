@@ -5,38 +5,26 @@ gloo's own `abort` and `shutdown` free nobody; a socket that is shut down does, 
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+
+from shoal.sync.sockets import own_sockets
 
 
 class Connections:
     """Those that this process has made since this object was: what was open before is somebody else's business."""
 
     def __init__(self) -> None:
-        self._others = {inode for _, inode in _sockets()}
+        self._others = {inode for inode, _ in own_sockets()}
 
     def shut(self) -> None:
-        for fd, inode in _sockets():
+        for inode, found in own_sockets():
             if inode not in self._others:
-                _shut(fd, inode)
+                _shut(found)
 
 
-def _sockets() -> Iterator[tuple[int, int]]:
-    for entry in Path("/dev/fd").iterdir():
-        with suppress(OSError):
-            found = os.fstat(int(entry.name))
-            if stat.S_ISSOCK(found.st_mode):
-                yield int(entry.name), found.st_ino
-
-
-def _shut(fd: int, inode: int) -> None:
+def _shut(found: socket.socket) -> None:
     """Only what is connected: gloo's thread that accepts connections must not find its listener broken."""
-    # A number of our own, and then a look at what it stands for: another thread may have closed the first one.
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
-        if os.fstat(ours.fileno()).st_ino == inode:
-            ours.getpeername()
-            ours.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        found.getpeername()
+        found.shutdown(socket.SHUT_RDWR)

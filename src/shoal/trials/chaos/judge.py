@@ -71,6 +71,11 @@ def _words(expect: Expect, measured: Measured) -> Iterator[Assertion]:
         hit = next((text for text in measured.sentences if re.search(expect.sentence, text)), None)
         seen = hit or "; ".join(measured.sentences) or "nothing was said"
         yield Assertion(name=f"the user read /{expect.sentence}/", ok=hit is not None, seen=seen)
+    if expect.sentence_within_steps is not None:
+        after = [steps for text, steps in measured.warned if re.search(expect.sentence or "", text)]
+        ok = bool(after) and after[0] <= expect.sentence_within_steps
+        name = f"within {expect.sentence_within_steps} steps"
+        yield Assertion(name=name, ok=ok, seen=f"after {after[0]}" if after else "never")
 
 
 def _commands(expect: Expect, ending: Ending) -> Iterator[Assertion]:

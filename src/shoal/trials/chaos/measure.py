@@ -21,7 +21,7 @@ from shoal.trials.chaos.replicas import Ballot, ballot, came_back, newest_genera
 class Measured(BaseModel):
     """Seconds since the first injection, None for what never happened. `next_step_s` of a run that did not regroup is
     its longest time without a step. `slower` compares the median step after the last injection with that before the
-    first."""
+    first. `warned`: what ranks said of a slow training, and how many steps after the first injection."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,6 +43,7 @@ class Measured(BaseModel):
     slower: float | None = None
     ledger_ok: bool = True
     sentences: tuple[str, ...] = ()
+    warned: tuple[tuple[str, int], ...] = ()
 
 
 def measure(record: Record) -> Measured:
@@ -74,6 +75,7 @@ def measure(record: Record) -> Measured:
         slower=_slower(record, first, last),
         ledger_ok=ledger.ok,
         sentences=sentences(record, first),
+        warned=warned(record, first),
     )
 
 
@@ -104,6 +106,12 @@ def sentences(record: Record, after: float) -> tuple[str, ...]:
     resumed = [f"going on after step {event['resumed_from']}" for event in starts]
     ends = [str(event["seen"]) for event in keeper if event.get("event") == "ended" and event.get("seen")]
     return tuple(dict.fromkeys([*notes, *warnings, *resumed, *ends]))
+
+
+def warned(record: Record, after: float) -> tuple[tuple[str, int], ...]:
+    done = max((int(event["step"]) for event in record.ranks_said("step") if event["time"] <= after), default=0)
+    said = [event for event in record.ranks_said("warning") if event["time"] > after and "step" in event]
+    return tuple((str(event["seen"]), int(event["step"]) - done) for event in said)
 
 
 def _regrouped(record: Record, after: float) -> list[Event]:

@@ -30,7 +30,7 @@ ENDLESS = 1_000_000
 
 
 class Expect(BaseModel):
-    """What must hold. Seconds count from the first action, those of `rejoin_within_s` from the last.
+    """What must hold. Seconds and steps count from the first action, those of `rejoin_within_s` from the last.
 
     A training's ledger must be whole, its replicas equal to the bit and nothing left of it 5 s after its end, whatever
     stands here. `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop;
@@ -55,6 +55,7 @@ class Expect(BaseModel):
     abandoned: Annotated[int, Field(ge=0)] | None = None
     slower_at_most: Annotated[float, Field(gt=0)] | None = None
     sentence: str | None = None
+    sentence_within_steps: Annotated[int, Field(ge=1)] | None = None
     exit_code: int | None = None
     kept: bool = True
     command_code: int | None = None

@@ -1,0 +1,205 @@
+"""Who is waited for, and why: figures of made-up steps, and the kernel's own of real connections."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from shoal.sync.exchange import Told
+from shoal.sync.vitals import Kernel, Vitals
+from shoal.train.laggards import Laggards
+
+NAMES = ("rank 0 on attic", "rank 1 on cellar", "rank 2 on den")
+# The ring of an all-reduce: each sends to the next.
+RING = ((1, 2), (2, 3), (3, 1))
+PIECE = b"x" * 20_000
+
+
+def told(own_ms: Sequence[float], starved: Sequence[float] = (), mbps: Sequence[float] = ()) -> list[Told]:
+    starved, mbps = starved or [0.0] * len(own_ms), mbps or [900.0] * len(own_ms)
+    return [
+        Told(ms / 1e3, Vitals(lack, source, 1e6 * rate, target, 1e6 * rate))
+        for ms, lack, rate, (source, target) in zip(own_ms, starved, mbps, RING, strict=False)
+    ]
+
+
+EVEN = told([10, 11, 10])
+
+
+def watch(
+    *phases: tuple[list[Told], int], exposed: Sequence[float] = (), work: Sequence[int] = ()
+) -> list[tuple[int, str]]:
+    """Each phase for so many steps; what was said, and how many steps after the last phase began."""
+    laggards = Laggards()
+    laggards.begin_anew(NAMES[: len(phases[0][0])])
+    said: list[tuple[int, str]] = []
+    for number, (figures, steps) in enumerate(phases):
+        for step in range(1, steps + 1):
+            exposed_s = exposed[number] / 1e3 if exposed else 0.001
+            step_s = max(each.ready_s for each in figures) + exposed_s + 0.001
+            said += [(step, slow.seen) for slow in laggards.saw(figures, work or [1] * len(figures), step_s, exposed_s)]
+    return said
+
+
+def test_nobody_is_named_where_all_are_alike() -> None:
+    assert watch((EVEN, 200)) == []
+
+
+def test_a_starved_rank_is_named_within_twenty_steps() -> None:
+    [(steps, text)] = watch((EVEN, 60), (told([10, 30, 10], starved=[0.1, 0.8, 0.1]), 60))
+    assert steps <= 20
+    assert text == (
+        "everybody waits for rank 1 on cellar: it takes 3.0 times as long as the others for its part of a step "
+        "(30 ms, and not 10); for 80% of the time it is kept from its processor, by other programs or a limit"
+    )
+
+
+def test_a_rank_that_has_its_processor_is_slower_by_itself() -> None:
+    [(_, text)] = watch((told([10, 10, 20], starved=[0.3, 0.3, 0.35]), 60))
+    assert "rank 2 on den" in text
+    assert "its processor is slower" in text
+
+
+def test_one_long_step_is_nobodys_character() -> None:
+    pause = told([10, 2000, 10])
+    assert watch((EVEN, 40), (pause, 1), (EVEN, 40), (pause, 1), (EVEN, 40)) == []
+
+
+def test_warming_up_is_not_judged() -> None:
+    assert watch((told([10, 500, 10]), 16), (EVEN, 60)) == []
+
+
+def test_waiting_that_costs_nothing_is_not_worth_a_word() -> None:
+    assert watch((told([1.0, 1.8, 1.0]), 60), exposed=[50]) == []
+
+
+def test_a_slow_link_is_named_by_what_the_slow_edges_share() -> None:
+    slow = told([10, 10, 10], mbps=[9.5, 9.4, 800])
+    [(steps, text)] = watch((EVEN, 60), (slow, 60), exposed=[1, 40])
+    assert steps <= 20
+    assert text == (
+        "everybody waits for the network of cellar: it carries 9.4 Mbit/s, and the best link here 900; exchanging "
+        "takes 78% of a step"
+    )
+
+
+def test_between_two_nobody_can_say_whose_end_it_is() -> None:
+    after = [Told(0.01, Vitals(0, source, 9e6, target, 9e6)) for source, target in ((1, 2), (2, 1))]
+    before = told([10, 10])
+    [(_, text)] = watch((before, 60), (after, 60), exposed=[1, 40])
+    assert "the link between attic and cellar" in text
+
+
+def test_a_network_that_is_slow_for_all_alike_is_nobodys() -> None:
+    assert watch((told([10, 10, 10], mbps=[90, 91, 92]), 60), exposed=[40]) == []
+
+
+def test_a_slow_link_that_is_hidden_is_no_trouble() -> None:
+    assert watch((EVEN, 60), (told([10, 10, 10], mbps=[9, 9, 900]), 60), exposed=[1, 1]) == []
+
+
+def test_lost_packets_are_told_of() -> None:
+    lossy = [
+        Told(0.01, Vitals(address=source, lossy_peer=target, resent=share))
+        for (source, target), share in zip(RING, (0.011, 0.009, 0.0), strict=True)
+    ]
+    [(_, text)] = watch((EVEN, 60), (lossy, 60))
+    assert text == "packets are lost by the network of cellar: 1.1% of what is sent there is sent again"
+
+
+def test_the_same_is_told_once_and_again_after_it_was_over() -> None:
+    slow = told([10, 30, 10])
+    assert len(watch((slow, 400))) == 1
+    assert len(watch((slow, 60), (EVEN, 60), (slow, 60))) == 1
+    assert len(watch((slow, 60), (EVEN, 160), (slow, 60))) == 2
+
+
+def test_one_that_is_slow_now_and_then_is_told_of_once() -> None:
+    draw = random.Random(1)
+    phases = [(told([10, 15 * draw.uniform(0.9, 1.1), 10]), 4) for _ in range(600)]
+    assert len(watch(*phases)) == 1
+
+
+def test_a_batch_that_does_not_come_out_even_is_no_slow_processor() -> None:
+    [(_, text)] = watch((told([20, 10]), 60), work=[2, 1])
+    assert text.endswith("; it has 2 of 3 micro-batches")
+    [(_, text)] = watch((told([20, 10]), 60), work=[1, 1])
+    assert "its processor is slower" in text
+
+
+@pytest.mark.parametrize("onset", range(0, 40, 3))
+def test_the_cause_is_that_of_the_trouble_whenever_it_began(onset: int) -> None:
+    """The kernel's counters are looked at every five steps: what they say may be older than the trouble."""
+    laggards = Laggards()
+    laggards.begin_anew(NAMES)
+    starved, told_at = 0.0, None
+    for step in range(200):
+        is_slow = step >= 60 + onset
+        if step % 5 == 0:
+            starved = 0.7 if step >= 65 + onset else 0.7 * max(0, step - 60 - onset) / 5
+        figures = told([10, 30 if is_slow else 10, 10], starved=[0.05, starved, 0.05])
+        for slow in laggards.saw(figures, [1, 1, 1], 0.03, 0.001):
+            assert "kept from its processor" in slow.seen
+            told_at = step - 60 - onset
+    assert told_at is not None
+    assert told_at <= 20
+
+
+def test_another_world_does_not_hear_it_again() -> None:
+    laggards, slow = Laggards(), told([10, 30, 10])
+    for expected in (1, 0):
+        laggards.begin_anew(NAMES)
+        assert sum(len(laggards.saw(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
+
+
+def test_ranks_without_nodes_have_a_name_too() -> None:
+    laggards = Laggards()
+    laggards.begin_anew(("rank 0", "rank 1"))
+    [slow] = [slow for _ in range(60) for slow in laggards.saw(told([10, 30]), [1, 1], 0.03, 0.0)]
+    assert slow.seen.startswith("everybody waits for rank 1: it takes")
+
+
+def test_the_kernel_counts_what_a_connection_carried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kernel = Kernel()
+        with socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0)) as ours:
+            theirs, _ = server.accept()
+            with theirs:
+                # In pieces that the other side has room for: waiting for its reader is not the link's.
+                for _ in range(100):
+                    ours.sendall(PIECE)
+                    theirs.recv(len(PIECE), socket.MSG_WAITALL)
+                vitals = kernel.look()
+    assert vitals.address in [int.from_bytes(socket.inet_aton(f"127.0.0.{end}")) for end in (1, 2)]
+    assert vitals.best_bps > 10e6
+    assert (vitals.slow_bps, vitals.resent) == (0.0, 0.0)
+
+
+def spin(core: int, seconds: float, answer: multiprocessing.Queue[float] | None) -> None:
+    os.sched_setaffinity(0, {core})
+    kernel, until = Kernel(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    if answer is not None:
+        answer.put(kernel.look().starved)
+
+
+@pytest.mark.parametrize(("rivals", "least"), [(1, 0.3), (3, 0.6)])
+def test_a_shared_processor_is_seen(rivals: int, least: float) -> None:
+    core = min(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("fork")
+    answer: multiprocessing.Queue[float] = context.Queue()
+    others = [context.Process(target=spin, args=(core, 1.5, None)) for _ in range(rivals)]
+    ours = context.Process(target=spin, args=(core, 1.0, answer))
+    for process in (*others, ours):
+        process.start()
+    starved = answer.get(timeout=30)
+    for process in (*others, ours):
+        process.join()
+    assert least < starved <= 1.0
