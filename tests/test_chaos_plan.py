@@ -120,11 +120,11 @@ def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
 
 def life(pid: int, grows: float, seconds: int = 120) -> list[Sample]:
     at = range(0, seconds, 5)
-    return [Sample(float(t), pid, "agent", "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
+    return [Sample(float(t), 3, pid, "agent", "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
 
 
 def test_growth_is_a_slope_of_the_second_half() -> None:
-    filling = [Sample(float(t), 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 240, 5)]
+    filling = [Sample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 240, 5)]
     steady, growing = growth([*filling, *life(2, grows=6.0)])
     assert steady.rss_mb_a_minute == pytest.approx(0.0)
     assert growing.rss_mb_a_minute == pytest.approx(6.0, rel=1e-3)
@@ -136,8 +136,16 @@ def test_a_short_life_says_nothing() -> None:
     assert slope([1.0], [2.0]) == 0.0
 
 
+def test_worlds_of_other_sizes_are_not_compared() -> None:
+    """Two of three have fewer connections: that more come back is no growth."""
+    small = [Sample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]
+    whole = [Sample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 240, 5)]
+    [found] = growth([*small, *whole])
+    assert (found.files_a_minute, found.sockets_a_minute, found.threads_a_minute) == (0.0, 0.0, 0.0)
+
+
 def test_nobody_is_sampled_where_no_run_is(tmp_path: Path) -> None:
-    assert sample(tmp_path, 0.0) == []
+    assert sample(tmp_path, 0.0, 3) == []
 
 
 def commits(loss: float, steps: int = 100) -> list[dict[str, Any]]:

@@ -76,3 +76,16 @@ def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path
     report = check_ledger(read_jsonl(path))
     assert report.ok
     assert (report.steps, report.abandoned) == (5, 2)
+
+
+def test_steps_of_a_lineage_that_was_given_up_come_with_that_word(tmp_path: Path) -> None:
+    """A machine was away while two others parted and met: its copy must not show a fork that is none."""
+    left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
+    theirs = write(tmp_path / "theirs.jsonl", record(1, "1-0"), record(2, "1-0"), *left, *right)
+    ledger.give_up(theirs, 0, [GIVEN_UP])
+    ours = write(tmp_path / "ours.jsonl", record(1, "1-0"), record(2, "1-0"))
+    for _ in range(2):
+        ledger.amend(ours, 0, ledger.after(theirs, 2))
+    assert check_ledger(read_jsonl(ours)) == check_ledger(read_jsonl(theirs))
+    assert check_ledger(read_jsonl(ours)).ok
+    assert len(read_jsonl(ours)) == len(read_jsonl(theirs))

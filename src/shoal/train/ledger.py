@@ -20,7 +20,8 @@ def last_step(path: Path) -> int:
 
 
 def after(path: Path, step: int) -> list[Record]:
-    return [record for record in _steps(path) if record["step"] > step]
+    """With every word of what was given up: steps of such a lineage must not come without it."""
+    return [record for record in _all(path) if "abandoned" in record or (_is_step(record) and record["step"] > step)]
 
 
 def missing(path: Path, records: Iterable[Record]) -> list[Record]:
@@ -34,15 +35,15 @@ def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
     if not given_up or not path.exists():
         return
     lines = [_abandoned(each) for each in given_up]
-    records = list(read_events(path))
+    records = _all(path)
     trained = {record.get("lineage") for record in filter(_is_step, records)}
-    known = [{name: value for name, value in record.items() if name != "time"} for record in records]
-    _append(path, rank, [line for line in lines if line["abandoned"] in trained and line not in known])
+    known = {name_of(record) for record in records}
+    _append(path, rank, [line for line in lines if line["abandoned"] in trained and name_of(line) not in known])
 
 
 def amend(path: Path, rank: int, records: Iterable[Record]) -> None:
     """What the others have done meanwhile and is not here."""
-    known = {name_of(record) for record in _steps(path)}
+    known = {name_of(record) for record in _all(path)}
     _append(path, rank, [record for record in records if name_of(record) not in known])
 
 
@@ -59,13 +60,20 @@ def _append(path: Path, rank: int, records: Iterable[Record]) -> None:
         log.close()
 
 
-def name_of(record: Record) -> tuple[int, str]:
-    """The same step trained by the same generation is the same step."""
-    return record["step"], record.get("generation", "")
+def name_of(record: Record) -> tuple[int, str, str]:
+    """The same step trained by the same generation is the same step; and the same lineage is given up for the same
+    one once."""
+    if _is_step(record):
+        return record["step"], record.get("generation", ""), ""
+    return record.get("after", 0), record.get("abandoned", ""), record.get("standing", "")
+
+
+def _all(path: Path) -> list[Record]:
+    return list(read_events(path)) if path.exists() else []
 
 
 def _steps(path: Path) -> list[Record]:
-    return [] if not path.exists() else list(filter(_is_step, read_events(path)))
+    return list(filter(_is_step, _all(path)))
 
 
 def _last_steps(path: Path) -> list[Record]:

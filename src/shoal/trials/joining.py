@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,15 +104,30 @@ async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined
     await channel.send(facts)
     welcome = await _hear(channel, "welcome")
     try:
-        places = await _fetch(channel, welcome["files"])
-        run = _make_folder(out, welcome["texts"], places)
-        data = _check_text(run, places.values())
+        with _understood():
+            places = await _fetch(channel, welcome["files"])
+            run = _make_folder(out, welcome["texts"], places)
+            config = hashlib.sha256(welcome["texts"][run.config.name].encode()).hexdigest()
+            joined = Joined(run, str(welcome["node"]), address, config, "", bool(welcome["late"]))
+        joined = replace(joined, data=_check_text(run, places.values()))
     except ShoalError as error:
         await channel.send({"type": "failed", **error.as_dict()})
         raise
     await channel.send({"type": "prepared"})
-    config = hashlib.sha256(welcome["texts"][run.config.name].encode()).hexdigest()
-    return Joined(run, str(welcome["node"]), address, config, data, bool(welcome["late"]))
+    return joined
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Around what is done with the host's words: a field that is missing, or another type."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ControlError(
+            f"the host said what this machine does not understand ({type(error).__name__}: {error})",
+            why="its shoal is another",
+            fix="install the same shoal on both machines: shoal --version",
+        ) from error
 
 
 async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
@@ -173,16 +188,18 @@ async def _take_part(
     channel: Channel, code: str, joined: Joined, said: Callable[[str], None], watch: Callable[[RunFolder], None]
 ) -> None:
     meet = await _hear(channel, "meet")
-    if joined.late:
-        joined = _in_the_run(meet, joined)
-    order = _order(meet, unseal(meet["sealed"], code), joined)
+    with _understood():
+        joined = _in_the_run(meet, joined) if joined.late else joined
+        order = _order(meet, unseal(meet["sealed"], code), joined)
     agent = PipeLink(agent_command(joined.run.path, joined.node), joined.run.path, joined.node)
     try:
         agent.send(to_line(order))
         shipping = asyncio.ensure_future(asyncio.to_thread(_ship, channel, joined, agent, asyncio.get_running_loop()))
         _pass_signals_to(agent, said)
         roster = await _hear(channel, "roster")
-        agent.send(to_line(_plan_late(roster, order, joined) if joined.late else _plan(roster, joined)))
+        with _understood():
+            go = _plan_late(roster, order, joined) if joined.late else _plan(roster, joined)
+        agent.send(to_line(go))
         while agent.ended() is None:
             watch(joined.run)
             await asyncio.sleep(_POLL_S)

@@ -17,7 +17,10 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Sample:
+    """`world`: how many trained together at that moment. More of them have more connections and buckets."""
+
     at_s: float
+    world: int
     pid: int
     part: str
     node: str
@@ -28,7 +31,8 @@ class Sample:
 
 
 class Growth(BaseModel):
-    """Of one process, a minute, by least squares over the second half of its life: the first half fills caches."""
+    """Of one process, a minute, by least squares over the second half of its time in a whole world: the first half
+    fills caches."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,17 +47,17 @@ class Growth(BaseModel):
     threads_a_minute: float
 
 
-def sample(run: Path, began: float) -> list[Sample]:
+def sample(run: Path, began: float, world: int) -> list[Sample]:
     """Agents and ranks, as /proc shows them at this moment."""
     return [
         each
         for found in find(run)
         if found.part == "agent" or found.part.startswith("rank-")
-        if (each := _look(found.pid, found.part, found.node, began)) is not None
+        if (each := _look(found.pid, found.part, found.node, began, world)) is not None
     ]
 
 
-def _look(pid: int, part: str, node: str, began: float) -> Sample | None:
+def _look(pid: int, part: str, node: str, began: float, world: int) -> Sample | None:
     """None for one that ended while we looked."""
     place = Path("/proc") / str(pid)
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -61,7 +65,7 @@ def _look(pid: int, part: str, node: str, began: float) -> Sample | None:
         threads = len(list((place / "task").iterdir()))
         targets = [_target(path) for path in (place / "fd").iterdir()]
         sockets = sum(target.startswith("socket:") for target in targets)
-        return Sample(time.monotonic() - began, pid, part, node, rss, len(targets), sockets, threads)
+        return Sample(time.monotonic() - began, world, pid, part, node, rss, len(targets), sockets, threads)
     return None
 
 
@@ -73,9 +77,11 @@ def _target(path: Path) -> str:
 
 def growth(samples: Sequence[Sample], least_s: float = 90.0) -> list[Growth]:
     """Of every process that was seen for long enough to say: a rank that starts is growing for half a minute."""
+    whole = max((each.world for each in samples), default=0)
     by_pid: dict[int, list[Sample]] = {}
     for each in samples:
-        by_pid.setdefault(each.pid, []).append(each)
+        if each.world == whole:
+            by_pid.setdefault(each.pid, []).append(each)
     lives = [life for life in by_pid.values() if life[-1].at_s - life[0].at_s >= least_s]
     return [_growth(life) for life in lives]
 

@@ -143,7 +143,9 @@ class _Soaked:
         now = time.monotonic()
         if now - self._sampled_at > _SAMPLE_S:
             self._sampled_at = now
-            self.samples += sample(self.run.path, self._began)
+            commits = self.watch.record.commits
+            world = len(commits[-1].get("members", ())) if commits else 0
+            self.samples += sample(self.run.path, self._began, world)
         time.sleep(POLL_S)
 
 
