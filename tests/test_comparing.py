@@ -154,7 +154,7 @@ def test_two_at_the_last_step_go_back_too(tmp_path: Path) -> None:
 
 def test_two_without_a_checkpoint_fail_and_say_so(tmp_path: Path) -> None:
     run, ended = run_with(tmp_path, 2, [Flip(1, 5, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=20")
-    assert [error for _, error in ended] == [f"after step 10 rank 0, 1 have another {WEIGHT} than each other"] * 2
+    assert [error for _, error in ended] == [f"after step 10 ranks 0 and 1 have another {WEIGHT} than each other"] * 2
     assert not list(run.checkpoints.iterdir())
 
 

@@ -114,6 +114,31 @@ def test_one_bad_batch_is_named_and_nobody_has_it(way: str, tmp_path: Path) -> N
     assert is_sound == [True, True]
 
 
+def late_weight(trainer: Trainer) -> None:
+    """A weight goes bad between the loss and its gradient."""
+
+    def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> None:
+        if trainer.progress.step + 1 == BAD:
+            bad_weight_now(module)
+            loss.register_hook(lambda gradient: gradient * math.nan)
+
+    trainer.model.register_forward_hook(spoil)
+
+
+def bad_weight_now(module: nn.Module) -> None:
+    with torch.no_grad():
+        next(module.parameters()).data.view(-1)[0] = math.nan
+
+
+def test_a_weight_that_goes_bad_after_the_loss_names_its_rank(tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, "fp32", late_weight)
+    assert error.startswith(
+        f"error: the gradient norm was no number in step {BAD}: weights of rank 1 are none either, and those of the "
+        "others are; no rank has applied or committed the step\n"
+    )
+    assert is_sound == [True, False]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["shared", "diloco", "local", "streaming"])
 def test_a_weight_that_is_no_number_reaches_nobody_else(way: str, tmp_path: Path) -> None:

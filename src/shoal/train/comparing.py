@@ -163,14 +163,15 @@ class Comparison:
         if self._trainer.world.is_main:
             fix = "if it happens again, test the memory of their machines: memtester 1G 1"
             recorder.warn(
-                RunFailed(f"{self._describe(difference, step)}: {done}", why="a bit changed in memory", fix=fix)
+                RunFailed(f"{self._describe(difference, step)}: {done}", why="a bit changed in memory", fix=fix),
+                step=step,
             )
 
     def _describe(self, difference: Difference, step: int) -> str:
-        ids = ", ".join(map(str, self._ids(difference)))
+        ids = " and ".join(map(str, self._ids(difference)))
         than = "than the others" if difference.source is not None else "than each other"
-        verb = "has" if len(difference.odd) == 1 else "have"
-        return f"after step {step} rank {ids} {verb} another {difference.tensor} {than}"
+        have = f"rank {ids} has" if len(difference.odd) == 1 else f"ranks {ids} have"
+        return f"after step {step} {have} another {difference.tensor} {than}"
 
     def _ids(self, difference: Difference) -> list[int]:
         return [self._id(rank) for rank in difference.odd]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from shoal.errors import RunFailed
 from shoal.sync.replicas import gather
@@ -31,22 +33,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Told:
-    """One rank's first outcome that was no number, as everybody knows it."""
+    """One rank's first outcome that was no number, as everybody knows it. `broken`: its weights are none either."""
 
     id: int
     step: int
     loss: str
     norm: str
     samples: tuple[int, int]
+    broken: bool = False
 
 
-def refuse(world: World, own: Outcome | None, lr: float) -> RunFailed | None:
+def refuse(world: World, own: Outcome | None, weights: Iterable[Tensor], lr: float) -> RunFailed | None:
     """On all ranks, once all know that somebody's outcome was no number; the same error everywhere. `own` is this
     rank's first that was none, if any. None when nobody has any."""
-    numbers = [own.step, _kind(own.loss), _kind(own.norm), *own.samples] if own is not None else [0] * 5
+    broken = not all(bool(weight.isfinite().all()) for weight in weights)
+    numbers = [own.step, _kind(own.loss), _kind(own.norm), *own.samples, broken] if own is not None else [0] * 6
     told = [
-        Told(world.ids[rank], step, _KINDS[loss], _KINDS[norm], (first, end))
-        for rank, (step, loss, norm, first, end) in enumerate(gather(world, numbers))
+        Told(world.ids[rank], step, _KINDS[loss], _KINDS[norm], (first, end), bool(broken))
+        for rank, (step, loss, norm, first, end, broken) in enumerate(gather(world, numbers))
         if step
     ]
     return explain(told, world.size, lr) if told else None
@@ -62,6 +66,8 @@ def explain(told: Sequence[Told], ranks: int, lr: float) -> RunFailed:
     if not culprits:
         what, culprits = "gradient norm", [(rank, rank.norm) for rank in bad]
         lower += ", or use --wire fp32 if a shorter format was used"
+        if 0 < len(broken := [rank.id for rank in told if rank.broken]) < ranks:
+            return _broken(broken, step)
     if len(culprits) == ranks:
         return RunFailed(
             f"the {what} became {culprits[0][1]} in step {step}{' on every rank' if ranks > 1 else ''}",
@@ -73,6 +79,17 @@ def explain(told: Sequence[Told], ranks: int, lr: float) -> RunFailed:
         f"a {what} was no number in step {step}: {named}; no rank has applied or committed the step",
         why="all other ranks had numbers: these samples, or what that machine computes, are at fault",
         fix=f"go on from the last checkpoint: shoal train --resume RUN. If the same samples do it again, {lower}",
+    )
+
+
+def _broken(ids: Sequence[int], step: int) -> RunFailed:
+    """A sum of gradients does not say whose was none; weights that differ do."""
+    named = " and ".join(map(str, ids))
+    return RunFailed(
+        f"the gradient norm was no number in step {step}: weights of rank {named} are none either, and those of the "
+        "others are; no rank has applied or committed the step",
+        why="what that machine keeps in memory, or computes, is at fault",
+        fix="test its memory (memtester 1G 1), then go on from the last checkpoint: shoal train --resume RUN",
     )
 
 

@@ -239,7 +239,7 @@ class Trainer:
     def _refuse(self) -> None:
         """Where all ranks have come to know of the same trouble in the same place: they can still tell each other
         whose it is."""
-        error = refuse(self.world, self._unsound, self.config.train.lr)
+        error = refuse(self.world, self._unsound, self.model.parameters(), self.config.train.lr)
         if error is not None:
             raise error
 

@@ -140,6 +140,14 @@ class Starve(Action):
     rank: Rank
 
 
+class CorruptMemory(Action):
+    """One weight of a rank: a bit of it, or it is no number any more. The training must have `lr = 1e-30`."""
+
+    do: Literal["corrupt-memory"] = "corrupt-memory"
+    rank: Rank
+    how: Literal["flip", "nan"] = "flip"
+
+
 class FillDisk(Action):
     """The disk that holds the checkpoints is full; the scenario says how large that is (`disk_mb`)."""
 
@@ -206,6 +214,7 @@ AnyAction = Annotated[
     | Loss
     | Cpu
     | Starve
+    | CorruptMemory
     | FillDisk
     | FreeDisk
     | SignalKeeper

@@ -27,6 +27,7 @@ from shoal.trials.chaos import actions
 from shoal.trials.chaos.actions import Action, describe
 from shoal.trials.chaos.disks import corrupt_newest, fill, free
 from shoal.trials.chaos.ground import Ground
+from shoal.trials.chaos.memory import aim
 from shoal.trials.chaos.record import Answer
 from shoal.trials.chaos.strangers import garbage
 from shoal.trials.stopping import stop
@@ -93,6 +94,9 @@ class Injector:
             case actions.Starve(rank=rank):
                 found = _rank_of(self._run.path, rank, None)
                 return lambda: no_more_memory(found.pid)
+            case actions.CorruptMemory(rank=rank, how=harm):
+                found = _rank_of(self._run.path, rank, None)
+                return aim(found.pid, self._run.checkpoints, harm, self._draw)
             case actions.FillDisk():
                 return lambda: fill(self._disk())
             case actions.FreeDisk():

@@ -53,8 +53,8 @@ ROWS = (
         "nodes of a lab run one installation",
     ),
     Row(22, "out of memory in one rank", ("tests/test_failing_ranks.py",)),
-    Row(23, "NaN or Inf loss on one rank", (), "it needs a rank that computes wrong"),
-    Row(24, "one weight bit changed on one rank", ("tests/test_replicas.py",), "it needs a rank's memory"),
+    Row(23, "NaN or Inf loss on one rank", ("tests/test_refusal.py",)),
+    Row(24, "one weight bit changed on one rank", ("tests/test_comparing.py",)),
     Row(
         25,
         "dead DNS, a host name that is 127.0.1.1, the wrong interface",

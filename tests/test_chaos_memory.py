@@ -1,0 +1,83 @@
+"""A weight is found in a process's memory by its bytes, and harmed there."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import LabError
+from shoal.trials.chaos.memory import Harm, aim, known_weight
+
+WEIGHTS = struct.pack("<100f", *(0.01 * number for number in range(100)))
+# Holds the weights, and prints them when told to.
+HOLDER = """
+import sys
+weights = bytearray(sys.stdin.buffer.read(400))
+print("here", flush=True)
+sys.stdin.buffer.read(1)
+sys.stdout.buffer.write(weights)
+"""
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """An older one, the newest, and one that was never finished."""
+    for step, whole in ((50, True), (100, True), (150, False)):
+        folder = tmp_path / f"step-{step:08d}"
+        folder.mkdir()
+        content = WEIGHTS if step == 100 else bytes(400)
+        header = json.dumps({
+            "__metadata__": {},
+            "a.bias": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b.weight": {"dtype": "F32", "shape": [10, 10], "data_offsets": [8, 408]},
+        }).encode()  # fmt: skip
+        model = struct.pack("<Q", len(header)) + header + bytes(8) + content
+        (folder / "model.safetensors").write_bytes(model)
+        if whole:
+            (folder / "manifest.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def holder() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(WEIGHTS)
+        process.stdin.flush()
+        assert process.stdout.readline() == b"here\n"
+        yield process
+
+
+def test_the_first_matrix_of_the_newest_whole_checkpoint_is_taken(checkpoints: Path) -> None:
+    assert known_weight(checkpoints) == ("b.weight", WEIGHTS[:256])
+
+
+@pytest.mark.parametrize("how", ["flip", "nan"])
+def test_one_number_of_a_running_process_changes(checkpoints: Path, holder: subprocess.Popen[bytes], how: Harm) -> None:
+    aim(holder.pid, checkpoints, how, random.Random(1))()
+    found = holder.communicate(b"x")[0]
+    [changed] = [at for at in range(100) if found[4 * at : 4 * at + 4] != WEIGHTS[4 * at : 4 * at + 4]]
+    (number,) = struct.unpack_from("<f", found, 4 * changed)
+    bits = [(ours ^ theirs).bit_count() for ours, theirs in zip(found, WEIGHTS, strict=True)]
+    assert number != number if how == "nan" else sum(bits) == 1
+
+
+def test_what_is_not_there_is_said(checkpoints: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        with pytest.raises(LabError, match=r"b\.weight of the last checkpoint is nowhere") as caught:
+            aim(other.pid, checkpoints, "flip", random.Random(1))
+        assert "lr = 1e-30" in caught.value.fix
+        other.communicate(b"\n")
+
+
+def test_before_the_first_checkpoint_nothing_can_be_found(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="there is no checkpoint"):
+        known_weight(tmp_path)
