@@ -13,6 +13,8 @@ from shoal.launch.orders import Start
 
 # How long to wait before a killed rank is started again; the last one for every further time.
 BACK_OFF_S = (0.2, 1.0, 3.0)
+# A rank that lived so long since then was not killed for its own sake: a training of weeks may lose one every day.
+FORGIVEN_S = 600.0
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Hand:
     state: State | None = None
     finished: bool = False
     attempts: int = 0
+    tried_at: float = 0.0
     again_at: float | None = None
 
     @property
@@ -106,11 +109,14 @@ class Crew:
         return _all(hand.here or hand.inside is not None for hand in self.hands if hand.alive)
 
     def try_again(self, hand: Hand, now: float) -> float | None:
-        """After how many seconds it is started again; None when that was tried often enough."""
+        """After how many seconds it is started again; None when that was tried often enough, in short order."""
+        if now - hand.tried_at >= FORGIVEN_S:
+            hand.attempts = 0
         if hand.attempts >= self.restarts:
             return None
         after_s = BACK_OFF_S[min(hand.attempts, len(BACK_OFF_S) - 1)]
         hand.attempts += 1
+        hand.tried_at = now
         hand.again_at = now + after_s
         return after_s
 

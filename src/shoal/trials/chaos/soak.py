@@ -31,7 +31,8 @@ _DIGEST_EVERY = 20
 # A flat learning rate: a run that is stopped somewhere can be compared with another one at the same step.
 _TRAINING: dict[str, dict[str, Any]] = {
     "train": {"min_lr_fraction": 1.0, "checkpoint_every": 200, "lr": 1e-3},
-    "members": {"digest_every": _DIGEST_EVERY},
+    # More ranks are killed in minutes than an agent would put up with elsewhere.
+    "members": {"digest_every": _DIGEST_EVERY, "restarts": 1_000},
 }
 
 
