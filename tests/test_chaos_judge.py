@@ -109,6 +109,25 @@ def test_without_a_new_generation_the_longest_pause_is_the_answer() -> None:
     assert (measured.regroup_s, measured.reconfigurations, measured.detect_s) == (None, 0, None)
 
 
+def test_a_run_that_hangs_until_it_is_asked_to_stop_has_paused() -> None:
+    """A step that was on its way when the fault came is no sign that anybody went on."""
+    record = Record(injected=[{"time": FAULT_AT}])
+    record.ranks = [step(0, number, at) for number, at in enumerate((99.0, 99.9, 100.05), start=1)]
+    record.asked_at = 108.0
+    assert measure(record).next_step_s == pytest.approx(7.95)
+    # What it did while it stopped is its farewell.
+    record.ranks.append(step(0, 4, 108.5))
+    assert measure(record).next_step_s == pytest.approx(7.95)
+
+
+def test_a_ledger_that_ends_too_early_is_seen() -> None:
+    record = survived()
+    record.commits = record.commits[:-1]
+    assert failed(judge(scenario(), measure(record), WELL)) == ["the ledger has 7 steps"]
+    record.commits = []
+    assert failed(judge(scenario(), measure(record), WELL)) == ["the ledger has 7 steps"]
+
+
 def test_a_pause_before_the_fault_is_not_its_doing() -> None:
     assert longest_pause([1.0, 9.0, 9.5, 9.7], after=9.1) == pytest.approx(0.5)
     assert longest_pause([1.0], after=0.0) is None
@@ -144,7 +163,7 @@ SCENARIO = {
     "name": "x",
     "row": 1,
     "text": "x",
-    "training": {"train": {"steps": 9}},
+    "training": {"train": {"steps": 7}},
     "steps": [{"at_step": 5, "do": "kill-rank", "rank": 2}],
 }
 WELL = Ending(exit_code=0, replicas_equal=True, replicas=3)
@@ -162,7 +181,7 @@ def test_all_that_must_hold_does() -> None:
     asked = {"next_step_within_s": 1.0, "members": 3, "reconfigurations": 2, "sentence": "rank 2.*killed"}
     found = judge(scenario(**asked), measure(survived()), WELL)
     assert failed(found) == []
-    assert len(found) == 11
+    assert len(found) == 12
 
 
 @pytest.mark.parametrize(
@@ -200,13 +219,21 @@ def test_how_a_run_ends_is_always_judged(ending: Ending, name: str) -> None:
 
 def test_a_run_without_a_number_of_steps_is_stopped() -> None:
     endless = parse_scenario({**SCENARIO, "training": {}}, "x")
-    assert failed(judge(endless, Measured(), Ending(130, True, 3))) == []
-    assert failed(judge(endless, Measured(), Ending(130, None, 0))) == ["replicas equal to the bit"]
+    some = Measured(committed=1)
+    assert failed(judge(endless, some, Ending(130, True, 3))) == []
+    assert failed(judge(endless, some, Ending(130, None, 0))) == ["replicas equal to the bit"]
+    assert failed(judge(endless, Measured(), Ending(130, True, 3))) == ["the ledger has 1 steps or more"]
 
 
 def test_a_command_is_judged_by_its_answer() -> None:
     asked = {"command_code": 1, "command_says": "blocked", "command_within_s": 2}
-    words = {**SCENARIO, "trains": False, "training": {}, "steps": [{"do": "heal"}], "expect": asked}
+    words = {
+        **SCENARIO,
+        "trains": False,
+        "training": {},
+        "steps": [{"do": "shoal", "words": ["doctor"]}],
+        "expect": asked,
+    }
     check = parse_scenario(words, "x")
     good = Ending(None, None, 0, answers=(Answer(1, "one\nnode1 is blocked\n", 1.0),))
     assert failed(judge(check, Measured(), good)) == []

@@ -148,9 +148,16 @@ def test_nobody_is_sampled_where_no_run_is(tmp_path: Path) -> None:
     assert sample(tmp_path, 0.0, 3) == []
 
 
-def commits(loss: float, steps: int = 100) -> list[dict[str, Any]]:
+def commits(loss: float, steps: int = 100, members: int = 3) -> list[dict[str, Any]]:
     return [
-        {"step": n, "samples": [12 * (n - 1), 12 * n], "loss": loss, "time": float(n), "generation": "1-0"}
+        {
+            "step": n,
+            "samples": [12 * (n - 1), 12 * n],
+            "loss": loss,
+            "time": float(n),
+            "generation": "1-0",
+            "members": list(range(members)),
+        }
         for n in range(1, steps + 1)
     ]
 
@@ -159,9 +166,10 @@ def soaked(**changes: Any) -> SoakResult:
     record = Record(commits=changes.pop("commits", commits(2.0)))
     record.ranks = [{"event": "step", "rank": 0, "step": n, "time": float(n), "step_s": 0.1} for n in range(1, 101)]
     fault = SoakFault(10.0, "kill-node", (PowerOn(node="node1"),))
-    outcomes = [judge_fault(fault, 50.0, record, commits_before=90, skipped=changes.pop("skipped", ""))]
+    outcomes = [judge_fault(fault, 50.0, changes.pop("undone", 90.0), record, skipped=changes.pop("skipped", ""))]
     given: dict[str, Any] = {
         "planned": 1,
+        "nodes": 3,
         "reference": commits(2.01),
         "replicas_equal": True,
         "growth": growth(life(1, grows=0.5)),
@@ -188,6 +196,9 @@ def test_a_soak_that_held() -> None:
     [
         ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
         ({"planned": 2}, "went on after each of 2 faults"),
+        ({"undone": 101.0}, "went on after each of 1 faults"),
+        ({"commits": commits(2.0, members=2)}, "everybody is back at the end"),
+        ({"reference": commits(2.01, steps=40)}, "loss within 0.05 of the run without faults"),
         ({"reference": commits(2.2)}, "loss within 0.05 of the run without faults"),
         ({"reference": []}, "loss within 0.05 of the run without faults"),
         ({"replicas_equal": False}, "replicas equal to the bit"),

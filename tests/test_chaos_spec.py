@@ -65,7 +65,7 @@ def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
     ("change", "seen", "helps"),
     [
         ({"nmae": "x"}, "unknown key nmae", "did you mean 'name'?"),
-        ({"expect": {"lost_step": 0}}, "unknown key expect.lost_step", "did you mean 'lost_steps'?"),
+        ({"expect": {"stale_commit": 0}}, "unknown key expect.stale_commit", "did you mean 'stale_commits'?"),
         ({"steps": [{"do": "kil-node"}]}, "steps.0 has do = 'kil-node'", "did you mean 'kill-node'?"),
         ({"steps": [{"at_step": 3}]}, "steps.0 has do = None", "every step says what it does"),
         ({"steps": []}, "steps: ", ""),
@@ -76,6 +76,8 @@ def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
         ({"steps": [{"do": "heal", "at_step": 1, "after_s": 1.0}]}, "two moments", ""),
         ({"steps": [{"do": "fill-disk"}]}, "disk_mb = 4", ""),
         ({"trains": False}, "at_step needs a training", ""),
+        ({"expect": {"command_code": 1}}, "no step is one", ""),
+        ({"expect": {"sentence_within_steps": 3}}, "needs a sentence", ""),
         ({"expect": {"sentence": "("}}, "not a regular expression", ""),
         ({"training": {"train": {"stepz": 3}}}, "unknown setting train.stepz in scenario mine", "train.steps"),
     ],

@@ -56,10 +56,12 @@ def run(
     Exit code 0 when everything that must hold did, 1 when something did not.
     """
     from shoal.cli.chaostext import print_played, progress
-    from shoal.trials.chaos.gather import FIGURES, chosen, document, play_all
+    from shoal.trials.chaos.gather import FIGURES, chosen, document, left_out, play_all
 
     folder = (out or default_out("chaos")).absolute()
     wanted = chosen(scenarios, on)
+    for name, reason in left_out(scenarios, on).items():
+        typer.echo(f"left out: {name} ({reason})", err=True)
     with progress() as (show, done):
         played = play_all(wanted, on, times, seed, folder, show, done)
     if json:

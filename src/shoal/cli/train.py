@@ -128,6 +128,12 @@ def train(
     Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run, members.
     """
     given = locals()
+    if lineage and resume is None:
+        raise UsageError(
+            "--lineage goes with --resume",
+            why="it names one of the trainings that a run's machines did apart",
+            fix=f"shoal train --resume RUN --lineage {lineage}",
+        )
     if resume is not None:
         refuse_with_resume(given)
         clear_leftovers(clean)

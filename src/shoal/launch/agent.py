@@ -99,7 +99,8 @@ class Agent:
             await self._mesh.close()
             if self._sponsor is not None:
                 self._sponsor.close()
-            if self._elastic is not None:
+            # A laptop that woke where nobody of the run is may be taken home yet.
+            if self._elastic is not None and not self._elastic.gave_up:
                 forget_orders(self._run, self._orders.node)
             self._write("done", finished=self._has_finished())
         return 0

@@ -46,6 +46,7 @@ class Elastic:
         self._council = Council(me, members.rules, promises, boot_clock(), self.name)
         # The world that was asked for did not form, or nothing is left of it.
         self.failed = False
+        self.gave_up = False
         self._todo: deque[Action] = deque()
         self._early: list[tuple[int, Message]] | None = []
         self._halting = Halting(self.crew, members.rules)
@@ -118,7 +119,7 @@ class Elastic:
         self._give_in(now)
         if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
-            self.failed = True
+            self.failed = self.gave_up = True
 
     def fall_asleep(self) -> None:
         """The machine is about to be suspended. The others go on without us, and let us in when we have woken: not

@@ -1,4 +1,4 @@
-"""A machine that joins a run by itself: `shoal join ADDRESS#CODE`.
+"""A machine that joins a run by itself: `shoal join ADDRESS:PORT#CODE`.
 
 It is told who takes part and what is trained, and fetches the text; it plans and starts its own rank. The host learns
 what the rank writes; it can make this machine run nothing.

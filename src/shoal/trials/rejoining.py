@@ -13,8 +13,9 @@ from shoal.events import Event, EventTail
 from shoal.launch.found import AGENT, find
 from shoal.runfolder import RunFolder
 
-# Its ranks have to import torch first; afterwards the others take it in at the end of a step.
-_LET_IN_WITHIN_S = 60.0
+# Its ranks have to import torch first; afterwards the others take it in at the end of a step. Longer than an agent that
+# reaches nobody tries.
+_LET_IN_WITHIN_S = 75.0
 _POLL_S = 0.1
 
 

@@ -18,6 +18,12 @@ ALL = "all"
 FIGURES = "chaos.json"
 
 
+def left_out(words: Sequence[str], on: str) -> dict[str, str]:
+    """What `all` is not: scenarios of ours that cannot be played there, and why."""
+    found = {each.name: why_not(each, on) for each in all_scenarios()} if ALL in words else {}
+    return {name: reason for name, reason in found.items() if reason}
+
+
 def chosen(words: Sequence[str], on: str) -> list[Scenario]:
     """Checked before the first one is played. `all` is every one of ours that can be played there."""
     found: list[Scenario] = []

@@ -36,6 +36,7 @@ from shoal.units import parse_rate
 
 Deed = Callable[[], object]
 _COMMAND_S = 120.0
+_AGAIN_S = 0.3
 
 
 class Silent:
@@ -119,7 +120,9 @@ class Injector:
 
     def _signal(self, found: Found, name: str, times: int = 1) -> Deed:
         def deed() -> None:
-            for _ in range(times):
+            for number in range(times):
+                # Two at once are one: the kernel keeps no count of them.
+                time.sleep(_AGAIN_S if number else 0.0)
                 os.kill(found.pid, signal.Signals[name])
 
         return deed

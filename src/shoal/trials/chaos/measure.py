@@ -35,6 +35,7 @@ class Measured(BaseModel):
     reconfigurations: int = 0
     members: int | None = None
     steps: int = 0
+    committed: int = 0
     lost_steps: int = 0
     lost_samples: int = 0
     redone_steps: int = 0
@@ -54,7 +55,7 @@ def measure(record: Record) -> Measured:
     ledger = check_ledger(record.commits)
     lost_samples = sum(end - begin for begin, end in ledger.gaps)
     steps = sorted(float(event["time"]) for event in record.ranks_said("step"))
-    pause = longest_pause(steps, first)
+    pause = longest_pause(steps, first, record.asked_at)
     regroup, newest = _formed(regrouped), newest_generation(record)
     return Measured(
         detect_s=_since(first, _first_after(first, _signs_of_loss(record))),
@@ -67,6 +68,7 @@ def measure(record: Record) -> Measured:
         reconfigurations=len({event["generation"] for event in regrouped}),
         members=None if newest is None else int(newest["size"]),
         steps=record.furthest_step,
+        committed=ledger.steps,
         lost_steps=_lost_steps(record, lost_samples),
         lost_samples=lost_samples,
         redone_steps=_redone(record),
@@ -91,9 +93,11 @@ def count_stale(commits: Sequence[Event]) -> int:
     return stale
 
 
-def longest_pause(steps: Sequence[float], after: float) -> float | None:
-    """Between two steps of anybody; the one that the injection fell into counts from its beginning."""
-    gaps = [later - earlier for earlier, later in itertools.pairwise(steps) if later > after]
+def longest_pause(steps: Sequence[float], after: float, until: float | None = None) -> float | None:
+    """Between two steps of anybody, and from the last one to the moment `until` which it should have trained; the one
+    that the injection fell into counts from its beginning."""
+    moments = [*(step for step in steps if until is None or step < until), *([until] if until is not None else [])]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments) if later > after]
     return max(gaps, default=None)
 
 
@@ -130,7 +134,13 @@ def _formed(regrouped: Sequence[Event]) -> float | None:
 
 def _signs_of_loss(record: Record) -> list[float]:
     ended_badly = [event for event in record.agents_said("ended") if event.get("code")]
-    return _times([*record.ranks_said("lost", "fault"), *record.agents_said("lost", "pause", "tell"), *ended_badly])
+    return _times(
+        [
+            *record.ranks_said("lost", "fault"),
+            *record.agents_said("lost", "closed", "broken", "pause", "tell"),
+            *ended_badly,
+        ]
+    )
 
 
 def _lost_steps(record: Record, lost_samples: int) -> int:

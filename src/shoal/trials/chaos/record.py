@@ -10,13 +10,14 @@ from shoal.events import Event
 @dataclass
 class Record:
     """`ranks`, `agents` (each with its `node`), `commits` and `keeper` are the run folder's events as they came;
-    `injected` is what was done to it."""
+    `injected` is what was done to it, `asked_at` when it was asked to stop."""
 
     ranks: list[Event] = field(default_factory=list)
     agents: list[Event] = field(default_factory=list)
     commits: list[Event] = field(default_factory=list)
     keeper: list[Event] = field(default_factory=list)
     injected: list[Event] = field(default_factory=list)
+    asked_at: float | None = None
 
     def ranks_said(self, *kinds: str) -> list[Event]:
         return [event for event in self.ranks if event.get("event") in kinds]

@@ -25,12 +25,12 @@ from shoal.trials.chaos.record import Ending, Record
 from shoal.trials.chaos.replicas import came_back, compare_told, ranks_that_ended
 from shoal.trials.chaos.spec import Scenario
 from shoal.trials.chaos.watch import Watch
-from shoal.trials.stopping import end_processes, stop
+from shoal.trials.stopping import Outcome, end_processes, stop
 from shoal.trials.training import train_new
 
 POLL_S = 0.02
 _GRACE_S = 5.0
-# Then it is asked a second time, and ends at once.
+# Then it hangs.
 _STOP_S = 30.0
 Show = Callable[[str], None]
 
@@ -158,12 +158,19 @@ class Stage:
             if settled_at is None and self._is_whole(time.monotonic() - began):
                 settled_at = time.monotonic()
             if not patient and settled_at and time.monotonic() - settled_at > self.scenario.watch_s:
-                self.show("stops")
                 asked_at = time.monotonic()
-                stop(self.run, wait_s=_STOP_S)
+                self._ask_to_stop()
             time.sleep(POLL_S)
         self.watch.poll()
+        if asked_at is None and not patient and self.watch.ended is None:
+            raise Trouble("nothing of the run was left before it was asked to stop")
         return time.monotonic() - (asked_at or began)
+
+    def _ask_to_stop(self) -> None:
+        self.show("stops")
+        self.record.asked_at = time.time()
+        if stop(self.run, wait_s=_STOP_S) is Outcome.ENDED:
+            raise Trouble(f"it did not stop by itself within {_STOP_S:g} s")
 
     def _is_whole(self, waited_s: float) -> bool:
         """Whoever is expected back is back, or will not be in time."""

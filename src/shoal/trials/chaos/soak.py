@@ -22,11 +22,13 @@ from shoal.trials.chaos.session import POLL_S, Show
 from shoal.trials.chaos.soakjudge import FaultOutcome, SoakResult, judge_fault, judge_soak
 from shoal.trials.chaos.spec import Scenario
 from shoal.trials.chaos.watch import Watch
-from shoal.trials.stopping import end_processes, stop
+from shoal.trials.stopping import Outcome, end_processes, stop
 from shoal.trials.training import train_new
 
 _SAMPLE_S = 5.0
 _START_S = 120.0
+# A rank is started again after 3 s at most, and imports torch.
+_BACK_S = 60.0
 _DIGEST_EVERY = 20
 # A flat learning rate: a run that is stopped somewhere can be compared with another one at the same step.
 _TRAINING: dict[str, dict[str, Any]] = {
@@ -68,6 +70,7 @@ def soak(order: SoakOrder, out: Path, show: Show) -> SoakResult:
         record=faulty.watch.record,
         outcomes=outcomes,
         planned=len(faults),
+        nodes=order.nodes,
         reference=reference.commits,
         replicas_equal=equal,
         growth=growth(faulty.samples),
@@ -103,12 +106,12 @@ class _Soaked:
             outcomes.append(self._suffer(fault))
             if self.watch.ended:
                 break
+        self._await_whole()
         return outcomes
 
     def _suffer(self, fault: SoakFault) -> FaultOutcome:
         """Every action of the fault, then the time to the next one, which is what it has to recover in."""
-        commits, began, skipped = len(self.watch.record.commits), time.time(), ""
-        last = time.monotonic()
+        began, skipped, last = time.time(), "", time.monotonic()
         for action in expand(fault.steps):
             while not is_due(Injection(action), 0, None, time.monotonic() - last):
                 self._look()
@@ -117,18 +120,30 @@ class _Soaked:
             except ShoalError as error:
                 skipped = error.seen
             last = time.monotonic()
+        undone = time.time()
         self._until(self._began + fault.at_s + 0.9 * self.order.every_s)
-        return judge_fault(fault, began, self.watch.record, commits, skipped)
+        return judge_fault(fault, began, undone, self.watch.record, skipped)
 
     def end(self) -> tuple[str, ...]:
         """Asked to stop, then looked after; what should have gone by itself is named and ended."""
         self.show("stops")
-        stop(self.run, wait_s=30.0)
+        hung = ["the run itself, which had to be ended"] if stop(self.run, wait_s=30.0) is Outcome.ENDED else []
         self.watch.poll()
         self._injector.close()
         left = find(self.run.path)
         end_processes(left)
-        return tuple(f"{found.part} on {found.node} ({found.pid})" for found in left)
+        return (*hung, *(f"{found.part} on {found.node} ({found.pid})" for found in left))
+
+    def _await_whole(self) -> None:
+        """Whoever the last faults took has to come back."""
+        deadline = time.monotonic() + _BACK_S
+        while self._world() < self.order.nodes and not self.watch.ended and time.monotonic() < deadline:
+            self._look()
+
+    def _world(self) -> int:
+        """How many train together."""
+        commits = self.watch.record.commits
+        return len(commits[-1].get("members", ())) if commits else 0
 
     def _await_step(self, step: int) -> None:
         deadline = time.monotonic() + _START_S
@@ -144,9 +159,7 @@ class _Soaked:
         now = time.monotonic()
         if now - self._sampled_at > _SAMPLE_S:
             self._sampled_at = now
-            commits = self.watch.record.commits
-            world = len(commits[-1].get("members", ())) if commits else 0
-            self.samples += sample(self.run.path, self._began, world)
+            self.samples += sample(self.run.path, self._began, self._world())
         time.sleep(POLL_S)
 
 

@@ -14,7 +14,7 @@ from shoal.config.load import merge, validate
 from shoal.config.presets import did_you_mean, preset
 from shoal.config.schema import Config
 from shoal.errors import ConfigError, UsageError
-from shoal.trials.chaos.actions import AnyAction, FillDisk, Seconds, describe, kinds, needs_nodes
+from shoal.trials.chaos.actions import AnyAction, Command, FillDisk, Seconds, describe, kinds, needs_nodes
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 
@@ -49,8 +49,6 @@ class Expect(BaseModel):
     reconfigurations: Annotated[int, Field(ge=0)] | None = None
     most_reconfigurations: Annotated[int, Field(ge=0)] | None = None
     members: Annotated[int, Field(ge=1)] | None = None
-    lost_steps: Annotated[int, Field(ge=0)] = 0
-    lost_samples: Annotated[int, Field(ge=0)] = 0
     stale_commits: Annotated[int, Field(ge=0)] = 0
     abandoned: Annotated[int, Field(ge=0)] | None = None
     slower_at_most: Annotated[float, Field(gt=0)] | None = None
@@ -124,6 +122,12 @@ class Scenario(BaseModel):
                 raise ValueError(f"{describe(step)}: ranks count from 0, and the scenario has nodes = {self.nodes}")
             if not self.trains and step.at_step is not None:
                 raise ValueError(f"{describe(step)}: at_step needs a training, and the scenario has trains = false")
+        if any(name.startswith("command_") for name in self.expect.model_fields_set) and not any(
+            isinstance(step, Command) for step in self.steps
+        ):
+            raise ValueError('expect.command_… judges what a command says, and no step is one: do = "shoal"')
+        if self.expect.sentence_within_steps is not None and self.expect.sentence is None:
+            raise ValueError("expect.sentence_within_steps needs a sentence")
         if any(isinstance(step, FillDisk) for step in self.steps) and self.disk_mb is None:
             raise ValueError("fill-disk needs a disk that can be filled: say how large, disk_mb = 4")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -62,7 +63,8 @@ def knock(places: list[str], connections: int, idle: int, enter: Callable[[list[
         raise LabError(
             f"knocking at the ports took more than {_DEADLINE_S:.0f} s", fix="try fewer connections"
         ) from None
-    if not done.stdout.startswith("done"):
+    said = re.fullmatch(r"done (\d+)\n", done.stdout)
+    if said is None or (idle and not int(said[1])):
         raise LabError("nobody could knock", why=done.stderr.strip()[-300:])
 
 
