@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -86,6 +88,48 @@ def test_a_killed_agent_is_done_without_and_comes_back(tmp_path: Path) -> None:
         team.check_ledgers(0, 1, 2)
         members[1].process.send_signal(signal.SIGINT)
         assert [agent.code(within_s=10) for agent in members] == [0, 0, 0]
+
+
+@pytest.mark.long
+def test_a_machine_that_is_switched_off_leaves_and_comes_back(tmp_path: Path) -> None:
+    """SIGTERM is what a machine says to its processes before it goes: nobody else has to stop for that."""
+    with agents(tmp_path, tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1, 1))
+        team.go()
+        team.await_commits(1)
+        began = time.monotonic()
+        members[0].process.send_signal(signal.SIGTERM)
+        team.await_size(1, 2)
+        assert time.monotonic() - began < 2
+        members[0].process.wait(20)
+        assert members[0].run.orders("node1").exists()
+        team.await_commits(1)
+        start_again(members[0])
+        team.await_size(0, 3)
+        team.check_ledgers(0, 1, 2)
+        members[1].process.send_signal(signal.SIGINT)
+        assert [agent.code(within_s=10) for agent in members] == [0, 0, 0]
+
+
+@pytest.mark.long
+def test_a_guest_whose_rank_cannot_train_ends_alone(tmp_path: Path) -> None:
+    """It has no GPU, or another Python: those that train hear nothing of it."""
+    with agents(tmp_path, tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1, 1))
+        team.go()
+        team.await_commits(1)
+        members[0].process.kill()
+        team.await_size(1, 2)
+        orders = members[0].run.orders("node1")
+        meet, go = orders.read_bytes().splitlines(keepends=True)
+        broken = json.loads(go)
+        broken["Go"]["starts"][0]["argv"] = [sys.executable, "-c", "raise SystemExit(3)"]
+        orders.write_bytes(meet + json.dumps(broken).encode() + b"\n")
+        start_again(members[0])
+        members[0].process.wait(30)
+        team.await_commits(1, more=100)
+        team.check_ledgers(1, 2)
+        assert [agent.process.poll() for agent in members[1:]] == [None, None]
 
 
 @pytest.mark.long

@@ -211,3 +211,24 @@ def test_what_a_run_left_behind_is_set_aside(folder: CheckpointFolder, tmp_path:
         "step-00000005.superseded",
         "step-00000007.superseded",
     }
+
+
+def test_what_two_lineages_had_in_common_stays_when_one_is_given_up(folder: CheckpointFolder, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for step in (1, 2, 3):
+        progress = Progress(step, 10 * step, "1-0", "1-0")
+        folder.save(Checkpoint(progress, weights(model), moments(model, optimizer)))
+    folder.set_aside_lineage("1-0", after=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001", "step-00000002", "step-00000003.abandoned",
+    ]  # fmt: skip
+
+
+def test_as_many_are_set_aside_as_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """A run whose machines part and meet for weeks must not fill the disk."""
+    model, optimizer = trained()
+    for step in range(1, 8):
+        progress = Progress(step, 10 * step, "1-0", f"{step}-0")
+        folder.save(Checkpoint(progress, weights(model), moments(model, optimizer)))
+        folder.set_aside_lineage(f"{step}-0", after=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}.abandoned" for step in (5, 6, 7)]

@@ -1,8 +1,15 @@
-"""How often an agent starts a rank again."""
+"""How often an agent starts a rank again, and how long it waits for one that is to stop."""
 
 from __future__ import annotations
 
+from typing import cast
+
+from shoal.control.membership.generation import Ballot
+from shoal.control.membership.rules import Rules
+from shoal.control.rankline import Halt, ToRank
 from shoal.launch.crew import BACK_OFF_S, FORGIVEN_S, Crew, Hand
+from shoal.launch.halting import Halting
+from shoal.launch.lines import RankLine
 from shoal.launch.orders import Start
 
 
@@ -27,6 +34,32 @@ def test_whoever_lived_long_since_then_is_forgiven() -> None:
     last = 1000.0 + 86_400 * 9 + 2
     assert ours.try_again(hand, last + FORGIVEN_S - 1) is None
     assert ours.try_again(hand, last + FORGIVEN_S) == BACK_OFF_S[0]
+
+
+class Line:
+    """Keeps what a rank was told."""
+
+    def __init__(self) -> None:
+        self.told: list[ToRank] = []
+
+    def say(self, message: ToRank) -> None:
+        self.told.append(message)
+
+
+def test_a_round_that_is_longer_than_anybody_waits_is_broken_off_and_nobody_killed() -> None:
+    """Ranks end a round of many steps before they stop at its edge: they are asked to stop at once before they are
+    taken for hung."""
+    ours, hand = crew(restarts=3)
+    line, rules = Line(), Rules()
+    hand.begin(cast(RankLine, line))
+    hand.inside = Ballot(1, 0)
+    halting = Halting(ours, rules)
+    halting.begin(Ballot(1, 0), at_edge=True, now=0.0)
+    assert halting.late(rules.edge_s - 1) == []
+    assert halting.late(rules.edge_s) == []
+    assert [message.at_edge for message in line.told if isinstance(message, Halt)] == [True, False]
+    assert halting.late(rules.edge_s + rules.answer_s - 0.1) == []
+    assert halting.late(rules.edge_s + rules.answer_s) == [hand]
 
 
 def test_no_restarts_are_none() -> None:

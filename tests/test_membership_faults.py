@@ -338,6 +338,16 @@ def test_no_more_machines_than_wanted_are_let_in() -> None:
     assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
 
 
+def test_no_more_ranks_are_let_in_than_a_batch_has_samples() -> None:
+    cluster = lan(2, Rules(most_ranks=2))
+    cluster.join(7)
+    cluster.run(3)
+    assert generations_started(cluster) == 1
+    cluster.kill(1)
+    cluster.run(3)
+    assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
+
+
 def test_a_machine_that_leaves_costs_no_lineage() -> None:
     """It gave its vote up by its own word, so the one that is left continues what both began."""
     cluster = lan(2, PAUSE)

@@ -76,6 +76,17 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield record
 
 
+def read_last_events(path: Path, most_bytes: int) -> list[Event]:
+    """Those whole records that stand in the last bytes of a file, which may be long; none where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - most_bytes))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [event for line in lines if (event := parse_event(line)) is not None]
+
+
 def parse_event(line: bytes) -> Event | None:
     try:
         record = json.loads(line)

@@ -20,7 +20,8 @@ MOST_BYTES = 1 << 20
 # How long a lease lasts; the agent renews it four times as often.
 LEASE_S = 1.0
 
-Number = Annotated[int, Field(ge=0, lt=2**31)]
+MOST_NUMBERS = 2**31
+Number = Annotated[int, Field(ge=0, lt=MOST_NUMBERS)]
 
 
 class Enter(Plain):

@@ -99,8 +99,8 @@ class Agent:
             await self._mesh.close()
             if self._sponsor is not None:
                 self._sponsor.close()
-            # A laptop that woke where nobody of the run is may be taken home yet.
-            if self._elastic is not None and not self._elastic.gave_up:
+            # A laptop that woke where nobody of the run is may be taken home yet; what is switched off, switched on.
+            if self._elastic is not None and not self._elastic.may_return:
                 forget_orders(self._run, self._orders.node)
             self._write("done", finished=self._has_finished())
         return 0
@@ -175,7 +175,8 @@ class Agent:
             if self._elastic is not None:
                 self._elastic.tick()
                 if self._elastic.failed and self._failed_at is None:
-                    await self._fail()
+                    # Who gives up because it reaches nobody has nothing to say to those it may yet reach.
+                    await (self._end_alone() if self._elastic.may_return else self._fail())
             await self._say_when_done()
             await asyncio.sleep(POLL_S)
 
@@ -203,14 +204,19 @@ class Agent:
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._on_signal)
+        loop.add_signal_handler(signal.SIGINT, self._on_signal)
+        loop.add_signal_handler(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _on_signal(self) -> None:
         """The second one ends everything; what peers were told before the first does not count."""
         self._signals += 1
         self._keep(self._wish(at_once=self._signals > 1))
+
+    def _on_term(self) -> None:
+        """What a machine says to all its processes before it is switched off: the others train on."""
+        if self._elastic is None or self._signals or not self._elastic.depart():
+            self._on_signal()
 
     async def _wish(self, at_once: bool) -> None:
         """We have been asked to stop; the others hear of it, and ask their own ranks."""
@@ -276,6 +282,9 @@ class Agent:
             self._elastic.wind_up(failed=True)
         if self._failed_at is None:
             self._failed_at = boot_clock()
+
+    async def _end_alone(self) -> None:
+        self._note_failure()
 
     async def _fail(self) -> None:
         self._note_failure()

@@ -13,10 +13,10 @@ from shoal.control.channel import Message
 from shoal.control.machine import boot_clock
 from shoal.control.membership.actions import Abandon, Action, Pause, Send, Start, Stop, Tell
 from shoal.control.membership.council import Council
-from shoal.control.membership.generation import Ballot
+from shoal.control.membership.generation import MOST_RANKS, Ballot
 from shoal.control.membership.messages import decode, encode
 from shoal.control.membership.promises import Promises
-from shoal.errors import Interrupted
+from shoal.errors import Interrupted, UsageError
 from shoal.launch.crew import Crew, Hand
 from shoal.launch.farewell import Farewell, nobody_has_the_state
 from shoal.launch.halting import Halting
@@ -46,7 +46,7 @@ class Elastic:
         self._council = Council(me, members.rules, promises, boot_clock(), self.name)
         # The world that was asked for did not form, or nothing is left of it.
         self.failed = False
-        self.gave_up = False
+        self.may_return = False
         self._todo: deque[Action] = deque()
         self._early: list[tuple[int, Message]] | None = []
         self._halting = Halting(self.crew, members.rules)
@@ -72,6 +72,7 @@ class Elastic:
         """To a run that trains already: new, or started again with nothing but what was promised. The council asks to
         be let in."""
         self._founded = True
+        self._give_up = self._workplace.unsaid_give_up()
         self._hear_the_early()
 
     def start(self, hands: Iterable[Hand]) -> None:
@@ -119,13 +120,26 @@ class Elastic:
         self._give_in(now)
         if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
-            self.failed = self.gave_up = True
+            self.failed = self.may_return = True
 
     def fall_asleep(self) -> None:
         """The machine is about to be suspended. The others go on without us, and let us in when we have woken: not
         before, so they hear of our ranks only then."""
         self._asleep_at = boot_clock()
         self._do(self._council.suspend(self._asleep_at))
+
+    def depart(self) -> bool:
+        """This machine is about to be switched off; it can come back later. False where nobody would go on."""
+        generation = self._council.generation
+        if self._winding_up or not self._founded or generation is None or len(generation.members) < 2:
+            return False
+        self.may_return = True
+        self._workplace.write("note", text="this machine leaves: its agent was asked to end")
+        self._do(self._council.leave(boot_clock()))
+        self._left = True
+        self.wind_up()
+        self._workplace.kill_all()
+        return True
 
     def wake(self) -> None:
         """Our connections may be dead without having been closed."""
@@ -158,11 +172,20 @@ class Elastic:
 
     def is_full(self) -> bool:
         generation = self._council.generation
-        return generation is not None and len(generation.members) >= self._rules.max_nodes
+        if generation is None:
+            return False
+        return len(generation.members) >= self._rules.max_nodes or generation.world_size >= self._rules.most_ranks
 
     def invite(self) -> int:
         """Raises OSError when it cannot be written down."""
-        return self._council.invite(len(self._seating.roster))
+        member = self._council.invite(len(self._seating.roster))
+        if self._seating.number(member, MOST_RANKS) >= rankline.MOST_NUMBERS:
+            raise UsageError(
+                "this machine can invite nobody: the ranks of a new one would have no number",
+                why="it was itself invited by one that was invited, and so on",
+                fix="ask for the invitation on one of the first machines of the run: shoal host RUN, there",
+            )
+        return member
 
     def _lease(self, now: float) -> None:
         generation = self._council.generation
@@ -196,6 +219,7 @@ class Elastic:
                 hand.formed = hand.holds = True
                 if self.crew.all_formed(message.generation):
                     self._founded = True
+                    self._note_given_up()
                     self._council.formed(message.generation)
             case rankline.Halted() if hand.inside == message.generation:
                 hand.halted(message.state)
@@ -230,12 +254,20 @@ class Elastic:
         if ended.by_us:
             return True
         killed = ended.code < 0 or self._workplace.ran_out_of_memory(ended.start)
-        if not (self._founded and killed) or self._was_the_last(was_inside):
+        # What fails before it has trained with anybody is its own machine's trouble, and ends nobody else's training.
+        alone = was_inside is None
+        if not (self._founded and (killed or alone)) or self._was_the_last(was_inside):
             return False
         self._do_without(was_inside)
-        if not self._winding_up and (after_s := self.crew.try_again(hand, boot_clock())) is not None:
+        if killed and not self._winding_up and (after_s := self.crew.try_again(hand, boot_clock())) is not None:
             self._workplace.write("restart", name=ended.start.name, attempt=hand.attempts, after_s=after_s)
         return True
+
+    def _note_given_up(self) -> None:
+        """Our ranks have it in their ledger: nobody need be told again."""
+        if self._give_up is not None:
+            self._workplace.write("given-up", lineage=str(self._give_up.lineage))
+            self._give_up = None
 
     def _was_the_last(self, generation: Ballot | None) -> bool:
         """Nobody else has what was trained."""
@@ -280,8 +312,11 @@ class Elastic:
         while idle and self._todo:
             try:
                 self._perform(self._todo[0])
-            finally:
-                self._todo.popleft()
+            except BaseException:
+                # Or nothing would ever be done again.
+                self._todo.clear()
+                raise
+            self._todo.popleft()
 
     def _perform(self, action: Action) -> None:
         write: Callable[..., None] = self._workplace.write
@@ -326,7 +361,6 @@ class Elastic:
                 if self._give_up is not None:
                     hand.say(self._give_up)
                 hand.enter(order.model_copy(update={"holds": action.holds and hand.holds}))
-        self._give_up = None
         if len(self.crew.inside(generation.id)) < len(orders):
             # Somebody died between our promise and its being taken up.
             self._do_without(generation.id)

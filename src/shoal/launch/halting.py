@@ -40,5 +40,9 @@ class Halting:
         """Those to be ended, once in a while until they are gone."""
         if self._generation is None or now < self._until:
             return []
+        if self._at_edge:
+            # A step, or a round of them, may take longer than anybody waits: then they stop where they are.
+            self.begin(self._generation, at_edge=False, now=now)
+            return []
         self._until = now + self._rules.answer_s
         return self._crew.still_in(self._generation)

@@ -95,12 +95,13 @@ class Go:
         return {**dict(enumerate(self.roster)), **self.guests}
 
 
-def membership(config: MembersConfig, above: int) -> Membership:
+def membership(config: MembersConfig, above: int, most_ranks: int) -> Membership:
     rules = Rules(
         silent_after_s=config.silent_after_s,
         on_silent_tie=config.on_silent_tie,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
+        most_ranks=most_ranks,
     )
     return Membership(rules, config.restarts, above)
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 import asyncio
 import shlex
 import socket
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from shoal.control.membership.generation import read_ballot
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
 from shoal.control.process import marks
-from shoal.control.rankline import LINE_FD, ToAgent
+from shoal.control.rankline import LINE_FD, GiveUp, ToAgent
 from shoal.errors import RunFailed
-from shoal.events import read_events
+from shoal.events import read_events, read_last_events
 from shoal.launch.crew import Hand
 from shoal.launch.keyring import Keyring
 from shoal.launch.keystore import read_request, to_frame
@@ -26,6 +26,7 @@ from shoal.runfolder import RunFolder
 
 # What a rank calls it in its last event.
 _OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
+_LAST_BYTES = 1 << 16
 
 Write = Callable[..., None]
 
@@ -75,12 +76,21 @@ class Workplace:
     def ran_out_of_memory(self, start: Start) -> bool:
         """A rank that could say so itself, before the kernel killed it: as good a reason to start it again. The user
         hears of it, since only a smaller batch ends it for good."""
-        path = self._run.events(start.ranks[0])
-        last = deque(read_events(path), maxlen=1) if path.exists() else ()
+        last = read_last_events(self._run.events(start.ranks[0]), _LAST_BYTES)[-1:]
         said = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
         for event in said:
             self.write("note", text=f"{event['seen']} ({event['fix']})")
         return bool(said)
+
+    def unsaid_give_up(self) -> GiveUp | None:
+        """Of an earlier life: a lineage that was given up, and that no ledger has it from us yet."""
+        said = [
+            event for event in read_events(self._run.journal(self._node)) if event["event"] in ("abandon", "given-up")
+        ]
+        if not said or said[-1]["event"] == "given-up":
+            return None
+        lineage, standing = (read_ballot(said[-1][name]) for name in ("lineage", "standing"))
+        return GiveUp(lineage=lineage, standing=standing, shared_step=said[-1]["shared_step"])
 
     def shares_folder_with(self, member: int) -> bool:
         """Whoever's mark is in our folder wrote it there."""

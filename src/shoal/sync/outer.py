@@ -30,12 +30,13 @@ _NOTHING = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
 class Outer(Protocol):
     """`round_steps`: steps from one exchange of all parameters to the next. `lag_steps`: how far ranks may drift
     apart. `drifts`: replicas go their own ways between exchanges, so that a checkpoint needs a part of every rank;
-    `apart`: they have other parameters just now."""
+    `apart`: they have other parameters just now; `in_rounds`: a step is done when its round is."""
 
     round_steps: int
     lag_steps: int
     drifts: bool
     apart: bool
+    in_rounds: bool
 
     def after(self, step: int, last: bool) -> CommTimes:
         """What is due after this step. After the `last` one replicas are equal to the bit."""
@@ -72,6 +73,7 @@ class EveryStep:
     lag_steps = 0
     drifts = False
     apart = False
+    in_rounds = False
     flying = 0
 
     def after(self, step: int, last: bool) -> CommTimes:
@@ -106,6 +108,7 @@ class Parted(ABC):
     """What all ways have in common in which replicas part and meet again."""
 
     drifts = True
+    in_rounds = False
     lag_steps = LAG_STEPS
 
     def __init__(self, pieces: Sequence[Piece], exchange: Exchange, every: int, descent: Descent) -> None:
@@ -159,6 +162,7 @@ class Rounds(Parted):
     """
 
     flying = 0
+    in_rounds = True
 
     def __init__(self, pieces: Sequence[Piece], exchange: Exchange, every: int, descent: Descent) -> None:
         super().__init__(pieces, exchange, every, descent)

@@ -3,8 +3,10 @@ that are behind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from shoal.control.rankline import GiveUp
@@ -14,6 +16,9 @@ from shoal.train import ledger
 from shoal.train.handover import Verdict, gather_documents, tell_document
 from shoal.train.recorder import Record
 from shoal.train.trainer import Trainer
+
+# Some megabytes: seconds on any link.
+_PIECE = 20_000
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,15 @@ def bring_ledger(world: World, verdict: Verdict, path: Path, given_up: Sequence[
     missing = [step for behind, _, step in copies if behind]
     sources = [rank for rank, (_, whole, _) in enumerate(copies) if whole]
     if missing and sources:
-        records = ledger.after(path, min(missing)) if world.rank == sources[0] else []
-        records = tell_document(world, sources[0], records)
+        records = _in_pieces(world, sources[0], ledger.after(path, min(missing)))
         if is_behind:
             ledger.amend(path, world.id, records)
+        else:
+            deque(records, maxlen=0)
     return list(everybodys)
+
+
+def _in_pieces(world: World, source: int, records: Iterator[Record]) -> Iterator[Record]:
+    """From one rank to all. A training of weeks has a long ledger, and an exchange has a deadline."""
+    while piece := tell_document(world, source, list(islice(records, _PIECE)) if world.rank == source else []):
+        yield from piece

@@ -124,11 +124,14 @@ class CheckpointFolder:
         """How far the newest one has come that can be read; its sums are checked when it is loaded."""
         return next((found for folder in self._newest_first() if (found := _peek(folder)) is not None), None)
 
-    def set_aside_lineage(self, lineage: str) -> None:
-        """For a machine whose training was given up for another one's."""
+    def set_aside_lineage(self, lineage: str, after: int) -> None:
+        """For a machine whose training was given up for another one's: what both had in common is common still."""
         for folder in self._newest_first():
-            if (found := _peek(folder)) is not None and found.lineage == lineage:
+            found = _peek(folder)
+            if found is not None and found.lineage == lineage and found.step > after:
                 _set_aside(folder, "abandoned")
+        for folder in sorted(self._path.glob("step-*.abandoned*"), reverse=True)[self._keep :]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside_newer(self, step: int) -> None:
         """For a run that went back to `step`: it would otherwise be resumed from what it has left behind."""

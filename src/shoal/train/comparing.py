@@ -118,6 +118,7 @@ class Comparison:
         trainer.fence.moved(trainer.outer.common_step(trainer.progress.step))
         self._check(difference)
         back_to = trainer.progress.step
+        trainer.recorder.forget_committed(after=back_to)
         done = f"all went back to step {back_to}, the last they had agreed on, and do the steps since then again"
         self._tell(difference, step, done, back_to=back_to)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shoal.control.rankline import GiveUp
-from shoal.events import EventLog, parse_event, read_events
+from shoal.events import EventLog, read_events, read_last_events
 from shoal.train.recorder import Record
 
 # A few thousand steps: many times what a rank remembers of those that it has not written itself.
@@ -16,12 +16,12 @@ _END_BYTES = 1 << 20
 
 def last_step(path: Path) -> int:
     """The last step that this copy has; 0 where there is none."""
-    return max((record["step"] for record in _steps(path)), default=0)
+    return max((record["step"] for record in filter(_is_step, _all(path))), default=0)
 
 
-def after(path: Path, step: int) -> list[Record]:
+def after(path: Path, step: int) -> Iterator[Record]:
     """With every word of what was given up: steps of such a lineage must not come without it."""
-    return [record for record in _all(path) if "abandoned" in record or (_is_step(record) and record["step"] > step)]
+    return (record for record in _all(path) if "abandoned" in record or (_is_step(record) and record["step"] > step))
 
 
 def missing(path: Path, records: Iterable[Record]) -> list[Record]:
@@ -35,7 +35,7 @@ def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
     if not given_up or not path.exists():
         return
     lines = [_abandoned(each) for each in given_up]
-    records = _all(path)
+    records = list(_all(path))
     trained = {record.get("lineage") for record in filter(_is_step, records)}
     known = {name_of(record) for record in records}
     _append(path, rank, [line for line in lines if line["abandoned"] in trained and name_of(line) not in known])
@@ -44,7 +44,7 @@ def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
 def amend(path: Path, rank: int, records: Iterable[Record]) -> None:
     """What the others have done meanwhile and is not here."""
     known = {name_of(record) for record in _all(path)}
-    _append(path, rank, [record for record in records if name_of(record) not in known])
+    _append(path, rank, (record for record in records if name_of(record) not in known))
 
 
 def _abandoned(each: GiveUp) -> Record:
@@ -68,21 +68,12 @@ def name_of(record: Record) -> tuple[int, str, str]:
     return record.get("after", 0), record.get("abandoned", ""), record.get("standing", "")
 
 
-def _all(path: Path) -> list[Record]:
-    return list(read_events(path)) if path.exists() else []
-
-
-def _steps(path: Path) -> list[Record]:
-    return list(filter(_is_step, _all(path)))
+def _all(path: Path) -> Iterator[Record]:
+    return read_events(path) if path.exists() else iter(())
 
 
 def _last_steps(path: Path) -> list[Record]:
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        found = map(parse_event, file.read().split(b"\n"))
-    return [record for record in found if record is not None and _is_step(record)]
+    return list(filter(_is_step, read_last_events(path, _END_BYTES)))
 
 
 def _is_step(record: Record) -> bool:

@@ -11,14 +11,16 @@ from shoal.errors import ShoalError
 from shoal.train.trainer import StopWish
 
 
-def catch_stop_signals(stop: StopWish) -> None:
-    """Finish the step, save, leave. Asking twice does not help here: the launcher ends those it cannot wait for."""
+def catch_stop_signals(stop: StopWish, is_elastic: bool) -> None:
+    """Finish the step, save, leave. Asking twice does not help here: the launcher ends those it cannot wait for. Where
+    the others can go on, SIGTERM is what it is for any process: a machine says it before it is switched off."""
 
     def wish(signum: int, frame: FrameType | None) -> None:
         stop.wanted = True
 
     signal.signal(signal.SIGINT, wish)
-    signal.signal(signal.SIGTERM, wish)
+    if not is_elastic:
+        signal.signal(signal.SIGTERM, wish)
 
 
 def say(error: ShoalError) -> int:

@@ -94,9 +94,16 @@ class Recorder:
         """The last that this rank knows to be committed, whoever had to write them down."""
         return list(self._committed)
 
-    def forget_committed(self) -> None:
-        """Of a rank that copies another's state: what it knew may be of a training that was given up."""
+    def knows(self, step: int) -> bool:
+        """Whether everybody is known to have done it."""
+        return any(pending["step"] >= step for pending in self._pending)
+
+    def forget_committed(self, after: int = 0) -> None:
+        """Of a rank that copies another's state: what it knew may be of a training that was given up. Or of one that
+        goes back to the step `after`."""
+        kept = [record for record in self._committed if after and record["step"] <= after]
         self._committed.clear()
+        self._committed.extend(kept)
 
     def commit(self, through: int | None = None) -> None:
         """What everybody is known to have; only up to the step `through` where later ones may still be done again."""

@@ -158,11 +158,12 @@ class Membership:
         return bool(verdict.behind)
 
     def _bring_ledger(self, world: World, verdict: Verdict) -> None:
-        given_up = bring_ledger(world, verdict, self.run.commits, self.member.take_given_up())
+        given_up = bring_ledger(world, verdict, self.run.commits, self.member.given_up())
+        self.member.forget_given_up(given_up)
         if world.keeps_files:
             checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
             for each in given_up:
-                checkpoints.set_aside_lineage(str(each.lineage))
+                checkpoints.set_aside_lineage(str(each.lineage), each.shared_step)
 
     def _stand(self, enter: Enter) -> Standing:
         if not self.has_state or not enter.holds:

@@ -84,7 +84,7 @@ class Trainer:
         lr = learning_rate(step, self.peak_lr, self.config.train)
         self._seed_dropout(step)
         loss_sum, comm = self._forward_backward()
-        self.recorder.commit(through=self.outer.common_step(self.progress.step))
+        self._commit()
         own = self._outcome(step, loss_sum)
         self.exchange.begin(loss_sum if own.is_sound else math.nan, comm, self.stop.wanted, self.fence.edge)
         self._update(lr, own)
@@ -162,6 +162,13 @@ class Trainer:
         with self.timer.phase("backward"):
             comm = self.sync.finish()
         return loss_sum, comm
+
+    def _commit(self) -> None:
+        """What everybody has. Where a round ends with an exchange of its own, others may not have come to its end when
+        we have: its steps are theirs, too, when they have all begun another one."""
+        through = self.outer.common_step(self.progress.step)
+        if not self.outer.in_rounds or self.recorder.knows(through):
+            self.recorder.commit(through)
 
     def _fetch(self) -> Iterator[tuple[Tensor, Tensor]]:
         rows = self.batches.micro_batches(self.progress.cursor)

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     stop = StopWish()
-    catch_stop_signals(stop)
+    catch_stop_signals(stop, is_elastic=LINE_FD in os.environ)
     try:
         placement = Placement.from_env(os.environ)
     except ShoalError as error:

@@ -108,8 +108,8 @@ class Desk:
         if not paid:
             return False
         more = set(self.ranks.numbers) > set(current.ranks_of(self.me))
-        room = len(current.members) < self.rules.max_nodes
-        return more or (room and self.view.welcome(current, self.present(current)))
+        room = self.rules.most_ranks - current.world_size if len(current.members) < self.rules.max_nodes else 0
+        return more or self.view.welcome(current, self.present(current), room)
 
     def _is_out(self, member: int, current: Generation) -> bool:
         view, beat = self.view, self.view.beats.get(member)

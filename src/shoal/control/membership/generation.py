@@ -34,6 +34,11 @@ class Ballot(NamedTuple):
 NEVER = Ballot(0, 0)
 
 
+def read_ballot(text: str) -> Ballot:
+    number, _, proposer = text.partition("-")
+    return Ballot(int(number), int(proposer))
+
+
 class Plain(BaseModel):
     """Immutable, and strict about what comes from outside: nothing is converted, nothing unknown is passed over."""
 

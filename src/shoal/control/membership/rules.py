@@ -14,6 +14,7 @@ class Rules:
     `answer_s`: how long a member that is there may take to stop its ranks and answer; `edge_s` the same where its ranks
     end their step first. `turn_s`: how long each member waits for the one before it to propose. `fork_after_s`: how
     long a connection that broke may take to be made again before somebody goes on as a lineage of its own.
+    `most_ranks`: every rank needs a sample of each batch.
     """
 
     beat_s: float = 0.25
@@ -27,3 +28,4 @@ class Rules:
     on_silent_tie: Literal["continue", "pause"] = "continue"
     min_nodes: int = 1
     max_nodes: int = 64
+    most_ranks: int = 4096

@@ -98,7 +98,7 @@ def succeed(
     guests: Mapping[int, Guest],
     rules: Rules,
 ) -> Outcome:
-    seats = _seats(base, promises, guests, rules.max_nodes)
+    seats = _seats(base, promises, guests, rules)
     stay = frozenset(seat.member for seat in seats) & promises.keys()
     verdict = judge(electorate, frozenset(promises), rules.on_silent_tie)
     if verdict is not Verdict.CONTINUE:
@@ -118,7 +118,7 @@ def succeed(
 
 
 def _seats(
-    base: Generation, promises: Mapping[int, Promise], guests: Mapping[int, Guest], max_nodes: int
+    base: Generation, promises: Mapping[int, Promise], guests: Mapping[int, Guest], rules: Rules
 ) -> tuple[Seat, ...]:
     """Who was in stays in; guests come in where there is room."""
     brings = {member: promise.ranks for member, promise in promises.items() if promise.ranks}
@@ -126,7 +126,9 @@ def _seats(
     for member in sorted(guests):
         wider = {known: promises[known].hears for known in inside if known in promises}
         wider |= {known: guests[known].hears for known in (*inside, member) if known in guests}
-        if len(inside) < max_nodes and len(mutual(wider)) == len(wider):
+        room = len(inside) < rules.max_nodes
+        room &= sum(len(brings[known]) for known in inside) + len(guests[member].ranks) <= rules.most_ranks
+        if room and len(mutual(wider)) == len(wider):
             inside |= {member}
             brings[member] = guests[member].ranks
     return tuple(Seat(member=member, ranks=brings[member]) for member in sorted(inside))

@@ -65,10 +65,11 @@ class View:
             if member not in generation.members or self.is_elsewhere(member, generation)
         }
 
-    def welcome(self, generation: Generation, present: list[int]) -> bool:
-        """Whether a guest could come in now: everybody present hears it, and it hears everybody."""
+    def welcome(self, generation: Generation, present: list[int], room: int) -> bool:
+        """Whether a guest could come in now, with its ranks: everybody present hears it, and it hears everybody."""
         return any(
-            all(other == self.me or member in self.beats[other].hears for other in present if other in self.beats)
+            len(guest.ranks) <= room
+            and all(other == self.me or member in self.beats[other].hears for other in present if other in self.beats)
             and set(present) <= set(guest.hears)
             for member, guest in self.guests(generation).items()
         )

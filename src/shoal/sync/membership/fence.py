@@ -117,6 +117,9 @@ class GenerationFence:
 
     def moved(self, step: int) -> None:
         with self._changed:
+            if step < self._step:
+                # Back to a checkpoint: what is done again has to be committed again.
+                self._committed = min(self._committed, step)
             self._step, self._holds = step, True
 
     def committed(self, step: int) -> None:

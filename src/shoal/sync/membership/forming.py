@@ -28,6 +28,8 @@ _SIGNS_OF_A_LOST_PEER = (
     "Connect timeout",
     "connectFullMesh",
     "Socket closed",
+    # What every other exchange says when one of them has met its deadline.
+    "pair closure",
     "did not form",
 )
 

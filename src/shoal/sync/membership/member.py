@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from shoal.control.membership.generation import Ballot
@@ -95,10 +95,14 @@ class Member:
     def finished(self) -> None:
         self._say(Finished())
 
-    def take_given_up(self) -> list[GiveUp]:
+    def given_up(self) -> list[GiveUp]:
         with self._changed:
-            found, self._given_up = self._given_up, []
-        return found
+            return list(self._given_up)
+
+    def forget_given_up(self, written: Collection[GiveUp]) -> None:
+        """They are in every ledger that has something of them; not before, since this generation may break, too."""
+        with self._changed:
+            self._given_up = [each for each in self._given_up if each not in written]
 
     # The agent's side.
 
