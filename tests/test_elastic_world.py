@@ -16,6 +16,7 @@ from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import MembersConfig
 from shoal.events import EventLog, read_events
 from shoal.launch.found import find
+from shoal.launch.orders import membership
 from shoal.launch.plan import Command
 from shoal.launch.verdict import Ending, failure, outlived
 from shoal.launch.world import World
@@ -50,7 +51,9 @@ class Launch:
 
     def _work(self) -> None:
         with self.world:
-            self.world.launch(self._plan, config="c", data="d", members=MembersConfig())
+            self.world.launch(
+                self._plan, config="c", data="d", members=lambda ranks, above: membership(MembersConfig(), above, 16)
+            )
             self.world.see_through()
 
     def _plan(self, nodes: list[Node], meeting: Meeting) -> list[Command]:

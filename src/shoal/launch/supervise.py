@@ -15,9 +15,11 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Node
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
+from shoal.cost.batch import world_batch
 from shoal.cost.relief import relief
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import Event, EventLog, EventTail
+from shoal.launch.orders import Membership, membership
 from shoal.launch.plan import plan_module, plan_ranks, plan_script
 from shoal.launch.verdict import Ending, caused, failure, first_to_fail, outlived
 from shoal.launch.world import World, interruptible
@@ -40,6 +42,9 @@ def run_ranks(
     def folder_of(node: Node) -> str:
         return cluster.folder(node, run.path)
 
+    def rules(ranks: int, above: int) -> Membership:
+        return membership(members, above, most_ranks=world_batch(load_config(run.config).train, ranks))
+
     news = _news_of_ranks(run, cluster)
     world = World(run, cluster, log)
     with interruptible(world), world:
@@ -47,7 +52,7 @@ def run_ranks(
             lambda nodes, meeting: plan_ranks(config, folder_of, nodes, meeting, resume),
             config=digest_of_config(run),
             data=data,
-            members=members if config.launcher == "shoal" and members.on_loss == "go-on" else None,
+            members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
         )
         world.see_through()
     faults = _faults(news)

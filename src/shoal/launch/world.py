@@ -12,15 +12,12 @@ from types import FrameType
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Meeting, Node
-from shoal.config.load import load_config
-from shoal.config.schema import MembersConfig
 from shoal.control.token import make_token
-from shoal.cost.batch import world_batch
 from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.earlier import highest_generation
 from shoal.launch.found import AGENT, find
-from shoal.launch.orders import END, STOP, Meet, Member, Membership, make_go, membership, to_line
+from shoal.launch.orders import END, STOP, Meet, Member, Membership, make_go, to_line
 from shoal.launch.plan import Command
 from shoal.launch.post import Post
 from shoal.launch.verdict import Ending
@@ -58,9 +55,15 @@ class World:
     _ended_at: float | None = None
 
     def launch(
-        self, plan: Plan, config: str, data: str, script_port: int | None = None, members: MembersConfig | None = None
+        self,
+        plan: Plan,
+        config: str,
+        data: str,
+        script_port: int | None = None,
+        members: Callable[[int, int], Membership] | None = None,
     ) -> None:
-        """With `members`, machines may come and go."""
+        """With `members`, machines may come and go: by which rules, it says for so many ranks and when told the highest
+        number of a generation so far."""
         common = Meet(
             folder="",
             node="",
@@ -98,7 +101,7 @@ class World:
                 )
             time.sleep(POLL_S)
 
-    def _send_off(self, plan: Plan, members: MembersConfig | None) -> None:
+    def _send_off(self, plan: Plan, members: Callable[[int, int], Membership] | None) -> None:
         nodes = []
         for post in self.posts:
             said = post.ready or {}
@@ -114,15 +117,10 @@ class World:
             )
         self.commands = plan(nodes, meeting)
         self.is_elastic = members is not None
-        order = None if members is None else self._membership(members)
+        order = None if members is None else members(self.ranks, self._highest_generation())
         roster = [self._as_member(post) for post in self.posts]
         for post in self.posts:
             post.link.send(to_line(make_go(roster, self.commands, post.node.name, order)))
-
-    def _membership(self, members: MembersConfig) -> Membership:
-        ranks = sum(len(command.ranks) for command in self.commands)
-        most_ranks = world_batch(load_config(self.run.config).train, ranks)
-        return membership(members, self._highest_generation(), most_ranks)
 
     def _as_member(self, post: Post) -> Member:
         said, node = post.ready or {}, post.node
