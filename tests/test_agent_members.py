@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import sys
 import time
@@ -146,6 +148,30 @@ def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
         start_again(members[1])
         team.await_size(1, 2)
         team.check_ledgers(1, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("port", ["free", "taken"])
+def test_machines_that_all_were_restarted_in_turn_find_each_other(tmp_path: Path, port: str) -> None:
+    """The last one knows nobody where the launch had them; and where its own port is taken meanwhile, it is the one
+    that finds the others."""
+    with agents(tmp_path, tmp_path, tmp_path) as members, contextlib.ExitStack() as taken:
+        team = Team(members, (1, 1, 1))
+        team.go()
+        team.await_commits(0)
+        for round_ in range(2):
+            for number, agent in enumerate(members):
+                listened = agent.said("ready")[-1]["port"]
+                agent.process.kill()
+                agent.process.wait()
+                team.await_size((number + 1) % 3, 2)
+                if port == "taken":
+                    taken.enter_context(socket.create_server((agent.orders.address, listened)))
+                start_again(agent)
+                team.await_size(number, 3)
+                again = wait_until(lambda agent=agent, round_=round_: agent.said("ready")[round_ + 1 :])[-1]["port"]
+                assert (again == listened) == (port == "free")
+        team.check_ledgers(0, 1, 2)
 
 
 @pytest.mark.long

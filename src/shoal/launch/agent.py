@@ -8,10 +8,12 @@ whose machines come and go it also has a council (`launch.elastic`), and can be 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 import traceback
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ class Agent:
         self._sponsor: Sponsor | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
+        self._go: Go | None = None
+        self._kept = 0
         self._signals = 0
         self._asked_to_stop = False
         self._told = False
@@ -105,8 +109,20 @@ class Agent:
             self._write("done", finished=self._has_finished())
         return 0
 
+    def _keep_orders(self, go: Go) -> None:
+        """What it takes to start us again."""
+        self._go, self._kept = go, self._mesh.places.version
+        keep_orders(self._run, self._orders, go)
+
+    def _keep_places(self) -> None:
+        """Machines come back elsewhere, and the last that goes away must find one of them."""
+        if self._go is not None and self._kept != self._mesh.places.version:
+            with contextlib.suppress(OSError):
+                self._keep_orders(self._go.at(self._mesh.places.of_others(self._orders.member)))
+
     async def _get_ready(self) -> None:
         said, self._script_port = await get_ready(self._orders, self._run, self._mesh)
+        self._orders = replace(self._orders, port=said["port"])
         self._write("ready", **said)
 
     async def _begin(self, go: Go) -> None:
@@ -115,7 +131,7 @@ class Agent:
             return
         self._roster = dict(enumerate(go.roster))
         if go.members is not None:
-            keep_orders(self._run, self._orders, go)
+            self._keep_orders(go)
             self._elastic = self._make_elastic(go, go.members)
         await self._mesh.meet(self._roster)
         if self._asked_to_stop:
@@ -133,7 +149,7 @@ class Agent:
         if go.members is None:
             raise RunFailed("this run ends when a machine is lost", why="members.on_loss is `end`")
         self._roster = dict(enumerate(go.roster))
-        keep_orders(self._run, self._orders, go)
+        self._keep_orders(go)
         self._elastic = self._make_elastic(go, go.members)
         self._start_all(go)
         self._mesh.keep_up(go.places(), self._elastic.connected, dial_all=True)
@@ -172,6 +188,7 @@ class Agent:
             if self._failed_at is not None and boot_clock() - self._failed_at > GRACE_AFTER_FAILURE_S:
                 self._ranks.kill()
             self._roll.look(self._ranks.alive(), boot_clock() - self._met_at)
+            self._keep_places()
             if self._elastic is not None:
                 self._elastic.tick()
                 if self._elastic.failed and self._failed_at is None:

@@ -19,9 +19,14 @@ class Listeners:
         self.address = ""
         self.port = 0
 
-    async def open(self, address: str) -> None:
-        """On this one address; the port is the kernel's choice."""
-        server = await asyncio.start_server(self._welcome, address, 0)
+    async def open(self, address: str, port: int = 0) -> None:
+        """On this one address; the port is the kernel's choice, unless a certain one is wanted and free."""
+        try:
+            server = await asyncio.start_server(self._welcome, address, port)
+        except OSError:
+            if not port:
+                raise
+            server = await asyncio.start_server(self._welcome, address, 0)
         self._servers.append(server)
         self.address, self.port = address, server.sockets[0].getsockname()[1]
 

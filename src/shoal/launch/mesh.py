@@ -69,10 +69,11 @@ class Mesh:
         self._met = False
         self._door = doorkeeper(note)
 
-    async def listen(self, address: str, me: Hello, token: str) -> int:
-        """On this one address; the port is the kernel's choice."""
+    async def listen(self, address: str, me: Hello, token: str, port: int = 0) -> int:
+        """On this one address. Whoever comes back listens where it did before: others may have been away as well, and
+        know of no other place."""
         self._token = token
-        await self._listeners.open(address)
+        await self._listeners.open(address, port)
         self._introduce_as(me)
         return self._listeners.port
 

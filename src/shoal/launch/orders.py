@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -31,7 +31,7 @@ Order = TypeVar("Order")
 class Meet:
     """`launch` tells this launch of a run from earlier ones; `launched_at` is the launcher's clock, the base of all
     times in the logs. `script_port` is where rank 0 of somebody's script will serve torch's own store: 0 for any.
-    `life`: how often this agent was started again."""
+    `life`: how often this agent was started again; `port`: where it listened before that."""
 
     folder: str
     node: str
@@ -45,6 +45,7 @@ class Meet:
     data: str
     script_port: int | None = None
     life: int = 0
+    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,12 @@ class Go:
 
     def places(self) -> dict[int, Member]:
         return {**dict(enumerate(self.roster)), **self.guests}
+
+    def at(self, places: Mapping[int, Member]) -> Go:
+        """The same where everybody listens now."""
+        roster = tuple(places.get(member, founder) for member, founder in enumerate(self.roster))
+        newcomers = {member: place for member, place in places.items() if member >= len(roster)}
+        return replace(self, roster=roster, guests=newcomers)
 
 
 def membership(config: MembersConfig, above: int, most_ranks: int) -> Membership:

@@ -20,8 +20,11 @@ def to_dial(me: int, addresses: Mapping[int, str]) -> list[int]:
 
 
 class Places:
+    """`version` grows with every change."""
+
     def __init__(self) -> None:
         self._known: dict[int, Member] = {}
+        self.version = 0
 
     def __getitem__(self, member: int) -> Member:
         return self._known[member]
@@ -37,6 +40,10 @@ class Places:
 
     def update(self, roster: Mapping[int, Member]) -> None:
         self._known.update(roster)
+        self.version += 1
+
+    def of_others(self, me: int) -> dict[int, Member]:
+        return {member: place for member, place in self._known.items() if member != me}
 
     def addresses(self) -> list[str]:
         return [place.address for place in self._known.values()]
@@ -54,7 +61,9 @@ class Places:
         """What a member says of itself is the newest there is."""
         known = self._known.get(theirs.member)
         ranks = known.ranks if known else ()
-        self._known[theirs.member] = Member(theirs.node, theirs.address, theirs.port, theirs.mark, ranks, theirs.life)
+        place = Member(theirs.node, theirs.address, theirs.port, theirs.mark, ranks, theirs.life)
+        self.version += place != known
+        self._known[theirs.member] = place
 
     def as_message(self) -> Message:
         return {"type": "places", "places": {str(member): asdict(place) for member, place in self._known.items()}}
@@ -71,6 +80,7 @@ class Places:
             if member not in self._known or place.life > self._known[member].life
         }
         self._known.update(news)
+        self.version += bool(news)
         return list(news)
 
     def missing(self, me: Hello, here: Iterable[int], within_s: float) -> ControlError:

@@ -28,7 +28,7 @@ async def get_ready(orders: Meet, run: RunFolder, mesh: Mesh) -> tuple[dict[str,
     interface = interface_for(orders.address, orders.interface, orders.node)
     mark = secrets.token_hex(16)
     me = introduce(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
-    port = await mesh.listen(orders.address, me, orders.token)
+    port = await mesh.listen(orders.address, me, orders.token, orders.port)
     held = None if orders.script_port is None else reserve_port(orders.address, orders.script_port)
     said = {
         "node": orders.node,
