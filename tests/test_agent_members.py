@@ -169,7 +169,8 @@ def test_machines_that_all_were_restarted_in_turn_find_each_other(tmp_path: Path
                     taken.enter_context(socket.create_server((agent.orders.address, listened)))
                 start_again(agent)
                 team.await_size(number, 3)
-                again = wait_until(lambda agent=agent, round_=round_: agent.said("ready")[round_ + 1 :])[-1]["port"]
+                assert len(agent.said("ready")) == round_ + 2
+                again = agent.said("ready")[-1]["port"]
                 assert (again == listened) == (port == "free")
         team.check_ledgers(0, 1, 2)
 
