@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from shoal.control.membership.rules import Rules
 from shoal.launch.found import find
 from shoal.launch.orders import END, STOP
-from tests.agent_checks import agents
+from tests.agent_checks import Agent, agents
 from tests.member_checks import Team, start_again
 from tests.programs import shoal
 from tests.runs_checks import wait_until
@@ -168,11 +169,17 @@ def test_machines_that_all_were_restarted_in_turn_find_each_other(tmp_path: Path
                 if port == "taken":
                     taken.enter_context(socket.create_server((agent.orders.address, listened)))
                 start_again(agent)
-                team.await_size(number, 3)
-                assert len(agent.said("ready")) == round_ + 2
-                again = agent.said("ready")[-1]["port"]
+                again = wait_until(partial(came_back, agent, round_ + 2))
                 assert (again == listened) == (port == "free")
         team.check_ledgers(0, 1, 2)
+
+
+def came_back(agent: Agent, lives: int) -> int | None:
+    """Where it listens in that life, once it trains with all others in it."""
+    ready = agent.said("ready")
+    entered = [event for event in agent.said("generation") if event["time"] > ready[-1]["time"]]
+    is_back = len(ready) == lives and any(len(event["members"]) == 3 for event in entered)
+    return int(ready[-1]["port"]) if is_back else None
 
 
 @pytest.mark.long
