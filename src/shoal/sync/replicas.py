@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from shoal.sync.waiting import await_work
 from shoal.sync.world import World
+
+_PIECE_BYTES = 16 << 20
 
 
 def all_agree(world: World, digest: str) -> bool:
@@ -22,9 +24,28 @@ def all_agree(world: World, digest: str) -> bool:
 
 
 def copy_from(world: World, source: int, tensors: Iterable[Tensor]) -> None:
-    """Overwrites every rank's tensors with those of `source`."""
+    """Overwrites every rank's tensors with those of `source`. Small ones travel together: each exchange costs the way
+    there and back, and a model has hundreds of them."""
+    for piece in _pieces(tensors):
+        flat = piece[0] if len(piece) == 1 else torch.cat([tensor.detach().reshape(-1) for tensor in piece])
+        await_work(dist.broadcast(flat, src=source, group=world.group, async_op=True), world.release)
+        if len(piece) > 1 and world.rank != source:
+            with torch.no_grad():
+                for tensor, part in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, up to so many bytes; the same on all ranks, since their tensors are alike."""
+    piece: list[Tensor] = []
     for tensor in tensors:
-        await_work(dist.broadcast(tensor, src=source, group=world.group, async_op=True), world.release)
+        together = sum(each.nbytes for each in (*piece, tensor))
+        if piece and (tensor.dtype != piece[0].dtype or together > _PIECE_BYTES):
+            yield piece
+            piece = []
+        piece.append(tensor)
+    if piece:
+        yield piece
 
 
 def tell_all(world: World, source: int, numbers: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,7 @@ from shoal.control.placement import Placement
 from shoal.control.rankline import LINE_FD, Enter
 from shoal.control.route import link_mbps
 from shoal.errors import RunFailed
-from shoal.events import read_events
+from shoal.events import Event, read_events
 from shoal.runfolder import RunFolder
 from shoal.sync.membership.forming import Place, form, unform
 from shoal.sync.membership.line import AgentLine
@@ -32,7 +33,9 @@ from shoal.train.loop import Loop
 from shoal.train.pinning import pin, pin_to
 from shoal.train.recorder import Recorder
 from shoal.train.regroup import Membership
-from shoal.train.trainer import StopWish
+from shoal.train.trainer import StopWish, Trainer
+from shoal.train.trial import apply
+from shoal.train.tuning import Choice
 
 
 def train_as_member(
@@ -54,6 +57,8 @@ def train_as_member(
         chooser=Chooser(trainer, config.sync),
         run=run,
     )
+    if not resume:
+        _warm_up(trainer, run)
     member.here(ledger.last_step(run.commits))
     enter = member.await_enter()
     (_begin if enter.first else _join)(membership, enter, resume)
@@ -98,9 +103,27 @@ def _join(membership: Membership, enter: Enter, resume: bool) -> None:
     announce(trainer, membership.run, launcher="shoal", **describe_process(trainer.world), cpus=cpus)
 
 
+def _warm_up(trainer: Trainer, run: RunFolder) -> None:
+    """Whoever is started again knows how its model computes: to compile it takes seconds, for which all others would
+    wait in its first step."""
+    last = _last_start(run, trainer.world.id)
+    if last.get("compiled"):
+        trainer.compute = Choice(True, last["precision"], "as before")
+        apply(trainer.compute, trainer.model)
+        shape = last["micro_batch"], trainer.config.model.seq_len
+        tokens = torch.zeros(shape, dtype=torch.int64, device=trainer.world.device)
+        trainer.model(tokens, tokens).backward()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+
 def _last_cores(run: RunFolder, rank: int) -> tuple[int, ...] | None:
+    cpus = _last_start(run, rank).get("cpus")
+    return tuple(cpus) if cpus else None
+
+
+def _last_start(run: RunFolder, rank: int) -> Event:
+    """Nothing of a rank that was never here."""
     with contextlib.suppress(OSError):
-        starts = [event for event in read_events(run.events(rank)) if event.get("event") == "start"]
-        if starts and starts[-1].get("cpus"):
-            return tuple(starts[-1]["cpus"])
-    return None
+        starts = deque((event for event in read_events(run.events(rank)) if event.get("event") == "start"), maxlen=1)
+        return starts[-1] if starts else {}
+    return {}
