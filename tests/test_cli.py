@@ -275,7 +275,7 @@ def test_report_json_names_the_page(call: Call, run: tuple[Path, dict[str, Any]]
     assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_bench_scaling_json_is_one_document(tmp_path: Path) -> None:
     done = shoal("bench", "scaling", "--ranks", "2,1", "--steps", "4", "--json", "--out", tmp_path, *set_flags(*TINY))
     assert done.returncode == 0, done.stderr

@@ -242,7 +242,7 @@ def test_the_slurm_script_trains(tmp_path: Path) -> None:
     assert {"--nodes=1", "--cpus-per-task=2"} <= set((tmp_path / "bin/srun-words").read_text().splitlines())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_slurm_job_whose_time_is_over_saves_and_goes_on_in_the_next(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path, steps=800)
     first = slurm.submit()

@@ -231,7 +231,7 @@ def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
     assert "its agent was killed (SIGKILL)" in run.error()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
         run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
@@ -253,7 +253,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_in_order(tmp_path: Path) -> None
     assert len(steps_of(run.out, 0)) == len(steps_of(run.out, 1))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG) as run:
         run.pids()

@@ -241,7 +241,7 @@ def test_nobody_listens(site: Site) -> None:
     assert "node1 is there, but no SSH server answers" in said
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_host_that_is_cut_off(site: Site) -> None:
     site.lab.perform(changes.cut_off("node1", "node2", one_way=False))
     began = time.monotonic()

@@ -335,7 +335,7 @@ def test_another_users_process_is_not_let_in(tmp_path: Path) -> None:
         assert note.startswith("no shared memory on local: ")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_says_how_its_ranks_exchange_and_what_crossed_the_network(tmp_path: Path) -> None:
     shared = train_tiny(tmp_path / "shared", "--steps", "6")
     gloo = train_tiny(tmp_path / "gloo", "--steps", "6", "--inside", "gloo")

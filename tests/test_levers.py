@@ -144,7 +144,7 @@ def test_the_picture(tmp_path: Path) -> None:
     plot_levers(compare(points[:2]), tmp_path / "levers.png")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_levers_are_measured_on_real_ranks(tmp_path: Path) -> None:
     words = ("bench", "levers", "--levers", "stock,diloco:3", "--steps", "6", "--json", "--out", tmp_path)
     done = shoal(*words, *set_flags(*TINY))

@@ -201,7 +201,7 @@ def test_a_checkpoint_of_other_ranks_is_gone_on_from(run: Run, tmp_path: Path) -
     assert shoal("verify", again).returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_interrupt_inside_a_round_stops_all_at_one_step(tmp_path: Path) -> None:
     """And what was interrupted ends as what was not."""
     lengths = ("train.steps=400", "train.global_batch=12", "train.eval_every=400", "train.checkpoint_every=400")

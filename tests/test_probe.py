@@ -321,7 +321,7 @@ def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_shaped_link_is_measured_as_it_is(tmp_path: Path) -> None:
     """Within 5% of what was asked, TCP's own headers (3.5%) included in that."""
     need_lab()

@@ -105,10 +105,9 @@ def rank_on(lab: Lab, node: str) -> int:
     return next(pid for pid, words in found if WORKER in words and "torch.distributed.run" not in words)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "fault", [pytest.param("rank", marks=pytest.mark.long), pytest.param("node", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("fault", ["rank", "node"])
 def test_a_killed_worker_goes_on_from_the_checkpoint(fault: str, tmp_path: Path) -> None:
     with standing_lab(3) as lab, ExitStack() as stack:
         torchruns = start_torchruns(lab, tmp_path)
