@@ -328,18 +328,9 @@ def test_what_a_guest_came_with_is_never_trained_on() -> None:
     assert "whoever had the state is gone (machine 0)" in machine.paused[-1]
 
 
-def test_no_more_machines_than_wanted_are_let_in() -> None:
-    cluster = lan(2, Rules(max_nodes=2))
-    cluster.join(7)
-    cluster.run(3)
-    assert generations_started(cluster) == 1
-    cluster.kill(1)
-    cluster.run(3)
-    assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
-
-
-def test_no_more_ranks_are_let_in_than_a_batch_has_samples() -> None:
-    cluster = lan(2, Rules(most_ranks=2))
+@pytest.mark.parametrize("rules", [Rules(max_nodes=2), Rules(most_ranks=2)])
+def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: Rules) -> None:
+    cluster = lan(2, rules)
     cluster.join(7)
     cluster.run(3)
     assert generations_started(cluster) == 1
