@@ -99,8 +99,9 @@ class Team:
         return "\n".join(agent.everything()[-4000:] for agent in self.agents)
 
     def check_ledgers(self, *ranks: int) -> None:
-        """No step twice and none left out in what any rank committed; where two committed one step of a lineage, in the
-        same generation."""
+        """No step twice in what any rank committed; where two committed one step of a lineage, they came to it by the
+        same steps of the same generations. The one may write it in the generation that did it, and the other, which had
+        not seen the exchange that commits it succeed, in the next."""
         seen: dict[tuple[int, str], str] = {}
         for rank in ranks:
             events = self.notes(rank, "commit")
@@ -108,7 +109,7 @@ class Team:
                 assert after["step"] > before["step"], (rank, before, after)
             for event in events:
                 key = (event["step"], event["lineage"])
-                assert seen.setdefault(key, event["generation"]) == event["generation"], (rank, event)
+                assert seen.setdefault(key, event["digest"]) == event["digest"], (rank, event)
 
 
 def find_part(agent: Agent, part: str) -> int:

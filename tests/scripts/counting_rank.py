@@ -1,12 +1,14 @@
 """A rank without torch: it speaks to its agent like a worker, and its training is to count steps together.
 
-An exchange is a key to which every rank of the generation adds; it succeeds when all have. What it committed
-it writes into its own ledger. The wish to end after a step travels in the exchange, so all end after the same one.
+An exchange is a key to which every rank of the generation adds; it succeeds when all have. What it committed it writes
+into its own ledger, with a digest of how it came there: which generation did each step. The wish to end after a step
+travels in the exchange, so all end after the same one.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import select
@@ -137,16 +139,17 @@ class Rank:
 
     def apply(self, order: Enter) -> None:
         assert self.state is not None
-        step = self.state.step + 1
-        committed = self.state.step
-        self.state = State(step=step, digest=f"{step:x}", committed=committed)
+        before, generation = self.state, str(order.generation)
+        digest = hashlib.sha256(f"{before.digest} {generation}".encode()).hexdigest()[:16]
+        self.state = State(step=before.step + 1, digest=digest, committed=before.step)
         while boot_clock() > self.lease_until:
             self.listen(wait_s=0.05)
             if self.is_halted_at_once():
                 return
-        if committed:
-            self.note(event="commit", step=committed, generation=str(order.generation), lineage=str(order.lineage.name))
-            self.say(Committed(step=committed))
+        if before.step:
+            lineage = str(order.lineage.name)
+            self.note(event="commit", step=before.step, digest=before.digest, generation=generation, lineage=lineage)
+            self.say(Committed(step=before.step))
 
     def leave(self, order: Enter) -> None:
         while self.halt is None:
