@@ -154,8 +154,9 @@ def test_what_the_keeper_of_the_ledger_has_not_learned_yet_it_learns_from_the_fu
     judge(run, (0, 2))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("inside", ["gloo", "shared"])
+@pytest.mark.parametrize(
+    "inside", [pytest.param("gloo", marks=pytest.mark.long), pytest.param("shared", marks=pytest.mark.exhaustive)]
+)
 def test_wherever_ranks_are_when_it_breaks_they_go_on_together(inside: str, tmp_path: Path) -> None:
     """Something is due after every step, so that some ranks have done it and others have not."""
     due = ("train.checkpoint_every=1", "train.eval_every=2", "train.gc_every=3", "members.digest_every=2")

@@ -11,6 +11,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.sync.freeable import freeable
 from shoal.sync.shared.choose import GLOO, Inside
 from shoal.sync.shared.copies import SharedWire
 from shoal.sync.tied import TiedHead, give_back
@@ -48,7 +49,7 @@ class HookedDDP(_WithDDP, WithWire):
         # Replicas were compared before: DDP's own broadcast of every parameter (4 s for 124M at 1 Gbit) is not needed.
         self.module = DistributedDataParallel(
             model,
-            process_group=world.group,
+            process_group=freeable(world),
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
             init_sync=False,
@@ -113,7 +114,7 @@ class StockDDP(_WithDDP, Stateless):
     """Plain DDP gives no look inside: the all-reduce time is the part that backward visibly waited for."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self.module = DistributedDataParallel(model, process_group=world.group)
+        self.module = DistributedDataParallel(model, process_group=freeable(world))
         self._size = world.size
         self._ready_at = 0.0
         self._hooks = [each.register_post_accumulate_grad_hook(self._note_ready) for each in model.parameters()]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.control.cores import deal_cores, usable_cores
+from shoal.sync.waiting import await_work
 from shoal.sync.world import World
 
 
@@ -46,7 +47,7 @@ def _machines(world: World) -> list[int]:
     """A number for every rank's machine, equal for those on the same one."""
     mine = torch.tensor([_machine_id()], dtype=torch.int64, device=world.device)
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine, group=world.group)
+    await_work(dist.all_gather(everyone, mine, group=world.group, async_op=True), world.release)
     return [int(number) for number in everyone]
 
 

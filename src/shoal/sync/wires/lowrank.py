@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shoal.cost.sizes import is_low_rank
+from shoal.sync.waiting import await_work
 from shoal.sync.wires.bucket import Bucket, State, begun, load_tensors
 from shoal.sync.wires.desks import Desks
 from shoal.sync.wires.kernels import Kernels, load_kernels
@@ -92,7 +93,7 @@ class PowerSGD:
             _project(bucket.flat[low.place], low)
         work = self._sum(desk.first)
         yield
-        work.wait()
+        await_work(work, self._world.release)
         for place, summed in desk.vectors:
             bucket.flat[place].copy_(summed)
         if not desk.low:
@@ -102,7 +103,7 @@ class PowerSGD:
         desk.second.copy_(desk.mine)
         work = self._sum(desk.second)
         yield
-        work.wait()
+        await_work(work, self._world.release)
         for low in desk.low:
             _settle(low, bucket.flat[low.place].view_as(low.matrix.residual))
 

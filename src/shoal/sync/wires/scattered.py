@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from shoal.sync.waiting import await_work
 from shoal.sync.wires.bucket import Bucket, State, begun, load_tensors
 from shoal.sync.wires.desks import Desks
 from shoal.sync.wires.lane import Lane, Rounds
@@ -100,7 +101,7 @@ class Scattered:
         return begun(dist.all_to_all_single(target, source, group=self._world.group, async_op=True))
 
     def _gather(self, bucket: Bucket, desk: _Desk, piece: int, sent: dist.Work) -> dist.Work:
-        sent.wait()
+        await_work(sent, self._world.release)
         theirs = [desk.received[piece, rank] for rank in range(self._world.size) if rank != self._world.rank]
         for run in desk.layout.pieces[piece][self._world.rank]:
             residual = self._residuals[run.parameter][run.of_parameter]
@@ -110,7 +111,7 @@ class Scattered:
         return self._world.group._allgather_base(desk.parts[piece].view(-1), desk.own[piece].view(-1))
 
     def _spread(self, bucket: Bucket, desk: _Desk, piece: int, back: dist.Work) -> None:
-        back.wait()
+        await_work(back, self._world.release)
         for owner, runs in enumerate(desk.layout.pieces[piece]):
             for run in runs:
                 self._codec.spread(desk.parts[piece, owner, run.of_records], bucket.flat[run.of_bucket])

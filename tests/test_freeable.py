@@ -1,0 +1,49 @@
+"""A rank that waits inside DDP, in C++, is freed when its generation is over."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.sync.ddp import HookedDDP, StockDDP
+from shoal.sync.waiting import Release
+from shoal.sync.wires.whole import Fp32
+from shoal.sync.world import World
+from tests.harness import run_ranks
+
+MAKE: dict[str, Callable[[nn.Module, World], HookedDDP | StockDDP]] = {
+    "hooked": lambda model, world: HookedDDP(model, world, Fp32(world), bucket_mb=1.0),
+    "stock": StockDDP,
+}
+
+
+def train_and_be_left(way: str, world: World) -> float:
+    """All do one step; then the other does nothing any more. Seconds that rank 0 waited for it in its second step."""
+    release = Release()
+    world = replace(world, release=release)
+    model = nn.Linear(4, 4)
+    sync = MAKE[way](model, world)
+    sync.module(torch.ones(2, 4)).sum().backward()
+    if world.rank > 0:
+        time.sleep(1.5)
+        os._exit(0)
+    began = time.perf_counter()
+    threading.Timer(0.5, release.end).start()
+    with pytest.raises(Exception, match="generation was over"):
+        sync.module(torch.ones(2, 4)).sum().backward()
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("way", MAKE)
+def test_whoever_waits_in_ddp_is_freed_with_its_generation(way: str, tmp_path: Path) -> None:
+    waited_s = run_ranks(partial(train_and_be_left, way), 2, tmp_path, dying=[1])[0]
+    assert 0.4 < waited_s < 1.2
