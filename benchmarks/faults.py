@@ -72,6 +72,7 @@ FAULTS = {
     "1": Fault("kill -9 of a rank", (KillRank(rank=2),)),
     "2": Fault("kill -9 of the leading agent", (KillAgent(node="node1"),), (PowerOn(node="node1"),), 2.0),
     "3": _kill("node3"),
+    "3s": Fault("power cut of a node", (KillNode(node="node3", silent=True),), (PowerOn(node="node3"),), 6.0),
     "4": _kill("node2", "node3"),
     "5": _freeze(1.5, harmless=True),
     "6": _freeze(30.0),

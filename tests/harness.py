@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "shoal.train.build", "shoal.sync.api"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "shoal.train.build", "shoal.sync.api"])
 
 
 def run_ranks(
@@ -38,9 +38,9 @@ def run_ranks(
     Of the ranks that are `dying` no answer is expected: theirs is None.
     """
     store = folder / f"store-{time.monotonic_ns()}"
-    pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+    pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        _CONTEXT.Process(target=_rank, args=(function, rank, world_size, store, pipes[rank][1], arguments))
+        FORKSERVER.Process(target=_rank, args=(function, rank, world_size, store, pipes[rank][1], arguments))
         for rank in range(world_size)
     ]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.processes import first_process, holders, is_dead
 from shoal.cluster.lab.spec import SWITCH, make_spec
 from shoal.errors import ShoalError
-from tests.needs import need_tool
+from tests.needs import need_library, need_tool
 
 _GRACE_S = 5.0
+_PATIENCE_S = 90
 _count = itertools.count()
 
 
@@ -101,6 +103,43 @@ def standing_lab(
         lab.close()
     assert_gone(traces)
     assert interfaces() <= before
+
+
+def run_on(lab: Lab, node: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    words, env = lab.command(node, argv), {**os.environ, **variables}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE_S, env=env)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@contextlib.contextmanager
+def mounted(lab: Lab, node: str, *words: str) -> Iterator[None]:
+    """`words` end with the place, which nobody but this node sees changed."""
+    run_on(lab, node, "mount", *words)
+    try:
+        yield
+    finally:
+        run_on(lab, node, "sh", "-c", 'cd / && umount "$0"', words[-1])
+
+
+@contextlib.contextmanager
+def own_etc(lab: Lab, node: str, copy: Path) -> Iterator[Path]:
+    """A copy of /etc for the node alone; what an ordinary user may not read is missing from it."""
+    subprocess.run(lab.command(node, ["cp", "-a", "/etc", str(copy)]), capture_output=True, timeout=_PATIENCE_S)
+    with mounted(lab, node, "--bind", str(copy), "/etc"):
+        yield copy
+
+
+@contextlib.contextmanager
+def own_clock(lab: Lab, node: str, etc: Path, offset: str) -> Iterator[Path]:
+    """Every program of the node believes what a preloaded library tells it; the file says what. The library leaves
+    files in /dev/shm behind, which go with it."""
+    library = need_library("faketime/libfaketime.so.1")
+    with mounted(lab, node, "-t", "tmpfs", "tmpfs", "/dev/shm"), own_etc(lab, node, etc):
+        clock = etc / "faketimerc"
+        clock.write_text(f"{offset}\n")
+        (etc / "ld.so.preload").write_text(f"{library}\n")
+        yield clock
 
 
 def interfaces() -> set[str]:

@@ -181,7 +181,7 @@ def test_all_that_must_hold_does() -> None:
     asked = {"next_step_within_s": 1.0, "members": 3, "reconfigurations": 2, "sentence": "rank 2.*killed"}
     found = judge(scenario(**asked), measure(survived()), WELL)
     assert failed(found) == []
-    assert len(found) == 12
+    assert len(found) == 13
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,8 @@ def test_all_that_must_hold_does() -> None:
         ({"sentence": "node9"}, "the user read /node9/", "rank 2 on node3 was killed; 2 of 3 go on"),
         ({"exit_code": 130}, "exit code 130", "0"),
         ({"abandoned": 1}, "lineages given up: 1", "0"),
+        ({"return_pause_within_s": 0.3}, "pause at the return within 0.3 s", "1.10 s"),
+        ({"resumed_behind_at_most": 4}, "steps behind when it was resumed: at most 4", "unknown"),
     ],
 )
 def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], name: str, seen: str) -> None:
@@ -210,11 +212,20 @@ def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], 
         (Ending(0, False, 3), "replicas equal to the bit"),
         (Ending(0, None, 0), "replicas equal to the bit"),
         (Ending(0, True, 3, left=("agent on node2 (7)",)), "nothing left after 5 s"),
+        (Ending(0, True, 3, torn=(".step-00000050.tmp",)), "no torn checkpoint left"),
         (Ending(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
     ],
 )
 def test_how_a_run_ends_is_always_judged(ending: Ending, name: str) -> None:
     assert failed(judge(scenario(), measure(survived()), ending)) == [name]
+
+
+@pytest.mark.parametrize(("resumed_from", "behind"), [(7, 0), (4, 3)])
+def test_a_resumed_run_goes_on_where_its_ledger_ends(resumed_from: int, behind: int) -> None:
+    record = survived()
+    record.ranks += [{"event": "start", "rank": rank, "time": 110.0, "resumed_from": resumed_from} for rank in range(3)]
+    record.commits.append(commit(8, 111.0, "4-0"))
+    assert measure(record).resumed_behind == behind
 
 
 def test_a_run_without_a_number_of_steps_is_stopped() -> None:

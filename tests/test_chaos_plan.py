@@ -174,6 +174,7 @@ def soaked(**changes: Any) -> SoakResult:
         "replicas_equal": True,
         "growth": growth(life(1, grows=0.5)),
         "left": (),
+        "exit_code": 130,
         "runs": ("a", "b"),
     }
     return judge_soak(record, outcomes, **{**given, **changes})
@@ -204,6 +205,8 @@ def test_a_soak_that_held() -> None:
         ({"replicas_equal": False}, "replicas equal to the bit"),
         ({"replicas_equal": None}, "replicas equal to the bit"),
         ({"left": ("agent on node2 (7)",)}, "nothing left"),
+        ({"exit_code": 3}, "exit code 130"),
+        ({"reference": [*commits(2.2, steps=50), *commits(2.01)[50:]]}, "loss within 0.05 of the run without faults"),
         ({"growth": growth(life(1, grows=9.0))}, "rss mb a minute: at most 5"),
     ],
 )
@@ -220,10 +223,20 @@ def test_a_soak_too_short_to_find_a_leak_does_not_claim_there_is_none() -> None:
     assert len(broken(soaked(growth=[]))) == 4
 
 
+def test_a_run_that_never_trained_is_judged_too() -> None:
+    names = broken(soaked(commits=[]))
+    assert {"everybody is back at the end", "went on after each of 1 faults"} <= set(names)
+
+
 def test_losses_are_compared_where_both_runs_have_them() -> None:
     ours = [*commits(3.0, 60), *commits(1.0, 80)]
     assert compare_losses(ours, commits(2.0, 70)) == (1.0, 2.0)
     assert compare_losses(ours, []) == (None, None)
+
+
+def test_losses_are_compared_where_they_differ_most() -> None:
+    ours = [*commits(1.0, 120)[:60], *commits(5.0, 120)[60:]]
+    assert compare_losses(ours, commits(1.0, 120)) == (5.0, 1.0)
 
 
 def test_open_ports_are_read_from_the_kernels_table() -> None:

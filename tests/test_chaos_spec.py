@@ -42,7 +42,7 @@ def test_every_row_of_the_table_is_played_or_tested_somewhere() -> None:
 def test_the_list_says_what_is_done_and_what_must_hold() -> None:
     document = list_document(all_scenarios())
     lid = next(each for each in document["scenarios"] if each["name"] == "lid")
-    assert (lid["row"], lid["does"], lid["on"], lid["target_s"]) == (6, "freeze node3 for 30 s", ["lab:3"], 4.0)
+    assert (lid["row"], lid["does"], lid["on"], lid["target_s"]) == (6, "freeze node1 for 30 s", ["lab:3"], 4.0)
     assert lid["expect"]["stale_commits"] == 0
     assert 25 in document["by_tests_alone"]
 

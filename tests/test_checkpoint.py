@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shoal.model.gpt import GPT
 from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress, read_checkpoint
 from shoal.train.part import read_part, write_part
 from shoal.train.state import load_moments, load_weights, moments, weights
+from tests.harness import FORKSERVER
 
 SHAPE = ModelConfig(layers=1, heads=1, width=8, seq_len=4, vocab_size=11)
 
@@ -232,3 +234,42 @@ def test_as_many_are_set_aside_as_are_kept(folder: CheckpointFolder, tmp_path: P
         folder.save(Checkpoint(progress, weights(model), moments(model, optimizer)))
         folder.set_aside_lineage(f"{step}-0", after=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}.abandoned" for step in (5, 6, 7)]
+
+
+@pytest.mark.long
+def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A process that does nothing but save, killed within the tenth of a second after a save; the next one goes on in
+    the same folder."""
+    path, draw, reached, torn = tmp_path / "checkpoints", random.Random(13), 0, 0
+    for _ in range(50):
+        saving = FORKSERVER.Process(target=save_for_ever, args=(path, reached))
+        saving.start()
+        try:
+            deadline = time.monotonic() + 30
+            while newest(path) <= reached:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(draw.random() * 0.1)
+        finally:
+            saving.kill()
+            saving.join()
+            saving.close()
+        torn += len(list(path.glob(".step-*")))
+        refused: list[CheckpointError] = []
+        reached = CheckpointFolder(path, keep=3).load_latest(tell=refused.append).progress.step
+        assert refused == []
+        assert reached == newest(path)
+    assert torn, "no kill fell into a save"
+    save(CheckpointFolder(path, keep=3), reached + 1)
+    assert not list(path.glob(".step-*"))
+
+
+def save_for_ever(path: Path, step: int) -> None:
+    folder = CheckpointFolder(path, keep=3)
+    while True:
+        step += 1
+        save(folder, step)
+
+
+def newest(path: Path) -> int:
+    return max((int(found.name[5:13]) for found in path.glob("step-????????")), default=0)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import pytest
 
 from shoal.cluster.lab.lab import Lab
 from tests import programs
-from tests.lab_checks import shoal, standing_lab
-from tests.needs import need_library, need_tool
+from tests.lab_checks import mounted, own_clock, own_etc, run_on, shoal, standing_lab
+from tests.needs import need_tool
 from tests.test_hosts_setup import make_wheels
 from tests.test_hosts_ssh import Site, bare_python
 
@@ -66,33 +66,17 @@ class Clinic:
         return Verdict(done.returncode, json.loads(done.stdout)["findings"])
 
     def on(self, node: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        words, env = self.lab.command(node, argv), {**os.environ, **variables}
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE_S, env=env)
-        assert done.returncode == 0, done.stderr
-        return done
+        return run_on(self.lab, node, *argv, **variables)
 
     def paste(self, node: str, fix: str, **variables: str) -> None:
         assert fix
         self.on(node, "sh", "-c", fix, **variables)
 
-    @contextmanager
-    def mounted(self, node: str, *words: str) -> Iterator[None]:
-        """`words` end with the place, which nobody but this node sees changed."""
-        self.on(node, "mount", *words)
-        try:
-            yield
-        finally:
-            self.on(node, "sh", "-c", 'cd / && umount "$0"', words[-1])
+    def mounted(self, node: str, *words: str) -> AbstractContextManager[None]:
+        return mounted(self.lab, node, *words)
 
-    @contextmanager
-    def own_etc(self, node: str) -> Iterator[Path]:
-        """A copy of /etc for the node alone; what an ordinary user may not read is missing from it."""
-        copy = self.folder / f"etc-{node}"
-        subprocess.run(
-            self.lab.command(node, ["cp", "-a", "/etc", str(copy)]), capture_output=True, timeout=_PATIENCE_S
-        )
-        with self.mounted(node, "--bind", str(copy), "/etc"):
-            yield copy
+    def own_etc(self, node: str) -> AbstractContextManager[Path]:
+        return own_etc(self.lab, node, self.folder / f"etc-{node}")
 
     @contextmanager
     def program(self, node: str, script: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
@@ -287,15 +271,12 @@ def test_a_machine_on_battery(clinic: Clinic) -> None:
 
 
 def test_a_clock_that_is_ahead(clinic: Clinic) -> None:
-    """Every program of the node believes what a preloaded library tells it. Whoever keeps a clock right there is played
-    by a script under the name of the command that calls it. The library leaves files in /dev/shm behind."""
-    library, tools = need_library("faketime/libfaketime.so.1"), clinic.folder / "tools"
+    """Whoever keeps a clock right there is played by a script under the name of the command that calls it."""
+    tools = clinic.folder / "tools"
     tools.mkdir()
     (tools / "timedatectl").write_text('#!/bin/sh\n[ "$*" = "set-ntp true" ] && echo +0 > /etc/faketimerc\n')
     (tools / "timedatectl").chmod(0o755)
-    with clinic.mounted("node2", "-t", "tmpfs", "tmpfs", "/dev/shm"), clinic.own_etc("node2") as etc:
-        (etc / "faketimerc").write_text("+40\n")
-        (etc / "ld.so.preload").write_text(f"{library}\n")
+    with own_clock(clinic.lab, "node2", clinic.folder / "etc-node2", "+40"):
         found = clinic.doctor().only("clock.offset", "node2")
         assert found["evidence"].startswith("its clock is 40 s ahead of the others")
         clinic.paste("node2", found["fix"], PATH=f"{tools}:{os.environ['PATH']}")

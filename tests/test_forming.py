@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shoal.control.membership.generation import Ballot, Lineage, State
 from shoal.control.rankline import Enter
-from shoal.sync.membership.forming import Place, form, unform
+from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
 from shoal.sync.waiting import Release
 from shoal.sync.world import World, barrier, form_group
 from tests.harness import run_ranks
@@ -52,3 +52,16 @@ def one_tries_alone(world: World) -> int:
 
 def test_ranks_meet_after_one_of_them_has_tried_in_vain(tmp_path: Path) -> None:
     assert run_ranks(one_tries_alone, 2, tmp_path) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_lost"),
+    [
+        ("[unbound_buffer.cc:129] Timed out waiting 60000ms for send operation to complete", True),
+        # What the exchanges beside the one that met its deadline say.
+        ("[pair.cc:553] Application timeout caused pair closure", True),
+        ("mat1 and mat2 shapes cannot be multiplied (4x5 and 6x5)", False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_ones_own(words: str, is_lost: bool) -> None:
+    assert is_lost_peer(RuntimeError(words)) == is_lost

@@ -159,6 +159,31 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
 
 
 @pytest.mark.long
+def test_a_host_that_was_killed_comes_back_by_the_command_that_lies_there(
+    lab: Lab, hosts: Path, tmp_path: Path
+) -> None:
+    """It has a Python of its own and no `shoal` on its path."""
+    run, disk = tmp_path / "run", tmp_path / "disk2"
+    assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
+    wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
+    end_processes([found for found in find() if found.run.is_relative_to(disk)])
+    wait_until(lambda: len(members_of(run)) == 1)
+    [theirs] = disk.glob("runs/run-*")
+    words = lab.command("node2", [str(disk / "bin/shoal"), "join", str(theirs)])
+    with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as joined:
+        wait_until(lambda: len(members_of(run)) == 2)
+        assert done(lab, "stop", run).returncode == 0
+        _, stderr = joined.communicate(timeout=30)
+    assert "Traceback" not in stderr
+
+
+def members_of(run: Path) -> list[int]:
+    """Who did the last step together."""
+    commits = read_jsonl(run / "commits.jsonl")
+    return list(commits[-1]["members"]) if commits else []
+
+
+@pytest.mark.long
 def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0

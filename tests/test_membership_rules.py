@@ -17,7 +17,7 @@ from shoal.control.membership.generation import (
     founding,
     next_member,
 )
-from shoal.control.membership.lineages import abandoned, shared_step, standing
+from shoal.control.membership.lineages import shared_step, standing
 from shoal.control.membership.messages import Announce, Beat, Message, Promise, Resign, Vote, decode, encode
 from shoal.control.membership.promises import Record, Voter
 from shoal.control.membership.round import Round
@@ -290,12 +290,6 @@ def test_only_the_newest_forks_are_kept() -> None:
         lineage = lineage.branch(Ballot(number, 0), Ballot(number - 1, 0), number)
     assert len(lineage.forks) == 64
     assert lineage.forks[-1] == Fork(lineage=Ballot(100, 0), generation=Ballot(100, 0), step=101)
-
-
-def test_what_the_standing_ledger_lacks_is_abandoned() -> None:
-    first, second = Ballot(1, 0), Ballot(2, 1)
-    ours = [(1, first), (2, first), (3, second), (4, second)]
-    assert abandoned(ours, [(1, first), (2, first), (3, Ballot(2, 0))]) == [(3, second), (4, second)]
 
 
 @given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), unique=True, max_size=30))

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from shoal.config.load import build_config
+from shoal.control.rankline import Here
 from shoal.data.run_setup import create_run
 from shoal.report.ledger import check_ledger
 from shoal.report.replicas import compare_replicas
 from shoal.runfolder import RunFolder
+from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl
 from tests.scripted_agent import ScriptedAgent
 
@@ -171,3 +173,24 @@ def test_wherever_ranks_are_when_it_breaks_they_go_on_together(inside: str, tmp_
             time.sleep(pauses.random() * 0.2)
             agent.regroup((0, 1, 2))
     assert check_ledger(read_jsonl(run / "commits.jsonl")).ok
+
+
+@pytest.mark.exhaustive
+def test_whoever_comes_back_has_compiled_before_the_others_wait_for_it(tmp_path: Path) -> None:
+    need_tool("g++")
+    run = make_run(tmp_path / "run", "train.compile=on", "train.steps=100000", ranks=2)
+    with ScriptedAgent(run, 2) as agent:
+        agent.start(0, 1)
+        agent.found((0, 1))
+        agent.await_step(0, 5)
+        agent.kill(1)
+        agent.regroup((0,))
+        agent.start(1)
+        agent.ranks[1].hear(Here)
+        agent.regroup((0, 1), joining=(1,), at_edge=True)
+        began = agent.events(1, "membership")[-1]["step"]
+        agent.await_step(1, began + 1)
+        first = next(event for event in agent.events(1, "step") if event["step"] == began + 1)
+    assert agent.events(1, "start")[-1]["compiled"] is True
+    # To compile takes seconds.
+    assert first["forward_s"] + first["backward_s"] < 0.5

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.control.membership.generation import Ballot
 from shoal.control.rankline import GiveUp
 from shoal.report.ledger import check_ledger
-from shoal.train import ledger
+from shoal.sync.world import World
+from shoal.train import books, ledger
+from shoal.train.handover import Verdict
+from tests.harness import run_ranks
 from tests.programs import read_jsonl
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
@@ -89,3 +93,19 @@ def test_steps_of_a_lineage_that_was_given_up_come_with_that_word(tmp_path: Path
     assert check_ledger(read_jsonl(ours)) == check_ledger(read_jsonl(theirs))
     assert check_ledger(read_jsonl(ours)).ok
     assert len(read_jsonl(ours)) == len(read_jsonl(theirs))
+
+
+def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
+    """Rank 0's copy has ten steps and a lineage that was given up; rank 1 comes back with three."""
+    path = folder / f"commits-{world.rank}.jsonl"
+    whole = [record(step, "1-0") for step in range(1, 11)]
+    end = {"abandoned": "2-0", "standing": "1-0", "after": 2}
+    write(path, *(whole[:3] if world.rank else [*whole, record(4, "2-0", "2-0"), end]))
+    books._PIECE = 4
+    books.bring_ledger(replace(world, keeps_files=True), Verdict(source=0, step=10, behind=(1,)), path, [])
+    return [ledger.name_of(each) for each in read_jsonl(path)]
+
+
+def test_a_long_ledger_comes_in_pieces(tmp_path: Path) -> None:
+    whole, brought = run_ranks(bring, 2, tmp_path, tmp_path)
+    assert brought == whole

@@ -29,7 +29,10 @@ def chaos() -> None:
 
 @app.command("list")
 def list_(json: Json = False) -> None:
-    """Every scenario: the fault, what is done, what must hold; and which faults are held by tests alone."""
+    """Every scenario: what happens, where it can be played and its target; and the faults that none plays.
+
+    --json adds what is done, step by step, and what must hold.
+    """
     from shoal.cli.chaostext import list_document, print_list
     from shoal.trials.chaos.spec import all_scenarios
 
@@ -78,7 +81,7 @@ def soak(
     minutes: Annotated[float, typer.Option(min=0.1, help="How long faults are injected.")] = 5.0,
     every: Annotated[str, typer.Option(help="Time from one fault to the next.")] = "15s",
     seed: Seed = 1,
-    on: On = "lab:3",
+    on: Annotated[str, typer.Option(help="Three emulated nodes or more, made for it.")] = "lab:3",
     out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/soak-TIME")] = None,
     json: Json = False,
 ) -> None:

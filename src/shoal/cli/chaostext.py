@@ -55,7 +55,7 @@ def print_list(scenarios: Sequence[Scenario]) -> None:
         target = "–" if scenario.target_s is None else f"{scenario.target_s:g} s"
         table.add_row(str(scenario.row), scenario.name, escape(scenario.text), where(scenario), target)
     console.print(table)
-    console.print("\n[bold]held by tests alone[/]")
+    console.print("\n[bold]played by no scenario[/]")
     for row in by_tests_alone(scenarios):
         tests = ", ".join(row.tests)
         text = "; ".join(filter(None, (row.why, tests)))

@@ -68,7 +68,7 @@ class SimulateOptions:
     # 124M parameters and their moments are 1.5 GB; SHA-256 alone takes 1.4 s for 496 MB on one core.
     checkpoint_s: float = 5.0
     hidden_checkpoints: bool = False
-    # After 20 s without a sign of life shoal calls a member silent.
+    # After 20 s without a sign of life a run that cannot go on is ended; one that can notices after 2.5 s.
     detect_s: float = 20.0
     # torchrun took 82 s from a killed node to the next step, noticing included (three emulated nodes, torch 2.13).
     restart_s: float = 62.0

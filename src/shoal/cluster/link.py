@@ -74,6 +74,10 @@ class PipeLink:
     def is_reachable(self) -> bool:
         return self._process.poll() is None
 
+    def ask_to_leave(self) -> None:
+        """As the machine itself does before it is switched off."""
+        self._process.terminate()
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -130,11 +130,15 @@ class Elastic:
 
     def depart(self) -> bool:
         """This machine is about to be switched off; it can come back later. False where nobody would go on."""
+        if self._left:
+            # Whoever switches a machine off tells every process of it, and some of them tell us again.
+            return True
         generation = self._council.generation
         if self._winding_up or not self._founded or generation is None or len(generation.members) < 2:
             return False
         self.may_return = True
         self._workplace.write("note", text="this machine leaves: its agent was asked to end")
+        self._workplace.write("left")
         self._do(self._council.leave(boot_clock()))
         self._left = True
         self.wind_up()
@@ -253,7 +257,7 @@ class Elastic:
             return True
         if ended.by_us:
             return True
-        killed = ended.code < 0 or self._workplace.ran_out_of_memory(ended.start)
+        killed = self._workplace.ran_out_of_memory(ended) or ended.code < 0
         # What fails before it has trained with anybody is its own machine's trouble, and ends nobody else's training.
         alone = was_inside is None
         if not (self._founded and (killed or alone)) or self._was_the_last(was_inside):

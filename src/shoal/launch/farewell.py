@@ -72,6 +72,7 @@ class Farewell:
 def nobody_has_the_state(run: str) -> RunFailed:
     return RunFailed(
         "nobody who can be reached has the training's state any more",
-        why="the ranks of all machines were killed, or the run has ended meanwhile",
-        fix=f"go on from the last checkpoint: shoal train --resume {run}",
+        why="the others are out of reach from here, their ranks were killed, or the run has ended meanwhile",
+        fix=f"if they still train, come back when they can be reached: shoal join {run}; if nobody does, go on from "
+        f"the last checkpoint: shoal train --resume {run}",
     )

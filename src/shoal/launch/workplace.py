@@ -6,22 +6,24 @@ from __future__ import annotations
 import asyncio
 import shlex
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from shoal.control.membership.generation import read_ballot
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
 from shoal.control.process import marks
 from shoal.control.rankline import LINE_FD, GiveUp, ToAgent
+from shoal.cost.relief import RELIEF
 from shoal.errors import RunFailed
-from shoal.events import read_events, read_last_events
+from shoal.events import Event, read_events, read_last_events
 from shoal.launch.crew import Hand
 from shoal.launch.keyring import Keyring
 from shoal.launch.keystore import read_request, to_frame
 from shoal.launch.lines import RankLine
 from shoal.launch.orders import Start
 from shoal.launch.places import Places
-from shoal.launch.ranks import Ranks
+from shoal.launch.ranks import Ended, Ranks
 from shoal.runfolder import RunFolder
 
 # What a rank calls it in its last event.
@@ -73,24 +75,21 @@ class Workplace:
     def kill_all(self) -> None:
         self._ranks.kill()
 
-    def ran_out_of_memory(self, start: Start) -> bool:
-        """A rank that could say so itself, before the kernel killed it: as good a reason to start it again. The user
-        hears of it, since only a smaller batch ends it for good."""
-        last = read_last_events(self._run.events(start.ranks[0]), _LAST_BYTES)[-1:]
+    def ran_out_of_memory(self, ended: Ended) -> bool:
+        """Whether the kernel killed for lack of memory, or the rank could say so itself: as good a reason to start it
+        again. The user hears of it, since only a smaller batch ends it for good."""
+        if ended.starved:
+            name = ended.start.name.replace("-", " ")
+            self.write("note", text=f"{name} was killed when the machine ran out of memory ({RELIEF})")
+            return True
+        last = read_last_events(self._run.events(ended.start.ranks[0]), _LAST_BYTES)[-1:]
         said = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
         for event in said:
             self.write("note", text=f"{event['seen']} ({event['fix']})")
         return bool(said)
 
     def unsaid_give_up(self) -> GiveUp | None:
-        """Of an earlier life: a lineage that was given up, and that no ledger has it from us yet."""
-        said = [
-            event for event in read_events(self._run.journal(self._node)) if event["event"] in ("abandon", "given-up")
-        ]
-        if not said or said[-1]["event"] == "given-up":
-            return None
-        lineage, standing = (read_ballot(said[-1][name]) for name in ("lineage", "standing"))
-        return GiveUp(lineage=lineage, standing=standing, shared_step=said[-1]["shared_step"])
+        return unsaid_give_up(read_events(self._run.journal(self._node)))
 
     def shares_folder_with(self, member: int) -> bool:
         """Whoever's mark is in our folder wrote it there."""
@@ -133,3 +132,12 @@ class Workplace:
 
 def _descriptors(env: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(env[name]) for name in (AGENT_FD, LINE_FD) if name in env)
+
+
+def unsaid_give_up(journal: Iterable[Event]) -> GiveUp | None:
+    """Of an earlier life: a lineage that was given up, and that no ledger has it from us yet."""
+    said = deque((event for event in journal if event["event"] in ("abandon", "given-up")), maxlen=1)
+    if not said or said[-1]["event"] == "given-up":
+        return None
+    lineage, standing = (read_ballot(said[-1][name]) for name in ("lineage", "standing"))
+    return GiveUp(lineage=lineage, standing=standing, shared_step=said[-1]["shared_step"])

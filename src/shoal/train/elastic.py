@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -39,10 +40,16 @@ from shoal.train.tuning import Choice
 
 
 def train_as_member(
-    config: Config, run: RunFolder, placement: Placement, device: torch.device, stop: StopWish, resume: bool
+    config: Config,
+    run: RunFolder,
+    placement: Placement,
+    device: torch.device,
+    stop: StopWish,
+    resume: bool,
+    note_fault: Callable[[Exception], None],
 ) -> bool:
     """To the end of the training, in however many generations; False when it was interrupted."""
-    member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted)
+    member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted, note_fault)
     interface = choose_interface(placement)
     mbps = placement.link_mbps or link_mbps(interface)
     place = Place(placement.node, device, interface, mbps, member.release)

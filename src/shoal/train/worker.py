@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,6 +55,9 @@ _SIGNS_OF_NO_MEMORY = (
     "Cannot allocate memory",
     "MemoryError",
     "std::bad_alloc",
+    # A thread needs room for its stack.
+    "can't start new thread",
+    "Resource temporarily unavailable",
 )
 
 
@@ -84,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _note_fault(options, placement, error)
         return say(error)
     except Exception as error:
-        _note_fault(options, placement, as_fault(error, placement, _relief(options, placement)))
+        _note_error(options, placement, error)
         with contextlib.suppress(OSError):
             traceback.print_exc()
         return RunFailed.exit_code
@@ -98,7 +102,8 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
     device = choose_device(config.train.device, placement)
     if LINE_FD in os.environ:
         run = RunFolder.open(options.folder)
-        finished = train_as_member(config, run, placement, device, stop, options.resume)
+        note_fault = partial(_note_error, options, placement)
+        finished = train_as_member(config, run, placement, device, stop, options.resume, note_fault)
         return 0 if finished else Interrupted.exit_code
     if options.folder is None:
         # All nodes see the one folder that rank 0 makes, so one rank keeps its checkpoints, and not one of every node.
@@ -160,6 +165,10 @@ def _as_it_runs(config: Config, placement: Placement) -> Config:
 def _has_checkpoint(run: RunFolder) -> bool:
     """Ranks that were started again before the first one was written begin anew."""
     return run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*"))
+
+
+def _note_error(options: argparse.Namespace, placement: Placement, error: Exception) -> None:
+    _note_fault(options, placement, as_fault(error, placement, _relief(options, placement)))
 
 
 def _note_fault(options: argparse.Namespace, placement: Placement, error: ShoalError) -> None:

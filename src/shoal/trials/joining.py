@@ -279,6 +279,7 @@ def _ship(channel: Channel, joined: Joined, agent: PipeLink, loop: asyncio.Abstr
 
 
 def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
+    """Ctrl-C is a wish for the whole run. SIGTERM is about this machine alone: it is being switched off."""
     asked = threading.Event()
 
     def pass_on() -> None:
@@ -287,9 +288,14 @@ def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
         agent.send(to_line(END if asked.is_set() else STOP))
         asked.set()
 
+    def leave() -> None:
+        with contextlib.suppress(OSError):
+            said("this machine leaves")
+        agent.ask_to_leave()
+
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, pass_on)
+    loop.add_signal_handler(signal.SIGINT, pass_on)
+    loop.add_signal_handler(signal.SIGTERM, leave)
     # A closed terminal does not end our part.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -303,6 +309,11 @@ def _raise_failure(joined: Joined) -> None:
             "the run ended before this machine was let in",
             why="the others had finished, or never all heard it",
             fix=f"what it saw is in {joined.run.journal(joined.node)}",
+        )
+    lives = [event["event"] for event in journal if event["event"] in ("ready", "left")]
+    if lives[-1:] == ["left"]:
+        raise Interrupted(
+            "this machine has left the run", why="the others train on", fix=f"come back: shoal join {joined.run.path}"
         )
     codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
     if any(code == Interrupted.exit_code for code in codes.values()):

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from shoal.cluster.hosts.ready import ReadyHost
@@ -130,7 +130,7 @@ class SshLink:
         known_by = marks(self._errand["folder"], "messenger")
         marked = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in known_by.items())
         return (
-            f"cd {folder}\n"
+            leave_command(ready) + f"cd {folder}\n"
             f"PYTHONPATH={shlex.quote(ready.pythonpath)}${{PYTHONPATH:+:$PYTHONPATH}}\nexport PYTHONPATH\n"
             f"{marked}\n"
             f"exec {shlex.quote(ready.python)} -P -m shoal.launch.outpost"
@@ -174,3 +174,13 @@ class _Reader:
         block = self._stream.read(1 << 16)
         self._buffer += block or b""
         return bool(block)
+
+
+def leave_command(ready: ReadyHost) -> str:
+    """Shell words that make `FOLDER/bin/shoal`: whoever sits at that machine has none else, to come back with."""
+    place = shlex.quote(f"{PurePosixPath(ready.runs).parent}/bin")
+    path = shlex.quote(ready.pythonpath)
+    lines = ("#!/bin/sh", f'PYTHONPATH={path} exec {shlex.quote(ready.python)} -P -m shoal "$@"')
+    text = " ".join(map(shlex.quote, lines))
+    new = f"{place}/shoal.$$"
+    return f"mkdir -p {place} && printf '%s\\n' {text} > {new} && chmod 755 {new} && mv {new} {place}/shoal\n"

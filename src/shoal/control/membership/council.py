@@ -61,8 +61,8 @@ class Council:
         return self._desk.asks
 
     def may_commit(self, generation: Ballot) -> bool:
-        """The fence: only ranks of the newest generation that have not stopped may commit, write a checkpoint or move
-        `latest`; and whoever slept not before it has heard from all others that the generation still is the newest."""
+        """The fence: only ranks of the newest generation that have not stopped may commit or put a checkpoint in
+        its place; and whoever slept not before it has heard from all others that the generation still is the newest."""
         desk = self._desk
         stopped = desk.ranks.phase is Phase.STOPPED
         return desk.is_current(generation) and self.votes and not stopped and not desk.unsure

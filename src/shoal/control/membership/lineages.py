@@ -1,13 +1,10 @@
-"""Which of two lineages stays when they meet, and what the other one gives up. Pure."""
+"""Which of two lineages stays when they meet, and what both have in common. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from shoal.control.membership.generation import Ballot, Lineage
-
-# One line of the ledger, as far as membership goes: a step, and the generation that trained it.
-Entry = tuple[int, Ballot]
 
 
 def standing(lineages: Mapping[Ballot, int]) -> Ballot:
@@ -25,10 +22,3 @@ def shared_step(ours: Lineage, theirs: Lineage) -> int:
         if name == theirs.name or name in left_theirs:
             return min(steps) if (steps := [left[name] for left in (left_ours, left_theirs) if name in left]) else 0
     return 0
-
-
-def abandoned(ours: Iterable[Entry], theirs: Iterable[Entry]) -> list[Entry]:
-    """What our ledger has and the standing one has not. The same step trained by the same generation is the same
-    step."""
-    kept = set(theirs)
-    return [entry for entry in ours if entry not in kept]

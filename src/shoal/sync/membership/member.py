@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 import traceback
@@ -40,16 +41,25 @@ class Member:
     """`fence` is what the training asks. A thread of its own listens to the agent, so that a rank that is stuck in an
     exchange, or computes for seconds, still frees itself and answers at once."""
 
-    def __init__(self, line: AgentLine, wants_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        line: AgentLine,
+        wants_stop: Callable[[], bool] = lambda: False,
+        note_fault: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         self.fence = GenerationFence()
         self.release = Release()
         self._wants_stop = wants_stop
+        self._note_fault = note_fault
         self._line = line
         self._connections = Connections()
         self._changed = threading.Condition()
         self._is_waiting = False
         self._next: Enter | None = None
         self._given_up: list[GiveUp] = []
+        self._halted = queue.SimpleQueue[Ballot]()
+        # Both now: a rank that has run out of memory can start none, and has to leave its generation all the same.
+        threading.Thread(target=self._keep_shut, name="halted", daemon=True).start()
         threading.Thread(target=self._listen, name="agent's words", daemon=True).start()
 
     # The training's side.
@@ -110,8 +120,11 @@ class Member:
         try:
             while (message := self._line.receive()) is not None:
                 self._take(message)
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            # Without memory even the words may fail; a rank that hears nothing any more must end all the same.
+            with suppress(Exception):
+                self._note_fault(error)
+                traceback.print_exc()
             os._exit(RunFailed.exit_code)
         # Without its agent a rank can commit nothing; the kernel ends it with the agent where it can.
         os._exit(Interrupted.exit_code)
@@ -140,18 +153,23 @@ class Member:
         state = self.fence.end(generation)
         self._let_go()
         self._say(Halted(generation=generation, state=state))
-        threading.Thread(target=self._keep_shut, args=(generation,), daemon=True).start()
+        self._halted.put(generation)
 
-    def _keep_shut(self, generation: Ballot) -> None:
+    def _keep_shut(self) -> None:
         """Until the training has noticed. It may have been in the middle of connecting: what it opens after a first
         look would lead to peers that have left as well, and it would wait there for as long as an exchange may take."""
         while True:
-            time.sleep(_AGAIN_S)
-            # Held meanwhile, so that it cannot go on to the next generation, whose connections are to stay.
-            with self._changed:
-                if self._is_waiting or self.fence.generation != generation:
-                    return
-                self._let_go()
+            generation = self._halted.get()
+            while self._is_stuck_in(generation):
+                time.sleep(_AGAIN_S)
+
+    def _is_stuck_in(self, generation: Ballot) -> bool:
+        # Held meanwhile, so that it cannot go on to the next generation, whose connections are to stay.
+        with self._changed:
+            if self._is_waiting or self.fence.generation != generation:
+                return False
+            self._let_go()
+            return True
 
     def _let_go(self) -> None:
         self._connections.shut()

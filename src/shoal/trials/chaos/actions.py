@@ -58,6 +58,12 @@ class KillNode(Action):
     silent: bool = False
 
 
+class KillRun(Action):
+    """Everything of it, as when the power of all machines fails: keeper, agents and ranks."""
+
+    do: Literal["kill-run"] = "kill-run"
+
+
 class PowerOn(Action):
     """The node stands, again if need be, and joins the run."""
 
@@ -202,6 +208,7 @@ AnyAction = Annotated[
     KillRank
     | KillAgent
     | KillNode
+    | KillRun
     | PowerOn
     | Freeze
     | Thaw

@@ -84,6 +84,8 @@ class Injector:
                 return self._signal(_rank_of(self._run.path, rank, node), f"SIG{name}")
             case actions.KillNode(node=node, silent=False):
                 return self._kill_all(node)
+            case actions.KillRun():
+                return self._kill_run()
             case actions.KillAgent(node=node):
                 return self._signal(_agent_of(self._run.path, node), "SIGKILL")
             case actions.FreezeRank(rank=rank):
@@ -139,6 +141,21 @@ class Injector:
             for pid in victims:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+        return deed
+
+    def _kill_run(self) -> Deed:
+        """Until nothing of it is found any more: an agent may have started a rank meanwhile."""
+        victims = find(self._run.path)
+        _need(victims[0] if victims else None, "the run")
+
+        def deed() -> None:
+            left = victims
+            while left:
+                for found in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(found.pid, signal.SIGKILL)
+                left = find(self._run.path)
 
         return deed
 

@@ -39,6 +39,7 @@ def _times(expect: Expect, measured: Measured, ending: Ending) -> Iterator[Asser
         ("next step", expect.next_step_within_s, measured.next_step_s),
         ("next commit", expect.next_commit_within_s, measured.next_commit_s),
         ("rejoined", expect.rejoin_within_s, measured.rejoin_s),
+        ("pause at the return", expect.return_pause_within_s, measured.return_pause_s),
         ("paused", expect.pause_within_s, measured.pause_s),
         ("stopped", expect.stop_within_s, ending.stop_s),
     ):
@@ -60,6 +61,7 @@ def _counts(expect: Expect, measured: Measured) -> Iterator[Assertion]:
     for name, most, value in (
         ("reconfigurations", expect.most_reconfigurations, measured.reconfigurations),
         ("times slower", expect.slower_at_most, measured.slower),
+        ("steps behind when it was resumed", expect.resumed_behind_at_most, measured.resumed_behind),
     ):
         if most is not None:
             seen = "unknown" if value is None else f"{value:.3g}"
@@ -121,4 +123,5 @@ def _invariants(scenario: Scenario, measured: Measured, ending: Ending) -> Itera
         said = {True: f"{ending.replicas} equal", False: f"{ending.replicas} differ", None: "nothing to compare"}
         equal = ending.replicas_equal
         yield Assertion(name="replicas equal to the bit", ok=equal is True, seen=said[equal])
+        yield Assertion(name="no torn checkpoint left", ok=not ending.torn, seen=", ".join(ending.torn) or "none")
     yield Assertion(name="nothing left after 5 s", ok=not ending.left, seen=", ".join(ending.left) or "nothing")

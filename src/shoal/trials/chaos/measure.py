@@ -21,7 +21,8 @@ from shoal.trials.chaos.replicas import Ballot, ballot, came_back, newest_genera
 class Measured(BaseModel):
     """Seconds since the first injection, None for what never happened. `next_step_s` of a run that did not regroup is
     its longest time without a step. `slower` compares the median step after the last injection with that before the
-    first. `warned`: what ranks said of a slow training, and how many steps after the first injection."""
+    first. `resumed_behind`: how many committed steps were done again after the last resume. `warned`: what ranks said
+    of a slow training, and how many steps after the first injection."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,6 +33,7 @@ class Measured(BaseModel):
     rejoin_s: float | None = None
     pause_s: float | None = None
     longest_pause_s: float | None = None
+    return_pause_s: float | None = None
     reconfigurations: int = 0
     members: int | None = None
     steps: int = 0
@@ -42,6 +44,7 @@ class Measured(BaseModel):
     stale_commits: int = 0
     abandoned: int = 0
     slower: float | None = None
+    resumed_behind: int | None = None
     ledger_ok: bool = True
     sentences: tuple[str, ...] = ()
     warned: tuple[tuple[str, int], ...] = ()
@@ -65,6 +68,7 @@ def measure(record: Record) -> Measured:
         rejoin_s=_since(last, came_back(record, last)),
         pause_s=_since(first, _first_after(first, _times(record.agents_said("pause")))),
         longest_pause_s=pause,
+        return_pause_s=longest_pause(steps, last, record.asked_at),
         reconfigurations=len({event["generation"] for event in regrouped}),
         members=None if newest is None else int(newest["size"]),
         steps=record.furthest_step,
@@ -75,6 +79,7 @@ def measure(record: Record) -> Measured:
         stale_commits=count_stale(record.commits),
         abandoned=sum("abandoned" in commit for commit in record.commits),
         slower=_slower(record, first, last),
+        resumed_behind=_resumed_behind(record, first),
         ledger_ok=ledger.ok,
         sentences=sentences(record, first),
         warned=warned(record, first),
@@ -161,6 +166,15 @@ def _slower(record: Record, first: float, last: float) -> float | None:
     steps = [(float(event["time"]), float(event["step_s"])) for event in record.ranks_said("step")]
     before, after = [s for at, s in steps if at < first], [s for at, s in steps if at > last]
     return median(after) / median(before) if before and after else None
+
+
+def _resumed_behind(record: Record, after: float) -> int | None:
+    starts = [event for event in record.ranks_said("start") if event["time"] > after and "resumed_from" in event]
+    if not starts:
+        return None
+    last = max(starts, key=lambda event: float(event["time"]))
+    done = [int(each["step"]) for each in record.commits if "step" in each and each["time"] < last["time"]]
+    return max(done, default=0) - int(last["resumed_from"] or 0)
 
 
 def _times(events: Iterable[Event]) -> list[float]:

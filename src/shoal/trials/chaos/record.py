@@ -43,13 +43,15 @@ class Answer:
 class Ending:
     """How it came out: the keeper's word, and what a look around found afterwards.
 
-    `replicas_equal` is None where there were no final states to compare; `left` are processes that should be gone.
+    `replicas_equal` is None where there were no final states to compare; `left` are processes that should be gone,
+    `torn` checkpoints that were begun and never completed.
     """
 
     exit_code: int | None
     replicas_equal: bool | None
     replicas: int
     left: tuple[str, ...] = ()
+    torn: tuple[str, ...] = ()
     stop_s: float | None = None
     answers: tuple[Answer, ...] = ()
     trouble: str = ""

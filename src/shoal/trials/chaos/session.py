@@ -210,6 +210,7 @@ class Stage:
             replicas_equal=equal,
             replicas=count,
             left=left,
+            torn=tuple(sorted(path.name for path in self.run.checkpoints.glob(".step-*"))),
             stop_s=stop_s,
             answers=tuple(self.injector.answers),
             trouble=trouble,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import RunFailed, ShoalError
 from shoal.launch.found import find
 from shoal.runfolder import RunFolder
 from shoal.trials.chaos.ground import Ground, opened
@@ -75,6 +75,7 @@ def soak(order: SoakOrder, out: Path, show: Show) -> SoakResult:
         replicas_equal=equal,
         growth=growth(faulty.samples),
         left=left,
+        exit_code=None if faulty.watch.ended is None else int(faulty.watch.ended["code"]),
         runs=(str(out / "faulty"), str(out / "reference")),
     )
 
@@ -93,6 +94,8 @@ class _Soaked:
         self._injector = Injector("soak", self.run, self.ground, random.Random(self.order.seed))
         self._sampled_at = 0.0
         self._began = time.monotonic()
+        # How much later than planned everything is by now, because somebody had to be waited for.
+        self._late_s = 0.0
 
     def through(self, faults: Sequence[SoakFault]) -> list[FaultOutcome]:
         config = self.order.scenario.config(self.ground.on, seed=self.order.seed)
@@ -101,13 +104,19 @@ class _Soaked:
         self._began = time.monotonic()
         outcomes: list[FaultOutcome] = []
         for number, fault in enumerate(faults, start=1):
-            self._until(self._began + fault.at_s)
+            self._until(self._planned(fault))
+            self.show(f"{number} of {len(faults)}: waits until everybody is back")
+            self._await_whole()
+            self._late_s += time.monotonic() - self._planned(fault)
             self.show(f"{number} of {len(faults)}: {fault.kind}, step {self.watch.furthest_step}")
             outcomes.append(self._suffer(fault))
             if self.watch.ended:
                 break
         self._await_whole()
         return outcomes
+
+    def _planned(self, fault: SoakFault) -> float:
+        return self._began + self._late_s + fault.at_s
 
     def _suffer(self, fault: SoakFault) -> FaultOutcome:
         """Every action of the fault, then the time to the next one, which is what it has to recover in."""
@@ -121,7 +130,7 @@ class _Soaked:
                 skipped = error.seen
             last = time.monotonic()
         undone = time.time()
-        self._until(self._began + fault.at_s + 0.9 * self.order.every_s)
+        self._until(self._planned(fault) + 0.9 * self.order.every_s)
         return judge_fault(fault, began, undone, self.watch.record, skipped)
 
     def end(self) -> tuple[str, ...]:
@@ -135,7 +144,8 @@ class _Soaked:
         return (*hung, *(f"{found.part} on {found.node} ({found.pid})" for found in left))
 
     def _await_whole(self) -> None:
-        """Whoever the last faults took has to come back."""
+        """Whoever the last fault took has to come back: every fault meets a cluster that is whole, since one that loses
+        its last member has nothing left to go on with."""
         deadline = time.monotonic() + _BACK_S
         while self._world() < self.order.nodes and not self.watch.ended and time.monotonic() < deadline:
             self._look()
@@ -149,6 +159,12 @@ class _Soaked:
         deadline = time.monotonic() + _START_S
         while self.watch.furthest_step < step and not self.watch.ended and time.monotonic() < deadline:
             self._look()
+        if self.watch.furthest_step < step:
+            raise RunFailed(
+                f"the training to soak did not come to step {step} within {_START_S:.0f} s",
+                why=str((self.watch.ended or {}).get("seen", "it is still on its way")),
+                fix=f"look at its logs: shoal logs {self.folder}",
+            )
 
     def _until(self, moment: float) -> None:
         while time.monotonic() < moment and not self.watch.ended:

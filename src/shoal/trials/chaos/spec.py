@@ -30,7 +30,8 @@ ENDLESS = 1_000_000
 
 
 class Expect(BaseModel):
-    """What must hold. Seconds and steps count from the first action, those of `rejoin_within_s` from the last.
+    """What must hold. Seconds and steps count from the first action, those of `rejoin_within_s` from the last;
+    `return_pause_within_s` is the longest time without a step since the last action.
 
     A training's ledger must be whole, its replicas equal to the bit and nothing left of it 5 s after its end, whatever
     stands here. `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop;
@@ -44,6 +45,7 @@ class Expect(BaseModel):
     next_step_within_s: Seconds | None = None
     next_commit_within_s: Seconds | None = None
     rejoin_within_s: Seconds | None = None
+    return_pause_within_s: Seconds | None = None
     pause_within_s: Seconds | None = None
     stop_within_s: Seconds | None = None
     reconfigurations: Annotated[int, Field(ge=0)] | None = None
@@ -52,6 +54,7 @@ class Expect(BaseModel):
     stale_commits: Annotated[int, Field(ge=0)] = 0
     abandoned: Annotated[int, Field(ge=0)] | None = None
     slower_at_most: Annotated[float, Field(gt=0)] | None = None
+    resumed_behind_at_most: Annotated[int, Field(ge=0)] | None = None
     sentence: str | None = None
     sentence_within_steps: Annotated[int, Field(ge=1)] | None = None
     exit_code: int | None = None

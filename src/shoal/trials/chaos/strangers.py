@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from shoal.errors import LabError
 from shoal.launch.found import find
 
 # Runs on a node: a socket belongs to the network of whoever made it. Many at a time, since a server that takes its time
-# with strangers is right to. Idle ones are held until the last has knocked.
+# with strangers is right to, and at a port of gloo's, which is shut, a knock takes its whole second. Idle ones are held
+# until the last has knocked.
 _PROGRAM = """
 import os, socket, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +35,7 @@ def knock(job):
         pass
 doors = [(place.rpartition(":")[0], int(place.rpartition(":")[2])) for place in places]
 jobs = [(door, number < count) for number in range(count + idle) for door in doors]
-with ThreadPoolExecutor(40) as pool:
+with ThreadPoolExecutor(100) as pool:
     held = list(pool.map(knock, jobs))
 print("done", sum(peer is not None for peer in held), flush=True)
 """
@@ -48,8 +50,11 @@ def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable
         raise LabError(f"no process of {run} listens", why="it is over, or they are not ours to look into")
 
     def knock_everywhere() -> None:
-        for node, places in ports.items():
-            knock(places, connections, idle, partial(lab.command, node) if lab else list)
+        with ThreadPoolExecutor(len(ports)) as nodes:
+            enter = {node: partial(lab.command, node) if lab else list for node in ports}
+            done = [nodes.submit(knock, places, connections, idle, enter[node]) for node, places in ports.items()]
+            for each in done:
+                each.result()
 
     return knock_everywhere
 

@@ -1,0 +1,54 @@
+"""What an agent notes of its ranks, and finds in its own journal when it is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from shoal.control.membership.generation import Ballot
+from shoal.control.rankline import GiveUp
+from shoal.launch.keyring import Keyring
+from shoal.launch.orders import Start
+from shoal.launch.places import Places
+from shoal.launch.ranks import Ended, Ranks
+from shoal.launch.workplace import Workplace, unsaid_give_up
+from shoal.runfolder import RunFolder
+
+READY: dict[str, Any] = {"event": "ready"}
+
+
+def abandon(lineage: str) -> dict[str, Any]:
+    return {"event": "abandon", "lineage": lineage, "standing": "2-1", "shared_step": 7}
+
+
+def given_up(lineage: str) -> dict[str, Any]:
+    return {"event": "given-up", "lineage": lineage}
+
+
+def test_a_lineage_that_was_given_up_is_not_forgotten_over_a_restart() -> None:
+    """Its ranks died before they had written it into the ledger, and their agent with them."""
+    expected = GiveUp(lineage=Ballot(2, 0), standing=Ballot(2, 1), shared_step=7)
+    assert unsaid_give_up([READY, abandon("2-0"), READY]) == expected
+
+
+def test_what_is_in_the_ledger_is_not_said_again() -> None:
+    assert unsaid_give_up([READY, abandon("2-0"), given_up("2-0"), READY]) is None
+    assert unsaid_give_up([READY]) is None
+
+
+def test_only_the_last_one_counts() -> None:
+    again = unsaid_give_up([abandon("2-0"), given_up("2-0"), abandon("4-0")])
+    assert again is not None
+    assert again.lineage == Ballot(4, 0)
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named_while_the_others_go_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    nobody = cast(Ranks, None), cast(Keyring, None), cast(Places, None)
+    place = Workplace(RunFolder(tmp_path), "attic", *nobody, write=lambda kind, text: said.append(f"{kind}: {text}"))
+    start = Start("rank-2", (2,), ("true",), {})
+    assert place.ran_out_of_memory(Ended(start, -9, by_us=False, starved=True))
+    [note] = said
+    assert note.startswith("note: rank 2 was killed when the machine ran out of memory")
+    assert "--micro-batch" in note
+    assert not place.ran_out_of_memory(Ended(start, -9, by_us=False, starved=False))
