@@ -19,6 +19,7 @@ from shoal.report.replicas import compare_replicas
 from shoal.runfolder import RunFolder
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl
+from tests.runs_checks import wait_until
 from tests.scripted_agent import ScriptedAgent
 
 STEPS = 60
@@ -188,9 +189,9 @@ def test_whoever_comes_back_has_compiled_before_the_others_wait_for_it(tmp_path:
         agent.start(1)
         agent.ranks[1].hear(Here)
         agent.regroup((0, 1), joining=(1,), at_edge=True)
-        began = agent.events(1, "membership")[-1]["step"]
-        agent.await_step(1, began + 1)
-        first = next(event for event in agent.events(1, "step") if event["step"] == began + 1)
+        _, joined = wait_until(lambda: agent.events(1, "membership")[1:] and agent.events(1, "membership"))
+        agent.await_step(1, joined["step"] + 1)
+        first = next(event for event in agent.events(1, "step") if event["step"] == joined["step"] + 1)
     assert agent.events(1, "start")[-1]["compiled"] is True
     # To compile takes seconds.
     assert first["forward_s"] + first["backward_s"] < 0.5
