@@ -100,6 +100,12 @@ def test_a_network_that_is_slow_for_all_alike_is_nobodys() -> None:
     assert watch((told([10, 10, 10], mbps=[90, 91, 92]), 60), exposed=[40]) == []
 
 
+@pytest.mark.parametrize(("starved", "mbps", "is_named"), [(0.0, 150, True), (0.3, 70, False), (0.3, 9, True)])
+def test_where_ranks_lack_processors_a_link_must_be_far_slower(starved: float, mbps: float, is_named: bool) -> None:
+    slow = told([10, 10, 10], starved=[starved] * 3, mbps=[mbps, mbps, 800])
+    assert bool(watch((EVEN, 60), (slow, 60), exposed=[1, 40])) == is_named
+
+
 def test_a_slow_link_that_is_hidden_is_no_trouble() -> None:
     assert watch((EVEN, 60), (told([10, 10, 10], mbps=[9, 9, 900]), 60), exposed=[1, 1]) == []
 

@@ -27,7 +27,11 @@ _WORTH_WAITING = 0.1
 _STARVED = 0.2
 _TIMES_STARVED = 1.5
 _EXPOSED = 0.25
-_TIMES_LINK = 3.0
+# A rate is measured by whoever sends, and counts the time in which the receiver had no processor to answer with: where
+# ranks share cores, only a much lower one is the link's. (Three ranks on two cores: up to 10 times, on equal links.)
+_TIMES_LINK = 5.0
+_BUSY = 0.1
+_TIMES_LINK_BUSY = 20.0
 _RESENT = 0.005
 
 
@@ -125,7 +129,9 @@ class Laggards:
         """Slow is what carries far less than the best link here, now or before."""
         best = self._best_bps = max(self._best_bps, *(each.vitals.best_bps for each in now))
         edges = [_Edge(each.vitals.address, each.vitals.slow_peer, each.vitals.slow_bps) for each in now]
-        slow = [edge for edge in edges if 0 < edge.value * _TIMES_LINK < best]
+        is_busy = max(each.vitals.starved for each in now) > _BUSY
+        times = _TIMES_LINK_BUSY if is_busy else _TIMES_LINK
+        slow = [edge for edge in edges if 0 < edge.value * times < best]
         exposed_s = median(step.exposed_s for step in self._steps)
         if not slow or exposed_s < _EXPOSED * step_s:
             return
