@@ -103,7 +103,7 @@ def test_a_machine_that_is_switched_off_leaves_and_comes_back(tmp_path: Path) ->
         began = time.monotonic()
         members[0].process.send_signal(signal.SIGTERM)
         # Also from a `shoal join` that was told the same.
-        time.sleep(0.1)
+        time.sleep(0.02)
         members[0].process.send_signal(signal.SIGTERM)
         team.await_size(1, 2)
         assert time.monotonic() - began < 2

@@ -104,7 +104,7 @@ def test_every_scenario_holds_on_three_nodes(scenarios: tuple[str, ...], tmp_pat
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_soak_of_twenty_faults(tmp_path: Path) -> None:
-    """Faster than a user would: what has not come back is left alone, and said to be."""
+    """Faster than a user would."""
     need_lab()
     words = ("--minutes", "2", "--every", "6s", "--seed", "1", "--on", "lab:3", "--out", tmp_path / "out")
     done = shoal("chaos", "soak", *words, timeout_s=800)

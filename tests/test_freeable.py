@@ -26,24 +26,37 @@ MAKE: dict[str, Callable[[nn.Module, World], HookedDDP | StockDDP]] = {
 }
 
 
-def train_and_be_left(way: str, world: World) -> float:
-    """All do one step; then the other does nothing any more. Seconds that rank 0 waited for it in its second step."""
+def train_and_be_left(way: str, steps: int, world: World) -> float:
+    """All do so many steps; then the other does nothing any more. Seconds that rank 0 waited for it."""
     release = Release()
     world = replace(world, release=release)
     model = nn.Linear(4, 4)
-    sync = MAKE[way](model, world)
-    sync.module(torch.ones(2, 4)).sum().backward()
+
+    def train() -> None:
+        sync.module(torch.ones(2, 4)).sum().backward()
+
+    if steps:
+        sync = MAKE[way](model, world)
+        for _ in range(steps):
+            train()
     if world.rank > 0:
         time.sleep(1.5)
         os._exit(0)
     began = time.perf_counter()
     threading.Timer(0.5, release.end).start()
     with pytest.raises(Exception, match="generation was over"):
-        sync.module(torch.ones(2, 4)).sum().backward()
+        train() if steps else MAKE[way](model, world)
     return time.perf_counter() - began
 
 
-@pytest.mark.parametrize("way", MAKE)
-def test_whoever_waits_in_ddp_is_freed_with_its_generation(way: str, tmp_path: Path) -> None:
-    waited_s = run_ranks(partial(train_and_be_left, way), 2, tmp_path, dying=[1])[0]
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        pytest.param("stock", 0, id="comparing shapes when DDP is made"),
+        pytest.param("hooked", 1, id="agreeing on buckets in the second step"),
+        pytest.param("stock", 2, id="summing gradients itself"),
+    ],
+)
+def test_whoever_waits_in_ddp_is_freed_with_its_generation(way: str, steps: int, tmp_path: Path) -> None:
+    waited_s = run_ranks(partial(train_and_be_left, way, steps), 2, tmp_path, dying=[1])[0]
     assert 0.4 < waited_s < 1.2

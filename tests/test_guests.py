@@ -98,6 +98,22 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         assert members[0].said("generation")[-1]["members"] == ["node1", guest.node]
 
 
+def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
+    """Its machine is switched off: nobody who trains has to stop for that."""
+    number = next_member(2, 0, 0)
+    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+        team = Team(members, (1, 1))
+        team.go(rules=Rules(max_nodes=2))
+        team.await_commits(0)
+        rank = team.let_come(guest, members[0])
+        team.await_notes(rank, "here")
+        guest.process.terminate()
+        guest.process.wait(20)
+        team.await_commits(0, more=50)
+        assert guest.said("left")
+        assert [agent.process.poll() for agent in members] == [None, None]
+
+
 @pytest.mark.long
 def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) -> None:
     """Its sponsor is gone by then, so nobody but the guest can tell the next one where everybody is."""

@@ -49,6 +49,6 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named_while_the_others_go_o
     start = Start("rank-2", (2,), ("true",), {})
     assert place.ran_out_of_memory(Ended(start, -9, by_us=False, starved=True))
     [note] = said
-    assert note.startswith("note: rank 2 was killed when the machine ran out of memory")
+    assert note.startswith("note: rank 2 was killed, and the machine ran out of memory while it ran")
     assert "--micro-batch" in note
     assert not place.ran_out_of_memory(Ended(start, -9, by_us=False, starved=False))

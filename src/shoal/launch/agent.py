@@ -151,6 +151,7 @@ class Agent:
         self._roster = dict(enumerate(go.roster))
         self._keep_orders(go)
         self._elastic = self._make_elastic(go, go.members)
+        self._elastic.is_on_its_way()
         self._start_all(go)
         self._mesh.keep_up(go.places(), self._elastic.connected, dial_all=True)
         self._elastic.come()

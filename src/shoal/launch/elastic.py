@@ -71,9 +71,12 @@ class Elastic:
     def come(self) -> None:
         """To a run that trains already: new, or started again with nothing but what was promised. The council asks to
         be let in."""
-        self._founded = True
         self._give_up = self._workplace.unsaid_give_up()
         self._hear_the_early()
+
+    def is_on_its_way(self) -> None:
+        """It has still to meet anybody, and the others train: whatever becomes of it is no trouble of theirs."""
+        self._founded = True
 
     def start(self, hands: Iterable[Hand]) -> None:
         for hand in hands:
@@ -129,12 +132,14 @@ class Elastic:
         self._do(self._council.suspend(self._asleep_at))
 
     def depart(self) -> bool:
-        """This machine is about to be switched off; it can come back later. False where nobody would go on."""
+        """This machine is about to be switched off; it can come back later. False where nobody would go on: the run has
+        not begun, is ending, or is trained here alone."""
         if self._left:
             # Whoever switches a machine off tells every process of it, and some of them tell us again.
             return True
         generation = self._council.generation
-        if self._winding_up or not self._founded or generation is None or len(generation.members) < 2:
+        alone = self._council.votes and generation is not None and len(generation.members) < 2
+        if self._winding_up or not self._founded or alone:
             return False
         self.may_return = True
         self._workplace.write("note", text="this machine leaves: its agent was asked to end")

@@ -80,8 +80,10 @@ class Workplace:
         again. The user hears of it, since only a smaller batch ends it for good."""
         if ended.starved:
             name = ended.start.name.replace("-", " ")
-            self.write("note", text=f"{name} was killed when the machine ran out of memory ({RELIEF})")
+            self.write("note", text=f"{name} was killed, and the machine ran out of memory while it ran ({RELIEF})")
             return True
+        if ended.code < 0:
+            return False
         last = read_last_events(self._run.events(ended.start.ranks[0]), _LAST_BYTES)[-1:]
         said = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
         for event in said:

@@ -55,10 +55,9 @@ _SIGNS_OF_NO_MEMORY = (
     "Cannot allocate memory",
     "MemoryError",
     "std::bad_alloc",
-    # A thread needs room for its stack.
-    "can't start new thread",
-    "Resource temporarily unavailable",
 )
+# A thread needs room for its stack; but a user, or a container, may also have as many as it may.
+_SIGNS_OF_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -192,6 +191,12 @@ def as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
             f"rank {rank} on {placement.node} is out of memory: {_asked_for(text)}",
             why="its weights, moments and activations are more than the machine, or its limit, has room for",
             fix=relief,
+        )
+    if any(sign in text for sign in _SIGNS_OF_NO_THREAD):
+        return OutOfMemory(
+            f"rank {rank} on {placement.node} is out of memory, or of threads: {text}",
+            why="a thread needs memory; and a user or a container may have only so many",
+            fix=f"{relief}; or raise the limit: ulimit -u, the container's pids",
         )
     return RunFailed(f"rank {rank} raised {type(error).__name__}: {text}")
 

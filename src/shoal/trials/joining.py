@@ -304,16 +304,16 @@ def _raise_failure(joined: Joined) -> None:
     journal = list(read_events(joined.run.journal(joined.node)))
     if refused := [event for event in journal if event["event"] in ("refused", "gave-up")]:
         raise from_dict(refused[0])
+    lives = [event["event"] for event in journal if event["event"] in ("ready", "left")]
+    if lives[-1:] == ["left"]:
+        raise Interrupted(
+            "this machine has left the run", why="the others train on", fix=f"come back: shoal join {joined.run.path}"
+        )
     if joined.late and not any(event["event"] == "generation" for event in journal):
         raise RunFailed(
             "the run ended before this machine was let in",
             why="the others had finished, or never all heard it",
             fix=f"what it saw is in {joined.run.journal(joined.node)}",
-        )
-    lives = [event["event"] for event in journal if event["event"] in ("ready", "left")]
-    if lives[-1:] == ["left"]:
-        raise Interrupted(
-            "this machine has left the run", why="the others train on", fix=f"come back: shoal join {joined.run.path}"
         )
     codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
     if any(code == Interrupted.exit_code for code in codes.values()):

@@ -124,6 +124,7 @@ class Member:
             # Without memory even the words may fail; a rank that hears nothing any more must end all the same.
             with suppress(Exception):
                 self._note_fault(error)
+            with suppress(Exception):
                 traceback.print_exc()
             os._exit(RunFailed.exit_code)
         # Without its agent a rank can commit nothing; the kernel ends it with the agent where it can.
@@ -168,7 +169,9 @@ class Member:
         with self._changed:
             if self._is_waiting or self.fence.generation != generation:
                 return False
-            self._let_go()
+            # Without memory or file numbers it may fail; there is another look, and there are later generations.
+            with suppress(Exception):
+                self._let_go()
             return True
 
     def _let_go(self) -> None:

@@ -29,6 +29,7 @@ _SAMPLE_S = 5.0
 _START_S = 120.0
 # A rank is started again after 3 s at most, and imports torch.
 _BACK_S = 60.0
+_NOT_BACK = f"not everybody was back after {_BACK_S:.0f} s"
 _DIGEST_EVERY = 20
 # A flat learning rate: a run that is stopped somewhere can be compared with another one at the same step.
 _TRAINING: dict[str, dict[str, Any]] = {
@@ -58,13 +59,15 @@ class SoakOrder:
 def soak(order: SoakOrder, out: Path, show: Show) -> SoakResult:
     """The faulty run first: how far it comes says how long the other one has to be."""
     faults = plan_soak(order.minutes, order.every_s, order.seed, order.nodes)
+    began = time.monotonic()
     with opened(order.scenario, order.on, out, 0) as ground:
         faulty = _Soaked(order, ground, out / "faulty", show)
         try:
             outcomes = faulty.through(faults)
         finally:
             left = faulty.end()
-    reference = _reference(order, out / "reference", faulty.watch.furthest_step, show)
+    took_s = time.monotonic() - began
+    reference = _reference(order, out / "reference", faulty.watch.furthest_step, took_s, show)
     equal, _ = compare_told(faulty.watch.record, _DIGEST_EVERY)
     return judge_soak(
         record=faulty.watch.record,
@@ -106,7 +109,9 @@ class _Soaked:
         for number, fault in enumerate(faults, start=1):
             self._until(self._planned(fault))
             self.show(f"{number} of {len(faults)}: waits until everybody is back")
-            self._await_whole()
+            if not self._await_whole():
+                outcomes.append(judge_fault(fault, time.time(), time.time(), self.watch.record, _NOT_BACK))
+                break
             self._late_s += time.monotonic() - self._planned(fault)
             self.show(f"{number} of {len(faults)}: {fault.kind}, step {self.watch.furthest_step}")
             outcomes.append(self._suffer(fault))
@@ -143,12 +148,13 @@ class _Soaked:
         end_processes(left)
         return (*hung, *(f"{found.part} on {found.node} ({found.pid})" for found in left))
 
-    def _await_whole(self) -> None:
+    def _await_whole(self) -> bool:
         """Whoever the last fault took has to come back: every fault meets a cluster that is whole, since one that loses
         its last member has nothing left to go on with."""
         deadline = time.monotonic() + _BACK_S
         while self._world() < self.order.nodes and not self.watch.ended and time.monotonic() < deadline:
             self._look()
+        return self._world() >= self.order.nodes and not self.watch.ended
 
     def _world(self) -> int:
         """How many train together."""
@@ -179,11 +185,11 @@ class _Soaked:
         time.sleep(POLL_S)
 
 
-def _reference(order: SoakOrder, folder: Path, steps: int, show: Show) -> Record:
-    """The same training without faults, to the step that the other one came to."""
+def _reference(order: SoakOrder, folder: Path, steps: int, most_s: float, show: Show) -> Record:
+    """The same training without faults, to the step that the other one came to; it need not be faster than that."""
     run = RunFolder(folder.resolve())
     watch = Watch(run)
-    deadline = time.monotonic() + 60 * order.minutes + _START_S
+    deadline = time.monotonic() + most_s + _START_S
     with opened(order.scenario, order.on, folder.parent, 1) as ground:
         try:
             train_new(order.scenario.config(ground.on, seed=order.seed), folder, Silent, detach=True)

@@ -34,8 +34,9 @@ class Expect(BaseModel):
     `return_pause_within_s` is the longest time without a step since the last action.
 
     A training's ledger must be whole, its replicas equal to the bit and nothing left of it 5 s after its end, whatever
-    stands here. `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop;
-    `kept = false` says that the keeper is killed, so that nobody is left who could give one.
+    stands here; nor a checkpoint that was only begun, unless its ranks are killed at the end (`whole_checkpoints`).
+    `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop; `kept = false`
+    says that the keeper is killed, so that nobody is left who could give one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,6 +59,7 @@ class Expect(BaseModel):
     sentence: str | None = None
     sentence_within_steps: Annotated[int, Field(ge=1)] | None = None
     exit_code: int | None = None
+    whole_checkpoints: bool = True
     kept: bool = True
     command_code: int | None = None
     command_says: str | None = None
