@@ -90,7 +90,7 @@ def resumed(folder: Path, saved: int) -> dict[str, Any]:
     "chosen",
     [
         pytest.param(("diloco", "fp16", 5), marks=pytest.mark.exhaustive),
-        pytest.param(("streaming", "fp32", 8), marks=pytest.mark.long),
+        pytest.param(("streaming", "fp32", 8), marks=pytest.mark.exhaustive),
         pytest.param(("ddp", "int8", 1), marks=pytest.mark.exhaustive),
     ],
 )

@@ -136,6 +136,11 @@ def test_a_short_life_says_nothing() -> None:
     assert slope([1.0], [2.0]) == 0.0
 
 
+def test_of_a_long_soak_only_long_lives_are_judged() -> None:
+    [found] = growth([*life(1, grows=0.0, seconds=900), *life(2, grows=9.0, seconds=200)])
+    assert found.pid == 1
+
+
 def test_worlds_of_other_sizes_are_not_compared() -> None:
     """Two of three have fewer connections: that more come back is no growth."""
     small = [Sample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]

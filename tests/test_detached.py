@@ -24,7 +24,7 @@ from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of
 from tests.runs_checks import ended_afterwards, front, parts_of, wait_until
 
-LONG = ("--steps", "1000000", *set_flags(*TINY))
+LONG = ("--steps", "1000000", *set_flags(*TINY, "train.compile=off"))
 LINES = 2000
 # Both streams of both ranks at once, and at the end words without a line's end.
 TALKATIVE = f"""

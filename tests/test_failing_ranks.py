@@ -21,7 +21,8 @@ from shoal.trials.stopping import end_processes
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 
 TINY_FLAGS = set_flags(*TINY)
-LONG = ("--steps", "1000000")
+# Compiling would be worth it for so many.
+LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of
 from tests.test_run import LINE, SCRIPTS, loss_of_one_process
 
-LONG = ("--steps", "1000000")
+LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
 
 
 @pytest.fixture(scope="module")

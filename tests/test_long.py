@@ -63,7 +63,7 @@ def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> N
     run, rng, reached = tmp_path / "run", random.Random(5), 0
     settings = set_flags(*TINY, "train.checkpoint_every=1", "train.eval_every=1000000")
     command = shoal_command("train", "--out", run, "--steps", "1000000", *settings)
-    for _ in range(5):
+    for _ in range(3):
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for_step(run, reached + 3, training)

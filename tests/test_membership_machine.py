@@ -171,7 +171,7 @@ def test_membership_keeps_its_promises() -> None:
 
 
 @pytest.mark.parametrize(
-    "histories", [pytest.param(20, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.exhaustive)]
+    "histories", [pytest.param(8, marks=pytest.mark.long), pytest.param(300, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.timeout(3600)
 def test_membership_keeps_its_promises_for_long(histories: int) -> None:

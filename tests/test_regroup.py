@@ -118,7 +118,7 @@ WAYS = {
 
 
 # One of a kind in every long run; the others differ in what is on the wire, not in who is there.
-LONG = ("shared", "int8", "diloco", "streaming")
+LONG = ("shared", "int8", "streaming")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,16 @@ from tests.sockets_of import Listening, listening, open_files
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
-LONG = ("--steps", "1000000", "--set", "train.checkpoint_every=1000000", "--set", "train.eval_every=1000000")
+LONG = (
+    "--steps",
+    "1000000",
+    "--set",
+    "train.compile=off",
+    "--set",
+    "train.checkpoint_every=1000000",
+    "--set",
+    "train.eval_every=1000000",
+)
 GARBAGE, IDLE = 1000, 200
 
 

@@ -22,7 +22,7 @@ from tests.runs_checks import wait_until
 def play(folder: Path) -> dict[str, Any]:
     run = folder / "run"
     assert find() == [], "others can be seen from here"
-    told(shoal("train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY)))
+    told(shoal("train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY, "train.compile=off")))
     wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
     keeper = find_keeper(run)
     assert keeper is not None

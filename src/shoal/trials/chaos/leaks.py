@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from shoal.launch.found import find
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_LEAST_S = 90.0
+_LEAST_PART = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ def _target(path: Path) -> str:
     return ""
 
 
-def growth(samples: Sequence[Sample], least_s: float = 90.0) -> list[Growth]:
-    """Of every process that was seen for long enough to say: a rank that starts is growing for half a minute."""
+def growth(samples: Sequence[Sample]) -> list[Growth]:
+    """Of every process that was seen for long enough to say: a rank that starts is growing for half a minute, and in
+    a short life one connection that is made anew is a slope."""
+    times = [each.at_s for each in samples]
+    least_s = max(_LEAST_S, (max(times) - min(times)) * _LEAST_PART) if times else _LEAST_S
     whole = max((each.world for each in samples), default=0)
     by_pid: dict[int, list[Sample]] = {}
     for each in samples:
