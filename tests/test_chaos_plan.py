@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shoal.cli.chaos import parse_every
+from shoal.config.schema import SyncConfig
 from shoal.errors import LabError, UsageError
 from shoal.trials.chaos.actions import Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
 from shoal.trials.chaos.disks import corrupt_newest, harmed
 from shoal.trials.chaos.leaks import Sample, growth, sample, slope
 from shoal.trials.chaos.measure import longest_pause
-from shoal.trials.chaos.plan import Injection, SoakFault, expand, is_due, plan_injections, plan_soak
+from shoal.trials.chaos.plan import (
+    SOAK_KINDS,
+    Injection,
+    SoakFault,
+    expand,
+    is_due,
+    plan_blocks,
+    plan_injections,
+    plan_soak,
+)
 from shoal.trials.chaos.record import Record
-from shoal.trials.chaos.soakjudge import SoakResult, compare_losses, judge_fault, judge_soak
+from shoal.trials.chaos.soak import SYNC_MODES, SoakOrder, read_kinds, read_modes, soak_document
+from shoal.trials.chaos.soakjudge import (
+    ModeResult,
+    SoakResult,
+    broken_off,
+    compare_losses,
+    judge_fault,
+    judge_mode,
+    judge_soak,
+)
 from shoal.trials.chaos.strangers import knock, open_ports
 
 
@@ -61,25 +81,101 @@ def test_when_an_injection_is_due(
 
 
 def test_a_soak_draws_the_same_faults_from_the_same_seed() -> None:
-    faults = plan_soak(minutes=10, every_s=15, seed=3, nodes=3)
-    assert faults == plan_soak(minutes=10, every_s=15, seed=3, nodes=3)
-    assert faults != plan_soak(minutes=10, every_s=15, seed=4, nodes=3)
+    faults = plan_soak(40, every_s=15, seed=3, nodes=3)
+    assert faults == plan_soak(40, every_s=15, seed=3, nodes=3)
+    assert faults != plan_soak(40, every_s=15, seed=4, nodes=3)
     assert len(faults) == 40
     assert [fault.at_s for fault in faults[:3]] == [15, 30, 45]
 
 
 def test_every_fault_of_a_soak_is_over_before_the_next_one() -> None:
-    for fault in plan_soak(minutes=60, every_s=15, seed=1, nodes=3):
+    for fault in plan_soak(240, every_s=15, seed=1, nodes=3):
         lasts = sum(action.after_s or 0.0 for action in expand(fault.steps))
         assert lasts <= 8.0
         kinds = [action.do for action in expand(fault.steps)]  # type: ignore[attr-defined]
         assert kinds in (
             ["kill-rank"],
+            ["kill-rank", "kill-rank"],
             ["kill-node", "power-on"],
             ["freeze", "thaw"],
             ["cut", "heal"],
             ["link", "link"],
+            ["fill-disk", "free-disk"],
         )
+
+
+def test_two_losses_at_once_leave_a_rank_with_the_state() -> None:
+    for fault in plan_soak(60, every_s=15, seed=1, nodes=3, kinds=("kill-two",)):
+        assert len({action.node for action in fault.steps}) == 2  # type: ignore[union-attr]
+
+
+def test_faults_are_divided_among_the_modes_as_blocks() -> None:
+    blocks = plan_blocks(50, 15.0, seed=1, nodes=3, modes=SYNC_MODES, kinds=tuple(SOAK_KINDS))
+    assert [(block.sync, len(block.faults)) for block in blocks] == [
+        ("ddp", 34),
+        ("stock", 34),
+        ("accumulate", 33),
+        ("local", 33),
+        ("diloco", 33),
+        ("streaming", 33),
+    ]
+    for block in blocks:
+        assert [fault.at_s for fault in block.faults[:2]] == [15, 30]
+        assert {fault.kind for fault in block.faults} == set(SOAK_KINDS), "a mode does not meet every kind of fault"
+    assert len({str(block.faults) for block in blocks}) == len(blocks)
+
+
+def test_a_mode_alone_meets_the_faults_that_it_meets_among_others() -> None:
+    among = plan_blocks(2, 15.0, seed=1, nodes=3, modes=("ddp", "diloco"), kinds=("cut", "flap"))
+    [alone] = plan_blocks(1, 15.0, seed=1, nodes=3, modes=("diloco",), kinds=("cut", "flap"))
+    assert alone == among[1]
+    assert {fault.kind for fault in alone.faults} <= {"cut", "flap"}
+
+
+def test_every_mode_gets_a_fault_even_in_a_short_soak() -> None:
+    assert [len(block.faults) for block in plan_blocks(0.1, 15.0, 1, 3, SYNC_MODES, ("cut",))] == [1] * 6
+
+
+def test_the_modes_of_a_soak() -> None:
+    assert read_modes(["all"]) == SYNC_MODES
+    assert read_modes(["diloco", "ddp+int8"]) == ("diloco", "ddp+int8")
+    order = SoakOrder("lab:3", 3, 1.0, 15.0, 1, ("diloco", "ddp+int8"))
+    configs = [order.scenario(mode).config("lab:3", seed=1).sync for mode in order.sync]
+    assert [(sync.mode, sync.wire) for sync in configs] == [("diloco", "fp32"), ("ddp", "int8")]
+
+
+def test_every_mode_that_can_be_trained_is_soaked() -> None:
+    known = set(get_args(SyncConfig.model_fields["mode"].annotation))
+    assert set(SYNC_MODES) == (known - {"auto"}) | {"accumulate"}
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["dilco"], "is no lever"),
+        (["ddp", "ddp"], "twice"),
+        (["all", "local"], "twice"),
+        (["stock+int8"], "cannot be trained"),
+    ],
+)
+def test_wrong_modes_are_refused_before_anything_starts(words: list[str], seen: str) -> None:
+    with pytest.raises(UsageError, match=seen):
+        read_modes(words)
+
+
+def test_the_kinds_of_a_soak() -> None:
+    assert read_kinds(["cut", "cut", "flap"]) == ("cut", "flap")
+    assert {"kill-rank", "kill-two", "cut"} <= set(read_kinds([]))
+    with pytest.raises(UsageError, match="there is no fault 'kill-rnak'") as caught:
+        read_kinds(["kill-rnak"])
+    assert "kill-rank" in caught.value.why
+
+
+@pytest.mark.parametrize(("faults", "every_s", "seconds"), [(34, 15.0, 60.0), (4, 15.0, 27.5), (9, 20.0, 60.0)])
+def test_the_run_without_faults_is_short_and_reaches_beyond_the_first_fault(
+    faults: int, every_s: float, seconds: float
+) -> None:
+    assert SoakOrder("lab:3", 3, 1.0, every_s, 1).reference_s(faults) == seconds
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("15s", 15.0), ("4", 4.0), ("7.5 s", 7.5)])
@@ -118,9 +214,9 @@ def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
     assert corrupt_newest(tmp_path, "zero", random.Random(1)).parent.name == "step-00000100"
 
 
-def life(pid: int, grows: float, seconds: int = 120) -> list[Sample]:
+def life(pid: int, grows: float, seconds: int = 120, part: str = "agent") -> list[Sample]:
     at = range(0, seconds, 5)
-    return [Sample(float(t), 3, pid, "agent", "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
+    return [Sample(float(t), 3, pid, part, "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
 
 
 def test_growth_is_a_slope_of_the_second_half() -> None:
@@ -167,25 +263,27 @@ def commits(loss: float, steps: int = 100, members: int = 3) -> list[dict[str, A
     ]
 
 
-def soaked(**changes: Any) -> SoakResult:
+def soaked(**changes: Any) -> ModeResult:
     record = Record(commits=changes.pop("commits", commits(2.0)))
     record.ranks = [{"event": "step", "rank": 0, "step": n, "time": float(n), "step_s": 0.1} for n in range(1, 101)]
     fault = SoakFault(10.0, "kill-node", (PowerOn(node="node1"),))
-    outcomes = [judge_fault(fault, 50.0, changes.pop("undone", 90.0), record, skipped=changes.pop("skipped", ""))]
+    began = changes.pop("began", 50.0)
+    outcomes = [judge_fault(fault, began, changes.pop("undone", 90.0), record, skipped=changes.pop("skipped", ""))]
     given: dict[str, Any] = {
         "planned": 1,
         "nodes": 3,
         "reference": commits(2.01),
         "replicas_equal": True,
-        "growth": growth(life(1, grows=0.5)),
+        "growth": growth([*life(1, grows=0.5), *life(2, grows=0.5, part="rank-0")]),
         "left": (),
         "exit_code": 130,
+        "seconds": 60.0,
         "runs": ("a", "b"),
     }
-    return judge_soak(record, outcomes, **{**given, **changes})
+    return judge_mode("ddp", record, outcomes, **{**given, **changes})
 
 
-def broken(result: SoakResult) -> list[str]:
+def broken(result: ModeResult | SoakResult) -> list[str]:
     return [assertion.name for assertion in result.assertions if not assertion.ok]
 
 
@@ -194,7 +292,12 @@ def test_a_soak_that_held() -> None:
     assert broken(result) == []
     assert result.ok
     assert (result.loss, result.reference_loss, result.faults[0].commits) == (2.0, 2.01, 10)
+    assert (result.compared_steps, result.compared_faults, result.faults[0].step) == (100, 1, 50)
     assert result.faults[0].pause_s == longest_pause([49.0, 50.0, 51.0], 50.0)
+    assert broken(judge_soak([result], planned=1)) == []
+
+
+LOSS = "loss within 0.05 of the run without faults"
 
 
 @pytest.mark.parametrize(
@@ -203,20 +306,31 @@ def test_a_soak_that_held() -> None:
         ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
         ({"planned": 2}, "went on after each of 2 faults"),
         ({"undone": 101.0}, "went on after each of 1 faults"),
-        ({"commits": commits(2.0, members=2)}, "everybody is back at the end"),
-        ({"reference": commits(2.01, steps=40)}, "loss within 0.05 of the run without faults"),
-        ({"reference": commits(2.2)}, "loss within 0.05 of the run without faults"),
-        ({"reference": []}, "loss within 0.05 of the run without faults"),
+        ({"commits": commits(2.0, members=2)}, "every node is back at the end"),
+        ({"reference": commits(2.01, steps=40)}, LOSS),
+        ({"reference": commits(2.2)}, LOSS),
+        ({"reference": []}, LOSS),
+        # The run without faults ended before the first fault: equal losses say nothing.
+        ({"reference": commits(2.0, steps=60), "began": 61.0}, LOSS),
         ({"replicas_equal": False}, "replicas equal to the bit"),
         ({"replicas_equal": None}, "replicas equal to the bit"),
         ({"left": ("agent on node2 (7)",)}, "nothing left"),
         ({"exit_code": 3}, "exit code 130"),
-        ({"reference": [*commits(2.2, steps=50), *commits(2.01)[50:]]}, "loss within 0.05 of the run without faults"),
+        ({"reference": [*commits(2.2, steps=50), *commits(2.01)[50:]]}, LOSS),
         ({"growth": growth(life(1, grows=9.0))}, "rss mb a minute: at most 5"),
     ],
 )
 def test_what_a_soak_did_not_hold(changes: dict[str, Any], name: str) -> None:
-    assert broken(soaked(**changes)) == [name]
+    result = soaked(**changes)
+    assert broken(result) == [name]
+    assert "every sync mode held" in broken(judge_soak([soaked(), result], planned=2))
+
+
+def test_a_short_run_without_faults_is_compared_as_far_as_it_came() -> None:
+    result = soaked(reference=commits(2.01, steps=70))
+    assert result.ok
+    [said] = [assertion.seen for assertion in result.assertions if assertion.name == LOSS]
+    assert said == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, in which 1 faults fell"
 
 
 def test_a_soak_with_a_hole_in_its_ledger() -> None:
@@ -225,12 +339,37 @@ def test_a_soak_with_a_hole_in_its_ledger() -> None:
 
 
 def test_a_soak_too_short_to_find_a_leak_does_not_claim_there_is_none() -> None:
-    assert len(broken(soaked(growth=[]))) == 4
+    """One mode may be too short for it, all of them together may not."""
+    short, agents = soaked(growth=[]), soaked(growth=growth(life(1, grows=0.5)))
+    assert short.ok
+    judged = "growth of an agent and of a rank was judged"
+    assert broken(judge_soak([short, short], planned=2)) == [judged]
+    assert broken(judge_soak([short, agents], planned=2)) == [judged]
+    assert broken(judge_soak([short, soaked()], planned=2)) == []
+
+
+def test_a_mode_that_could_not_be_soaked_fails_the_soak() -> None:
+    failed = broken_off("stock", [], planned=3, trouble="the training did not start", seconds=1.0)
+    assert not failed.ok
+    names = broken(judge_soak([soaked(), failed], planned=4))
+    assert names == ["went on after each of 4 faults", "every sync mode held"]
+
+
+def test_the_figures_say_how_far_an_interrupted_soak_came() -> None:
+    order = SoakOrder("lab:3", 3, 1.0, 15.0, 1, ("ddp", "diloco"))
+    done, begun = soaked(), ModeResult(sync="diloco", planned=2, faults=soaked().faults)
+    document = soak_document(order, judge_soak([done], planned=2), finished=False, under_way=begun)
+    assert (document["finished"], document["ok"], document["planned"], document["injected"]) == (False, False, 4, 2)
+    assert [(mode["sync"], mode["ok"], len(mode["faults"])) for mode in document["modes"]] == [
+        ("ddp", True, 1),
+        ("diloco", False, 1),
+    ]
+    json.dumps(document)
 
 
 def test_a_run_that_never_trained_is_judged_too() -> None:
     names = broken(soaked(commits=[]))
-    assert {"everybody is back at the end", "went on after each of 1 faults"} <= set(names)
+    assert {"every node is back at the end", "went on after each of 1 faults"} <= set(names)
 
 
 def test_losses_are_compared_where_both_runs_have_them() -> None:

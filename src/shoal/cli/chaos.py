@@ -78,24 +78,41 @@ def run(
 
 @app.command()
 def soak(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long faults are injected.")] = 5.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="How long faults are injected, over all sync modes together.")
+    ] = 5.0,
     every: Annotated[str, typer.Option(help="Time from one fault to the next.")] = "15s",
+    sync: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODE",
+            help="A way to synchronise, such as ddp, diloco or ddp+int8; repeat it, and they take turns. "
+            "all: ddp, stock, accumulate, local, diloco, streaming.",
+            show_default="ddp",
+        ),
+    ] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", help="Draw only this kind of fault; can be repeated.", show_default="all kinds"),
+    ] = None,
     seed: Seed = 1,
     on: Annotated[str, typer.Option(help="Three emulated nodes or more, made for it.")] = "lab:3",
     out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/soak-TIME")] = None,
     json: Json = False,
 ) -> None:
-    """A random fault every few seconds, checked one by one; then the same training without faults, to compare with.
+    """A random fault every few seconds, each checked; one training per sync mode, beside a short one without faults.
 
-    Ranks and nodes are killed and come back, freeze, are cut off, flap, and get slow links. At the end the loss is held
-    against the run without faults, ledger and replicas are checked, and memory, files, sockets and threads of agents
-    and ranks must not have grown. Exit code 0 when all of it held, 1 when something did not.
+    Ranks and nodes are killed and come back, freeze, are cut off, flap, get slow links, and the disk fills up. The
+    faults are divided among the sync modes: each gets its part as one block, one mode after another. At the end of each
+    the loss is held against the run without faults, ledger and replicas are checked, and memory, files, sockets and
+    threads of agents and ranks must not have grown. soak.json in the folder has the figures after every fault. Exit
+    code 0 when all of it held, 1 when something did not.
     """
-    from shoal.cli.chaostext import print_soak, progress, soak_document
+    from shoal.cli.chaostext import print_soak, soak_progress
     from shoal.cluster.lab.spec import LabSpec
     from shoal.cluster.spec import parse_on
-    from shoal.trials.chaos.gather import FIGURES, new_folder
-    from shoal.trials.chaos.soak import SoakOrder
+    from shoal.trials.chaos.gather import new_folder
+    from shoal.trials.chaos.soak import FIGURES, SoakOrder, read_kinds, read_modes, soak_document
     from shoal.trials.chaos.soak import soak as soak_run
 
     spec = parse_on(on)
@@ -105,15 +122,14 @@ def soak(
             why="with fewer, no majority is left to go on when one is cut off",
             fix="--on lab:3",
         )
+    modes, kinds = read_modes(sync or ["ddp"]), read_kinds(fault or [])
+    order = SoakOrder(on, len(spec.nodes), minutes, parse_every(every), seed, modes, kinds)
     folder = (out or default_out("soak")).absolute()
     new_folder(folder)
-    order = SoakOrder(on, len(spec.nodes), minutes, parse_every(every), seed)
-    with progress() as (show, _):
-        result = soak_run(order, folder, show)
-    document = soak_document(result, order)
-    (folder / FIGURES).write_text(document, encoding="utf-8")
+    with soak_progress() as display:
+        result = soak_run(order, folder, display)
     if json:
-        typer.echo(document, nl=False)
+        print_json(soak_document(order, result))
     else:
         print_soak(result)
         typer.echo(f"\nfigures: {shown(folder / FIGURES)}")

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from shoal.cli.output import stdout_console
 from shoal.trials.chaos.figures import Spread, spreads
 from shoal.trials.chaos.rows import ROWS, Row
 from shoal.trials.chaos.spec import Scenario
+from shoal.units import format_duration
 
 if TYPE_CHECKING:
     from shoal.trials.chaos.judge import Assertion
     from shoal.trials.chaos.session import Played
-    from shoal.trials.chaos.soak import SoakOrder
-    from shoal.trials.chaos.soakjudge import SoakResult
+    from shoal.trials.chaos.soak import SoakStatus
+    from shoal.trials.chaos.soakjudge import FaultOutcome, ModeResult, SoakResult
 
 _TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s")
 _TITLES = ("scenario", "row", "seen", "group", "step", "commit", "lost", "redone", "gens", "equal", "verdict")
@@ -158,28 +159,106 @@ def _print_failed(console: Console, label: str, assertions: Sequence[Assertion])
             )
 
 
+class SoakLines:
+    """The progress of a soak on stderr: a bar on a terminal, a plain line for every fault and mode elsewhere."""
+
+    def __init__(self, console: Console, bar: Progress) -> None:
+        self._console = console
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+
+    def status(self, status: SoakStatus) -> None:
+        text = (
+            f"{status.sync} ({status.mode} of {status.modes}): {status.doing}, step {status.step:,}; "
+            f"{format_duration(status.elapsed_s)}, about {format_duration(max(1.0, status.remaining_s))} left"
+        )
+        self._bar.update(self._task, completed=status.faults, total=status.planned, description=escape(text))
+
+    def fault(self, sync: str, number: int, planned: int, outcome: FaultOutcome) -> None:
+        verdict = "[green]survived[/]" if outcome.ok else "[red]NOT SURVIVED[/]"
+        pause = "no step before or after it" if outcome.pause_s is None else f"pause {outcome.pause_s:.2f} s"
+        text = f"{sync} {number} of {planned}: {outcome.does}; step {outcome.step:,}, {pause}"
+        words = f" ({escape(outcome.skipped)})" if outcome.skipped else ""
+        self._console.print(f"{verdict} {escape(text)}{words}", soft_wrap=True)
+
+    def mode(self, result: ModeResult) -> None:
+        verdict = "[green]held[/]" if result.ok else "[red]NOT HELD[/]"
+        text = f"{result.sync}: {result.survived} of {result.planned} faults survived"
+        self._console.print(f"{verdict} {escape(text)}, {format_duration(result.seconds)}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def soak_progress() -> Iterator[SoakLines]:
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.completed:.0f} faults"), BarColumn(20), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield SoakLines(console, bar)
+
+
+_SOAK_TITLES = (
+    "sync", "faults", "survived", "steps", "gens", "longest pause", "loss", "without", "compared", "ledger", "equal",
+    "MB/min", "sockets/min", "verdict",
+)  # fmt: skip
+
+
 def print_soak(result: SoakResult) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("fault", "times", "skipped", "survived", "longest pause"):
-        table.add_column(title, justify="left" if title == "fault" else "right")
-    for kind in dict.fromkeys(fault.kind for fault in result.faults):
-        faults = [fault for fault in result.faults if fault.kind == kind]
-        pause = max((fault.pause_s or 0.0 for fault in faults), default=0.0)
-        skipped, survived = sum(bool(fault.skipped) for fault in faults), sum(fault.ok for fault in faults)
-        table.add_row(kind, str(len(faults)), str(skipped), str(survived), f"{pause:.2f} s")
+    for number, title in enumerate(_SOAK_TITLES):
+        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for mode in result.modes:
+        table.add_row(*_mode_row(mode))
     console.print(table)
     console.print(
-        f"\n{len(result.faults)} faults, {result.steps} steps, {result.reconfigurations} generations; "
-        f"loss {result.loss} (without faults {result.reference_loss})",
+        "\ncompared: loss over the 50 steps where it differs most from the run without faults, of steps 1 to this one. "
+        "MB/min, sockets/min: the most that a process grew that lived long enough to tell.\n",
         soft_wrap=True,
     )
-    for assertion in result.assertions:
-        verdict = "[green]held[/]" if assertion.ok else "[red]NOT HELD[/]"
-        console.print(f"{verdict}  {escape(assertion.name)}: {escape(assertion.seen)}", soft_wrap=True)
+    console.print(_kinds_table([fault for mode in result.modes for fault in mode.faults]))
+    console.print()
+    for label, assertion in [
+        *(("", assertion) for assertion in result.assertions),
+        *((f"{mode.sync}: ", assertion) for mode in result.modes for assertion in mode.assertions),
+    ]:
+        # Of several modes only what did not hold: the table has the rest.
+        if not label or not assertion.ok or len(result.modes) == 1:
+            verdict = "[green]held[/]" if assertion.ok else "[red]NOT HELD[/]"
+            words = f"{label}{assertion.name}: {assertion.seen}"
+            console.print(f"{verdict}  {escape(words)}", soft_wrap=True)
 
 
-def soak_document(result: SoakResult, order: SoakOrder) -> str:
-    faults = [{**fault.model_dump(mode="json"), "ok": fault.ok} for fault in result.faults]
-    document = {"soak": asdict(order), "ok": result.ok, **result.model_dump(mode="json"), "faults": faults}
-    return json.dumps(document, indent=2) + "\n"
+def _mode_row(mode: ModeResult) -> tuple[str, ...]:
+    held = {assertion.name: "yes" if assertion.ok else "[red]no[/]" for assertion in mode.assertions}
+    pauses = [fault.pause_s for fault in mode.faults if fault.pause_s is not None]
+    return (
+        escape(mode.sync),
+        str(mode.planned),
+        str(mode.survived),
+        f"{mode.steps:,}",
+        str(mode.reconfigurations),
+        f"{max(pauses):.2f} s" if pauses else "–",
+        "–" if mode.loss is None else f"{mode.loss:.3f}",
+        "–" if mode.reference_loss is None else f"{mode.reference_loss:.3f}",
+        f"{mode.compared_steps:,}",
+        held.get("every sample used once", "–"),
+        held.get("replicas equal to the bit", "–"),
+        _most_growth(mode, "rss_mb_a_minute"),
+        _most_growth(mode, "sockets_a_minute"),
+        "[green]held[/]" if mode.ok else "[red]NOT HELD[/]",
+    )
+
+
+def _most_growth(mode: ModeResult, name: str) -> str:
+    return f"{max(getattr(each, name) for each in mode.growth):.2f}" if mode.growth else "–"
+
+
+def _kinds_table(faults: Sequence[FaultOutcome]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("fault", "times", "skipped", "survived", "longest pause"):
+        table.add_column(title, justify="left" if title == "fault" else "right")
+    for kind in dict.fromkeys(fault.kind for fault in faults):
+        same = [fault for fault in faults if fault.kind == kind]
+        pause = max((fault.pause_s or 0.0 for fault in same), default=0.0)
+        skipped, survived = sum(bool(fault.skipped) for fault in same), sum(fault.ok for fault in same)
+        table.add_row(kind, str(len(same)), str(skipped), str(survived), f"{pause:.2f} s")
+    return table
