@@ -47,10 +47,23 @@ def end(rank: int = 0, number: int = 100, status: str = "finished") -> Event:
 
 
 def rank_events(rank: int, world_size: int = 2, steps: int = 100) -> list[Event]:
-    shard = {"event": "shard", "rank": rank, "size": 18_000, "total": 36_000, "sharding": "cursor"}
+    shard = {
+        "event": "shard",
+        "rank": rank,
+        "time": 1_790_000_000.5,
+        "size": 18_000,
+        "total": 36_000,
+        "sharding": "cursor",
+    }
     shard["first"] = ["She has not been singing.", "Do they go?"][rank % 2]
     evals = [
-        {"event": "eval", "rank": rank, "step": at, "val_loss": 1.0 + 3 * math.exp(-at / 25)}
+        {
+            "event": "eval",
+            "rank": rank,
+            "time": 1_790_000_001.0 + at,
+            "step": at,
+            "val_loss": 1 + 3 * math.exp(-at / 25),
+        }
         for at in range(50, steps + 1, 50)
     ]
     numbered = [step(number, rank) for number in range(1, steps + 1)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,9 +14,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from rich.console import Console
 
 from shoal.cli.bench import parse_ranks
 from shoal.cli.planargs import parse_nodes
+from shoal.cli.progress import PlainDisplay
+from shoal.cluster.cluster import LocalCluster
+from shoal.cluster.link import Link
+from shoal.cluster.node import Node
 from shoal.cluster.spec import parse_on
 from shoal.config.load import build_config, load_config, to_toml
 from shoal.config.profile_file import read_profile
@@ -22,16 +29,26 @@ from shoal.control.membership.promisefile import PromiseFile
 from shoal.data.run_setup import DataFacts, read_facts
 from shoal.data.tokenfile import TokenHeader, _pack, open_tokens
 from shoal.data.tokenizer import load_tokenizer
+from shoal.errors import ShoalError
 from shoal.events import EventLog, EventTail, read_events
+from shoal.launch.plan import Command
+from shoal.launch.post import Post
+from shoal.launch.supervise import _faults
+from shoal.launch.verdict import failure
+from shoal.launch.world import World
 from shoal.net.explain import explain_text
 from shoal.report.finish import read_manifest, read_prediction
 from shoal.report.scaling import read_scaling
 from shoal.report.statefile import open_state
 from shoal.runfolder import RunFolder
 from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress, read_checkpoint
+from shoal.trials.attaching import opening
+from shoal.trials.following import Keeping, RunNews
 from shoal.trials.keeper import read_job
 from shoal.trials.levers import parse_lever
-from tests.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, torn
+from shoal.trials.overview import describe
+from tests.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, as_json, bent, torn
+from tests.run_samples import start, step
 
 CONFIG = to_toml(build_config()).encode()
 HOSTS = b"""
@@ -96,6 +113,53 @@ def follow(content: bytes, folder: Path) -> None:
     assert heard[-1]["step"] == 1
 
 
+def watch_all(content: bytes, folder: Path) -> None:
+    """Whatever stands in the files of a run, everything that follows a run gets through it."""
+    run = RunFolder(folder)
+    run.config.write_bytes(CONFIG)
+    for path in (run.events(0), run.journal("node1"), run.keeper):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    console = Console(file=io.StringIO(), force_terminal=False)
+    display, news, keeping = PlainDisplay(console, 100, "tiny"), RunNews(run), Keeping(run)
+    world = watching_world(run)
+    for path in (run.events(0), run.journal("node1"), run.keeper):
+        path.write_bytes(content)
+    display([*keeping.poll(), *news.poll()])
+    display(opening(run))
+    with contextlib.suppress(ShoalError):
+        keeping.raise_error()
+    with contextlib.closing(world.log), contextlib.suppress(ShoalError):
+        world._look()
+    tails = [EventTail(run.events(0))]
+    failure(world.endings, _faults(tails), {})
+    describe(run.path, [])
+    assert all(ending.name == "rank-0" for ending in world.endings)
+
+
+class LiveLink(Link):
+    """An agent that is there and does nothing."""
+
+    def send(self, line: bytes) -> None: ...
+    def ended(self) -> str | None:
+        return None
+
+    def is_reachable(self) -> bool:
+        return True
+
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def watching_world(run: RunFolder) -> World:
+    """The launcher's view of a run of one rank that is under way."""
+    node = Node("node1", "127.0.0.1", None, slots=1, cores=1)
+    world = World(run, LocalCluster(1), EventLog(run.path / "told.jsonl", 0), launch_id="L")
+    world.posts = [Post(node, LiveLink(), EventTail(run.journal("node1")))]
+    world.commands = [Command("rank-0", node, (0,), ("python",), {})]
+    return world
+
+
 def checkpoint_with(name: str) -> Callable[[bytes, Path], object]:
     """Its sums are put right: what is wrong is not only noticed because a byte is another."""
 
@@ -117,6 +181,42 @@ def checkpoint_with(name: str) -> Callable[[bytes, Path], object]:
 def set_word(text: str, _: Path) -> object:
     return build_config(sets=[text])
 
+
+# What agents write, without the fields that every event has.
+OF_AGENTS: dict[str, dict[str, Any]] = {
+            "ready": {"mark": "m", "port": 1, "script_port": None, "interface": "lo", "cores": 2, "cpu_only": True,
+                      "life": 0, "highest": 0},
+            "started": {"processes": {"rank-0": 7}},
+            "ended": {"name": "rank-0", "code": 1, "by_us": False, "starved": False},
+            "restart": {"name": "rank-0"},
+            "note": {"text": "x"},
+            "tell": {"generation": "2-0", "text": "x"},
+            "pause": {"text": "x"},
+            "abandon": {"lineage": "1-0", "standing": "2-0", "shared_step": 3, "text": "x"},
+            "broken": {"name": "rank-0", "why": "x"},
+            "lost": {"member": 1, "node": "node1", "how": "x"},
+            "peer": {"node": "node1", "failed": True},
+            "gave-up": {"error": "RunFailed", "seen": "x"},
+            "refused": {"error": "RunFailed", "seen": "x"},
+            "done": {"finished": True},
+        }  # fmt: skip
+# One of each kind that a reader takes something from: of ranks, agents and the keeper.
+EVENTS: list[dict[str, Any]] = [
+    start(),
+    step(3),
+    {"event": "shard", "rank": 0, "time": 1.0, "size": 1, "total": 2, "first": "x"},
+    {"event": "choice", "rank": 0, "time": 1.0, "step": 5, "why": "x"},
+    {"event": "eval", "rank": 0, "time": 1.0, "step": 5, "val_loss": 2.5},
+    {"event": "warning", "rank": 0, "time": 1.0, "seen": "x", "fix": "y"},
+    {"event": "fault", "rank": 0, "time": 1.0, "error": "RunFailed", "seen": "x", "why": "y", "fix": "z"},
+    {"event": "membership", "rank": 0, "time": 1.0, "generation": "1-0", "lineage": "1-0", "ids": [0], "step": 1},
+    *({"event": kind, "rank": 0, "time": 1.0, "launch": "L", **fields} for kind, fields in OF_AGENTS.items()),
+    {"event": "keeping", "rank": 0, "time": 1.0, "pid": 7},
+    {"event": "ended", "rank": 0, "time": 1.0, "code": 3, "error": "RunFailed", "seen": "x"},
+]  # fmt: skip
+EVENT_LINES = st.lists(
+    st.one_of(*(as_json(bent(event)) for event in EVENTS), torn(EVENT), NOISE), min_size=1, max_size=12
+).map(b"\n".join)
 
 SAFETENSORS = (
     (64).to_bytes(8, "little") + b'{"weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ' + bytes(8)
@@ -141,6 +241,7 @@ READERS = {
         file_of("p.toml", read_profile),
     ),
     "events": Reader(torn(EVENT * 3) | NOISE, follow),
+    "a run's events": Reader(EVENT_LINES, watch_all),
     "manifest": Reader(around(MANIFEST), checkpoint_with("manifest.json")),
     "state": Reader(around(STATE), checkpoint_with("state.json")),
     "tensors": Reader(torn(SAFETENSORS) | NOISE, checkpoint_with("model.safetensors")),
@@ -183,6 +284,12 @@ SEEN: list[tuple[str, Any]] = [
     ("hosts", b'ssh_config = "~nobody-here/x"\n[[host]]\nhost = "a"\n'),
     ("hostfile", b"a:" + b"9" * 5000),
     ("profile", b"a = " + b"9" * 5000),
+    ("a run's events", b'{"event":"ended","rank":0,"launch":"L"}\n'),
+    ("a run's events", b'{"event":"ended","rank":0,"launch":"L","name":"x","code":1,"by_us":false,"starved":false}\n'),
+    ("a run's events", b'{"event":"step","rank":0,"step":1,"step_s":0,"loss":1,"tokens":1}\n'),
+    ("a run's events", b'{"event":"step","rank":0,"step":1e400,"step_s":1,"loss":1,"tokens":1}\n'),
+    ("a run's events", b'{"event":"note","rank":0,"launch":"L","text":"\\ud800"}\n'),
+    ("a run's events", b'{"rank":0,"launch":"L"}\n'),
     ("state", json.dumps(STATE | {"step": None}).encode()),
     ("state", b"[" * 100_000),
     ("manifest", b"[" * 100_000),

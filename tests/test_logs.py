@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shoal.events import LONGEST_LINE, LineCutter, LineTail
 from shoal.launch.found import Found, is_alive
 from shoal.launch.logs import LogFollower
 from shoal.launch.ranks import LogClock, times_of
@@ -108,3 +114,90 @@ def test_a_process_with_the_number_of_an_earlier_one_is_another(tmp_path: Path) 
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_line_without_an_end_is_read_once(tmp_path: Path) -> None:
+    """Every poll used to read the unfinished line again from its start: 8 s of processor time for 150 MB."""
+    path, size, pieces = tmp_path / "rank-0.log", 1 << 20, 40
+    tail = CountingTail(path)
+    with path.open("ab") as file:
+        for _ in range(pieces):
+            file.write(b"x" * size)
+            file.flush()
+            assert tail.poll_bytes() == []
+    assert tail.bytes_read == pieces * size
+    assert tail.held_bytes() <= 2 * LONGEST_LINE
+    with path.open("ab") as file:
+        file.write(b"\nnext\n")
+    (long, end), (following, _) = tail.poll_bytes()
+    assert long.startswith(b"x" * LONGEST_LINE)
+    note = f" … [{pieces * size - LONGEST_LINE:,} more bytes of this line are not shown]"
+    assert long[LONGEST_LINE:].decode() == note
+    assert (end, following) == (pieces * size + 1, b"next")
+
+
+class CountingTail(LineTail):
+    """Counts what it reads from the file."""
+
+    bytes_read = 0
+
+    def _unread(self) -> Iterator[bytes]:
+        for block in super()._unread():
+            self.bytes_read += len(block)
+            yield block
+
+    def held_bytes(self) -> int:
+        return len(self._cutter._rest)
+
+
+def test_of_a_progress_bar_the_last_state_is_a_line(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    rank, follower = Rank(run, 0), LogFollower(run)
+    rank.says("begin\r\n")
+    for percent in range(0, 101, 10):
+        rank.says(f"\r{percent:3}%|bar| {percent} of 100")
+        shown = texts(follower)
+        assert shown == (["begin"] if percent == 0 else [])
+    rank.says("\nafter\n")
+    assert texts(follower) == ["100%|bar| 100 of 100", "after"]
+    rank.says("50%\r")
+    assert texts(follower) == []
+    rank.says("60%\r")
+    assert [line.text for line in follower.last_words()] == ["60%"]
+
+
+def test_a_progress_bar_without_an_end_is_shown_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path)
+    rank, follower = Rank(run, 0), LogFollower(run)
+    rank.says("plain, unfinished")
+    monkeypatch.setattr("shoal.launch.logs._BAR_EVERY_S", 0.0)
+    assert texts(follower) == []
+    rank.says("\r10%")
+    assert texts(follower) == ["10%"]
+    assert texts(follower) == [], "the same state is not shown twice"
+    rank.says("\r20%")
+    assert texts(follower) == ["20%"]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"x" * 9]), max_size=30),
+    st.lists(st.integers(1, 7), min_size=1, max_size=9),
+    st.booleans(),
+)
+def test_lines_do_not_depend_on_how_the_stream_was_cut(parts: list[bytes], sizes: list[int], overwrites: bool) -> None:
+    """Nor do the places where they end, which the time notes are found by."""
+    stream = b"".join(parts)
+    at_once, in_pieces = LineCutter(8, overwrites), LineCutter(8, overwrites)
+    expected = at_once.feed(stream)
+    found, start = [], 0
+    for size in itertools.cycle(sizes):
+        if start >= len(stream):
+            break
+        found += in_pieces.feed(stream[start : start + size])
+        start += size
+    assert found == expected
+    assert in_pieces.rest() == at_once.rest()
+    assert sum(took for _, took in expected) + at_once.pending_bytes == len(stream)
+    visible = [raw.rstrip(b"\r").rpartition(b"\r")[2] if overwrites else raw for raw in stream.split(b"\n")[:-1]]
+    for (line, _), whole in zip(expected, visible, strict=True):
+        assert line == whole if len(whole) <= 8 else line.startswith(whole[:8])

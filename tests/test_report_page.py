@@ -111,7 +111,13 @@ def test_a_run_that_died_early_has_a_page(tmp_path: Path, events: list[Event]) -
 
 def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
     fault = {"event": "fault", "rank": 1, "error": "RunFailed", "seen": "out of memory", "fix": "use a smaller batch"}
-    warning = {"event": "warning", "rank": 0, "error": "CheckpointError", "seen": "could not write a checkpoint"}
+    warning = {
+        "event": "warning",
+        "rank": 0,
+        "error": "CheckpointError",
+        "seen": "could not write a checkpoint",
+        "fix": "",
+    }
     alive = [event for event in all_events(2, 5) if event["event"] != "end"]
     text = page_of(tmp_path, [*alive, fault, warning]).text
     assert text.index("out of memory") < text.index("What the numbers say") < text.index("could not write")

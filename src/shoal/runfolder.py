@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import DataError, UsageError
+from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event, read_events
 
 _EVENTS = re.compile(r"rank-(\d+)\.jsonl")
@@ -98,6 +98,14 @@ class RunFolder:
                 fix="ls runs/",
             )
         return run
+
+    def removed(self) -> RunFailed:
+        """The error of a process whose run folder was deleted under it."""
+        return RunFailed(
+            f"the run folder {self.path} was removed while the run was writing to it",
+            why="its processes end: there is no place for their events, logs and checkpoints any more",
+            fix="start anew, and keep the folder until the run has ended: shoal stop FOLDER ends one",
+        )
 
     @property
     def config(self) -> Path:

@@ -50,6 +50,8 @@ def logs(
     for line in follower.last_words():
         count += 1
         show(line)
+    if not folder.path.is_dir():
+        raise folder.removed()
     if not count and rank is not None:
         there = ", ".join(path.name for path in sorted(folder.path.glob("logs/*/*.log")))
         raise UsageError(

@@ -10,6 +10,7 @@ import typer
 
 from shoal.cli.output import command, print_json, shown
 from shoal.cluster.hosts.spec import HostsSpec
+from shoal.launch.found import find
 from shoal.runfolder import RunFolder
 from shoal.trials.elsewhere import stop_on
 from shoal.trials.overview import where
@@ -30,7 +31,7 @@ def stop(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Ask a run to finish its step and save; end exactly its own processes if it doesn't."""
-    folder = RunFolder.find(run)
+    folder = RunFolder(run.resolve()) if find(run.resolve()) else RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
     if not here and outcome is Outcome.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
         # Nobody keeps it here, but its agents may well go on there.
@@ -39,5 +40,8 @@ def stop(
         print_json({"run": str(folder.path), "outcome": outcome.name.lower()})
         return
     sys.stdout.write(f"{shown(folder.path)} {outcome.value}\n")
+    if not folder.keeper.exists() and outcome is not Outcome.NOT_RUNNING:
+        sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
+        return
     if outcome is not Outcome.NOT_RUNNING and folder.checkpoints.is_dir():
         sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")

@@ -40,6 +40,8 @@ from shoal.runfolder import RunFolder
 POLL_S = 0.05
 # A rank that lost its peer gets this long to say so in its log before it is ended.
 GRACE_AFTER_FAILURE_S = 3.0
+# How often the agent checks that its run folder still exists.
+FOLDER_CHECK_S = 1.0
 
 
 class Agent:
@@ -183,7 +185,12 @@ class Agent:
 
     async def _see_through(self) -> None:
         """Until every member's ranks have ended: a rank elsewhere may still need our keys."""
+        looked_at = boot_clock()
         while not self._is_over():
+            if boot_clock() - looked_at > FOLDER_CHECK_S:
+                looked_at = boot_clock()
+                if self._journal.is_removed():
+                    raise self._run.removed()
             for ended in self._ranks.reap():
                 await self._on_ended(ended)
             if self._failed_at is not None and boot_clock() - self._failed_at > GRACE_AFTER_FAILURE_S:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from shoal.events import LineTail
 from shoal.launch.ranks import times_of
 from shoal.runfolder import RunFolder
 
+_BAR_EVERY_S = 5.0
 _LOG = re.compile(r"(?:rank-(\d+)|torchrun|spawn)\.log")
 
 
@@ -58,27 +60,37 @@ class LogFollower:
 
 class _Log:
     def __init__(self, path: Path, rank: int | None, skip: bool) -> None:
-        self._lines = LineTail(path)
+        self._lines = LineTail(path, overwrites=True)
         self._times = LineTail(times_of(path))
         self._rank = rank
         self._node = path.parent.name
         self._notes: deque[tuple[float, int]] = deque()
-        self._offset = 0
+        self._shown_at = time.monotonic()
+        self._shown = ""
         if skip:
             self._lines.skip_to_end()
-            self._offset = path.stat().st_size
 
     def poll(self) -> Iterable[LogLine]:
-        for block in self._lines.poll_bytes():
-            self._offset += len(block) + 1
-            yield self._line(block)
+        for line, end in self._lines.poll_bytes():
+            self._shown_at, self._shown = time.monotonic(), ""
+            yield self._line(line.decode(errors="replace"), end)
+        yield from self._progress()
 
     def last_words(self) -> Iterable[LogLine]:
+        yield from self.poll()
         if words := self._lines.last_words():
-            yield self._line(words.encode())
+            yield self._line(words, self._lines.offset)
 
-    def _line(self, block: bytes) -> LogLine:
-        return LogLine(self._time_of(self._offset), self._rank, self._node, block.decode(errors="replace"))
+    def _progress(self) -> Iterable[LogLine]:
+        """A progress bar has no end of line for hours: its newest state is shown now and then."""
+        if self._lines.is_overwritten and time.monotonic() - self._shown_at >= _BAR_EVERY_S:
+            text = self._lines.last_words()
+            if text and text != self._shown:
+                self._shown_at, self._shown = time.monotonic(), text
+                yield self._line(text, self._lines.offset)
+
+    def _line(self, text: str, end: int) -> LogLine:
+        return LogLine(self._time_of(end), self._rank, self._node, text)
 
     def _time_of(self, offset: int) -> float:
         """The first note that covers the offset. The newest lines may have none yet: they are later than all others."""

@@ -155,10 +155,16 @@ class World:
         while not all(post.done for post in self.posts):
             self._obey()
             self._look()
+            self._need_folder()
             self._leave_the_stuck()
             time.sleep(POLL_S)
         if self.refused and not self.interrupts:
             raise self.refused
+
+    def _need_folder(self) -> None:
+        """Journals that were deleted say nothing any more: without this, the run would be waited for in vain."""
+        if self.log.is_removed():
+            raise self.run.removed()
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -190,6 +196,7 @@ class World:
             for event in post.tail.poll():
                 if event.get("launch") == self.launch_id:
                     self._take(post, event)
+            self._note_unreadable(post)
         for post in self.posts:
             self._look_after(post)
 
@@ -228,6 +235,16 @@ class World:
             case "done":
                 post.done = True
 
+    def _note_unreadable(self, post: Post) -> None:
+        """Once for each node: a journal with many such lines must not fill the user's screen."""
+        key = f"unreadable/{post.node.name}"
+        if post.tail.unreadable and key not in self._said:
+            self._said.add(key)
+            self._note(
+                f"the journal of {post.node.name} has lines that cannot be read; they are ignored "
+                f"({self.run.journal(post.node.name)})"
+            )
+
     @property
     def ranks(self) -> int:
         return sum(len(command.ranks) for command in self.commands)
@@ -260,7 +277,10 @@ class World:
             raise self.refused
 
     def _end(self, post: Post, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
-        command = next(command for command in self.commands if command.name == name)
+        command = next((each for each in self.commands if each.name == name), None)
+        if command is None:
+            # A journal may name anything; only what we started can end for us.
+            return
         log = str(self.run.log(post.node.name, name))
         order = len(self.endings)
         self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from shoal.config.load import load_config
-from shoal.events import Event, parse_event
+from shoal.events import RANK_EVENTS, Event, parse_event
 from shoal.launch.found import Found, find_keeper, is_alive
 from shoal.launch.logs import LogFollower
 from shoal.report.membership import last_members
@@ -67,7 +67,7 @@ def _opening_of(run: RunFolder, rank: int) -> list[Event]:
     with contextlib.suppress(FileNotFoundError), run.events(rank).open("rb") as file:
         for line in file:
             # Picked before they are parsed: there may be a million steps in between.
-            if line.startswith(_OPENING) and (event := parse_event(line)) is not None:
+            if line.startswith(_OPENING) and (event := parse_event(line, RANK_EVENTS)) is not None:
                 found = [*_kept(found, event, previous.startswith(_ENTERED)), event]
             previous = line
     return found

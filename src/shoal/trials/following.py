@@ -52,7 +52,7 @@ class Keeping:
 
     def raise_error(self) -> None:
         if self.ended is None:
-            raise keeper_lost(self._run)
+            raise keeper_lost(self._run) if self._run.keeper.exists() else self._run.removed()
         if self.ended["code"]:
             error = from_dict(self.ended)
             error.exit_code = int(self.ended["code"])

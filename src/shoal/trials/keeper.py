@@ -142,8 +142,10 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
         with open_cluster(config.run.on, training_cargo(run), note) as cluster:
             run_ranks(config.run, config.members, run, cluster, log, read_facts(run).digest, job.resume)
     except ShoalError:
-        with contextlib.suppress(ShoalError):
-            finish(run)
+        # Without a folder there is nothing to sum up, and nowhere to write it.
+        with contextlib.suppress(ShoalError, OSError):
+            if not log.is_removed():
+                finish(run)
         raise
     finish(run, judge_replicas(run))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.cluster.spec import On, parse_on
 from shoal.config.load import load_config
 from shoal.errors import ShoalError
-from shoal.events import parse_event
+from shoal.events import read_last_events
 from shoal.launch.found import AGENT, Found, find, is_kept
 from shoal.runfolder import RunFolder
 from shoal.trials.keeper import read_job
@@ -21,8 +21,9 @@ _TAIL_BYTES = 16384
 
 @dataclass(frozen=True)
 class RunState:
-    """`state`: running; unkept, when its agents go on and nobody looks after them; or left over, when only ranks or
-    their children are there, which nobody will ever end."""
+    """`state`: running; unkept, when its agents go on and nobody looks after them; left over, when only ranks or
+    their children are there, which nobody will ever end; or folder removed, when its processes are about to end
+    because the run folder was deleted."""
 
     run: Path
     what: str
@@ -52,6 +53,8 @@ def describe(path: Path, processes: list[Found]) -> RunState:
     run = RunFolder(path)
     parts = {found.part for found in processes}
     state = "running" if is_kept(processes) else "unkept" if AGENT in parts else "left over"
+    if processes and not path.is_dir():
+        state = "folder removed"
     what, on, steps = _purpose(run)
     return RunState(path, what, on, state, _last_step(run), steps, tuple(processes))
 
@@ -78,11 +81,9 @@ def _purpose(run: RunFolder) -> tuple[str, str, int | None]:
 
 def _last_step(run: RunFolder) -> int | None:
     """From the end of rank 0's events; the file may be long."""
-    with contextlib.suppress(OSError), run.events(0).open("rb") as file:
-        file.seek(max(0, run.events(0).stat().st_size - _TAIL_BYTES))
-        events = [parse_event(line) for line in file.read().splitlines()]
-        steps = [event["step"] for event in events if event and event.get("event") == "step"]
-        return int(steps[-1]) if steps else None
+    with contextlib.suppress(OSError):
+        events = read_last_events(run.events(0), _TAIL_BYTES)
+        return next((int(event["step"]) for event in reversed(events) if event["event"] == "step"), None)
     return None
 
 
