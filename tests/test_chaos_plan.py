@@ -333,6 +333,17 @@ def test_a_short_run_without_faults_is_compared_as_far_as_it_came() -> None:
     assert said == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, in which 1 faults fell"
 
 
+def test_where_replicas_part_only_a_worse_loss_counts() -> None:
+    """A world of one has the whole batch in every step of its own, and learns faster than three that are averaged."""
+    ours = [*commits(1.5)[:50], *commits(2.1)[50:]]
+    result = soaked(commits=ours, reference=commits(2.0), is_outer=True)
+    assert result.ok
+    assert (result.loss, result.reference_loss) == (2.1, 2.0)
+    worse = soaked(commits=ours, reference=commits(1.9), is_outer=True)
+    assert broken(worse) == ["loss at most 0.15 above the run without faults"]
+    assert broken(soaked(commits=ours, reference=commits(2.0))) == [LOSS]
+
+
 def test_a_soak_with_a_hole_in_its_ledger() -> None:
     names = broken(soaked(commits=[*commits(2.0)[:50], *commits(2.0)[51:]]))
     assert "every sample used once" in names

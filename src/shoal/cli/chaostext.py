@@ -196,24 +196,29 @@ def soak_progress() -> Iterator[SoakLines]:
 
 
 _SOAK_TITLES = (
-    "sync", "faults", "survived", "steps", "gens", "longest pause", "loss", "without", "compared", "ledger", "equal",
-    "MB/min", "sockets/min", "verdict",
+    "sync", "faults", "survived", "steps", "gens", "pause", "loss", "without", "to step", "ledger", "equal", "MB/min",
+    "sockets", "verdict",
 )  # fmt: skip
+_SOAK_LEGEND = (
+    "pause: the longest time without a step. loss, without: means over the 50 steps where it is furthest from that of "
+    "the run without faults (with local, diloco and streaming: furthest above it), among those up to `to step`. "
+    "MB/min, sockets: the most that a process grew a minute that lived long enough to tell."
+)
+# In a pipe or a file there is no width to keep to.
+_WIDE = 160
 
 
 def print_soak(result: SoakResult) -> None:
     console = stdout_console()
+    if not console.is_terminal:
+        console.width = _WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(_SOAK_TITLES):
-        table.add_column(title, justify="right" if number else "left", no_wrap=True)
+        table.add_column(title, justify="right" if number else "left", overflow="fold")
     for mode in result.modes:
         table.add_row(*_mode_row(mode))
     console.print(table)
-    console.print(
-        "\ncompared: loss over the 50 steps where it differs most from the run without faults, of steps 1 to this one. "
-        "MB/min, sockets/min: the most that a process grew that lived long enough to tell.\n",
-        soft_wrap=True,
-    )
+    console.print(f"\n{_SOAK_LEGEND}\n", soft_wrap=True)
     console.print(_kinds_table([fault for mode in result.modes for fault in mode.faults]))
     console.print()
     for label, assertion in [

@@ -121,7 +121,8 @@ class Elastic:
         self._end_the_late(now)
         self.start(self.crew.due(now))
         self._give_in(now)
-        if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
+        others = self._mesh.places.of_others(self._seating.me)
+        if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now, others):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
             self.failed = self.may_return = True
 

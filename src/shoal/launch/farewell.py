@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.control.membership.generation import Generation
@@ -27,6 +28,8 @@ class Farewell:
     heard_at: dict[int, float] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
+    # When each member last said whether it has a state.
+    beat_at: dict[int, float] = field(default_factory=dict)
     others_finished_at: float | None = None
     hopeless_since: float | None = None
 
@@ -34,15 +37,26 @@ class Farewell:
         """`holders`: who has a state to train on from, by its own last word."""
         self.heard_at[member] = now
         if isinstance(message, Beat):
+            self.beat_at[member] = now
             (self.holders.add if message.votes and message.holds else self.holders.discard)(member)
 
-    def is_hopeless(self, has_state: bool, now: float) -> bool:
-        """Neither we nor anybody whom we reach has what was trained, and that for a while."""
+    def is_hopeless(self, has_state: bool, now: float, others: Collection[int] = ()) -> bool:
+        """Neither this agent nor a member that it reaches has the training's state, and that for a while.
+
+        `others` are all other members of the run that are known. When each of them is connected and has said since
+        that it has no state, none can come back with one, and there is nothing to wait for.
+        """
         if has_state or self.holders & self.linked:
             self.hopeless_since = None
         elif self.hopeless_since is None:
             self.hopeless_since = now
-        return self.hopeless_since is not None and now - self.hopeless_since > _HOPELESS_AFTER_S
+        if self.hopeless_since is None:
+            return False
+        since = self.hopeless_since
+        all_said_so = bool(others) and all(
+            member in self.linked and self.beat_at.get(member, 0.0) > since for member in others
+        )
+        return now - since > (self.silent_after_s if all_said_so else _HOPELESS_AFTER_S)
 
     def is_done(self, member: int, finished: bool, now: float) -> None:
         """Its ranks have ended, after the last step of the training or before."""

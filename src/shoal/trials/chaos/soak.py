@@ -296,6 +296,7 @@ def _soak_mode(session: _Session, block: SoakBlock) -> ModeResult:
         exit_code=None if faulty.watch.ended is None else int(faulty.watch.ended["code"]),
         seconds=time.monotonic() - began,
         runs=(str(session.out / name), str(session.out / f"{name}-reference")),
+        is_outer=order.scenario(block.sync).config(order.on, seed=0).sync.is_outer,
     )
 
 
