@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,6 +63,60 @@ def check_whole(text: str) -> None:
     assert len(lines) == 2 * (2 * LINES + 1)
     for rank in (0, 1):
         assert [line for line in lines if line.startswith(f"[{rank}]")] == lines_of(rank)
+
+
+REMOVED = "was removed while the run was writing to it"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        pytest.param(("run", "mine.py"), ("I am here", "I am here"), id="script"),
+        pytest.param(("train", *LONG), ("parameters", "samples"), id="training", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_run_whose_folder_is_removed_ends_and_says_why(
+    words: tuple[str, ...], shown: tuple[str, str], tmp_path: Path
+) -> None:
+    """It went on for ever, made the folder anew for its checkpoints, and `shoal stop` refused to end it."""
+    run = tmp_path / "run"
+    script(tmp_path, "import time\nprint('I am here', flush=True)\ntime.sleep(600)\n")
+    place = [str(tmp_path / word) if word == "mine.py" else word for word in words]
+    with ended_afterwards(run), front(tmp_path, place[0], "--out", run, *place[1:]) as started:
+        started.await_words(shown[0], 200)
+        with front(tmp_path, "attach", run) as attached, front(tmp_path, "logs", "-f", run) as followed:
+            attached.await_words(shown[0], 60)
+            followed.await_words(shown[1], 60)
+            heads = [parts_of(run)[part].pid for part in (KEEPER, "agent")]
+            for pid in heads:
+                os.kill(pid, signal.SIGSTOP)
+            shutil.rmtree(run)
+            state = state_of(run)
+            assert state is not None
+            assert state["state"] == "folder removed"
+            for pid in heads:
+                os.kill(pid, signal.SIGCONT)
+            for each in (started, attached, followed):
+                assert (each.code(60), REMOVED in each.err) == (3, True), each.err
+        assert find(run) == []
+
+
+def test_a_run_without_a_folder_can_be_stopped(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with ended_afterwards(run):
+        done = shoal("run", "--detach", "--out", run, script(tmp_path, "import time\ntime.sleep(600)\n"))
+        assert done.returncode == 0, done.stderr
+        agent = parts_of(run)["agent"].pid
+        # It does not notice by itself.
+        os.kill(agent, signal.SIGSTOP)
+        os.kill(parts_of(run)[KEEPER].pid, signal.SIGKILL)
+        shutil.rmtree(run)
+        stopped = shoal("stop", "--now", run)
+        assert (stopped.returncode, "was removed" in stopped.stdout) == (0, True), stopped.stdout + stopped.stderr
+        assert find(run) == []
+        again = shoal("stop", run)
+        assert (again.returncode, "is not a run folder" in again.stderr) == (2, True)
 
 
 @pytest.mark.long

@@ -99,6 +99,10 @@ class RunFolder:
             )
         return run
 
+    def is_removed(self) -> bool:
+        """Whether nothing is left that says what the run is; a rank may make the folder anew for a checkpoint."""
+        return not (self.config.is_file() or self.job.is_file() or self.journals())
+
     def removed(self) -> RunFailed:
         """The error of a process whose run folder was deleted under it."""
         return RunFailed(

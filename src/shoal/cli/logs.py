@@ -50,7 +50,7 @@ def logs(
     for line in follower.last_words():
         count += 1
         show(line)
-    if not folder.path.is_dir():
+    if folder.is_removed():
         raise folder.removed()
     if not count and rank is not None:
         there = ", ".join(path.name for path in sorted(folder.path.glob("logs/*/*.log")))

@@ -53,7 +53,7 @@ def describe(path: Path, processes: list[Found]) -> RunState:
     run = RunFolder(path)
     parts = {found.part for found in processes}
     state = "running" if is_kept(processes) else "unkept" if AGENT in parts else "left over"
-    if processes and not path.is_dir():
+    if processes and run.is_removed():
         state = "folder removed"
     what, on, steps = _purpose(run)
     return RunState(path, what, on, state, _last_step(run), steps, tuple(processes))

@@ -48,7 +48,7 @@ ALL = "all"
 SYNC_MODES = ("ddp", "stock", "accumulate", "local", "diloco", "streaming")
 _MODES_TEXT = f"{', '.join(SYNC_MODES)}, ddp+int8, {ALL}"
 _SAMPLE_S = 5.0
-_START_S = 120.0
+_START_S = 300.0
 # A guess, for the time that is left: a lab, two starts of a training, and its end.
 _SETUP_S = 30.0
 # A rank is started again after 3 s at most, and imports torch: two at once on two busy cores took 68 s.
