@@ -44,7 +44,7 @@ from shoal.control.rankline import (
     to_frame,
 )
 from shoal.events import read_events
-from shoal.launch.keystore import KeyStore, read_request
+from shoal.launch.keystore import KeyStore, derive_key, read_request
 from shoal.launch.keystore import to_frame as key_frame
 from shoal.runfolder import RunFolder
 
@@ -239,7 +239,9 @@ class ScriptedAgent:
         with suppress(EOFError, OSError):
             while True:
                 request = await read_request(reader)
-                writer.write(key_frame(await self._keys.answer(request)))
+                derives = request.get("op") == "derive"
+                reply = derive_key("a token", request) if derives else await self._keys.answer(request)
+                writer.write(key_frame(reply))
                 await writer.drain()
         writer.close()
 
