@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d
 
 from shoal.errors import ForeignConnection, RunFailed, ShoalError
 from shoal.sync.doors import listeners, shut_doors
-from shoal.sync.sockets import accepted_and_opened
+from shoal.sync.sockets import accepted_and_opened, count_accepted
 from shoal.sync.store import AgentStore
 from shoal.sync.waiting import Release
 
@@ -41,8 +41,9 @@ Warn = Callable[[ShoalError], None]
 
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s).
 _GLOO_WAITS_TIMES = 5
-# From the moment when every rank has its connections. The digests of 8 ranks take 2 ms on an idle machine.
-_PROOF_S = 2.0
+# How long a rank waits for digests after every rank has its connections: where it has accepted more connections than
+# there are peers, and otherwise, since a loaded machine may be slow.
+_SUSPICIOUS_S, _PROOF_S = 2.0, 6.0
 # A rank that has all digests waits this much longer for ranks that are slow, or stopped for a moment.
 _SLACK_S = 3.0
 # A waiting rank looks this often whether another rank has failed already.
@@ -136,7 +137,6 @@ def _attempt(
     try:
         held.append(make(attempt))
         if forming.rank is not None:
-            keys.add("connected", 1)
             unproven = _prove(held[0], forming, keys, attempt)
     except (RuntimeError, dist.DistError) as raised:
         error = raised
@@ -230,8 +230,8 @@ def _is_right(received: torch.Tensor, expected: bytes) -> bool:
 
 
 class _Patience:
-    """How long a rank waits for digests: `_PROOF_S` from the moment when all ranks have connected. `is_own`: this rank
-    stopped because its own time was up, and not because another rank failed."""
+    """How long a rank waits for digests. `is_own`: this rank stopped because its own time was up, and not because
+    another rank failed."""
 
     def __init__(self, forming: Forming, keys: dist.Store) -> None:
         self._forming = forming
@@ -239,6 +239,7 @@ class _Patience:
         self._began = time.monotonic()
         self._look_at = self._began + _LOOK_S
         self._all_connected_at: float | None = None
+        self._is_counted = False
         self._pause_s = 0.0001
         self.is_own = True
 
@@ -256,10 +257,20 @@ class _Patience:
             self.is_own = False
             return True
         if self._all_connected_at is None:
-            if int(self._keys.add("connected", 0)) >= self._forming.size:
+            if self._are_all_connected():
                 self._all_connected_at = now
             return now - self._began > _longest_s(self._forming)
-        return now - self._all_connected_at > _PROOF_S
+        waited_s = now - self._all_connected_at
+        return waited_s > _PROOF_S or (waited_s > _SUSPICIOUS_S and self._has_too_many_connections())
+
+    def _are_all_connected(self) -> bool:
+        """A rank that waits has its connections, and one that has every digest knows that all ranks have theirs."""
+        waiting = self._keys.add("waiting", 0 if self._is_counted else 1)
+        self._is_counted = True
+        return int(waiting) >= self._forming.size or int(self._keys.add("ok", 0)) > 0
+
+    def _has_too_many_connections(self) -> bool:
+        return any(count >= self._forming.size for count in count_accepted().values())
 
 
 # After a failure.
