@@ -78,6 +78,8 @@ class Forming:
     release: Release | None = None
     warn: Warn = warn_in_log
     attempts: int = _ATTEMPTS
+    # Ranks that are no members follow the attempts.
+    is_followed: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,7 @@ def _attempt(
     except (RuntimeError, dist.DistError) as raised:
         error = raised
     took_s = time.monotonic() - began
-    if forming.rank is not None:
-        _vote(keys, forming.size, is_ok=error is None and unproven is None)
-    keys.wait(["verdict"], timedelta(seconds=_longest_s(forming)))
-    if keys.get("verdict") == b"ok":
+    if _is_proven(forming, keys, is_ok=error is None and unproven is None):
         return None, None
     accepted, opened = accepted_and_opened()
     return error, Report(
@@ -156,12 +155,17 @@ def _attempt(
     )
 
 
-def _vote(keys: dist.Store, size: int, is_ok: bool) -> None:
-    """The verdict is `ok` when every member says so, and `failed` as soon as one says that."""
+def _is_proven(forming: Forming, keys: dist.Store, is_ok: bool) -> bool:
+    """Whether every member is. A member knows it from the confirmations of all others; a rank that only follows reads
+    it from the store. One member that fails is enough: the others look at the store while they wait."""
+    if forming.rank is None:
+        keys.wait(["verdict"], timedelta(seconds=_longest_s(forming)))
+        return bool(keys.get("verdict") == b"ok")
     if not is_ok:
         keys.set("verdict", "failed")
-    elif int(keys.add("ok", 1)) == size:
+    elif forming.is_followed and forming.rank == 0:
         keys.set("verdict", "ok")
+    return is_ok
 
 
 def _longest_s(forming: Forming) -> float:
@@ -197,29 +201,36 @@ def _connections() -> int:
 
 
 def _prove(group: Any, forming: Forming, keys: dist.Store, attempt: int) -> tuple[int, ...] | None:
-    """Exchanges digests with every peer. None: all are right. Otherwise the peers whose digest is missing or wrong, or
-    none of them when this rank only stopped because another one has failed.
+    """Exchanges digests with every peer, and then confirmations that all digests were right. None: every rank of the
+    group has proved itself to every other. Otherwise the peers whose digest is missing or wrong, or none of them where
+    only another rank has failed.
 
     It looks at the buffers instead of waiting in gloo: gloo's own timeout would close all other pairs, and a wait
     inside gloo does not end with the generation.
     """
-    own = forming.rank
+    own, connections = forming.rank, _connections()
     assert own is not None  # noqa: S101 - only members prove themselves
-    # Also those that a dropped group may still write into live as long as these lists.
-    places = [(peer, tag) for peer in range(forming.size) if peer != own for tag in range(_connections())]
-    incoming = {place: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for place in places}
-    expected, outgoing = {}, {}
-    for peer, tag in places:
-        expected[peer, tag] = pair_digest(forming.key, forming.label, attempt, tag, peer, own)
+    peers = [peer for peer in range(forming.size) if peer != own]
+    digests = [(peer, tag) for peer in peers for tag in range(connections)]
+    # gloo chooses the connection by the tag modulo their number.
+    confirmations = [(peer, connections) for peer in peers]
+    incoming = {place: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for place in digests + confirmations}
+    expected = {(peer, tag): pair_digest(forming.key, forming.label, attempt, tag, peer, own) for peer, tag in incoming}
+
+    def send(peer: int, tag: int) -> dist.Work:
         digest = pair_digest(forming.key, forming.label, attempt, tag, own, peer)
-        outgoing[peer, tag] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    # Receives first: a peer that has our digest then has its own on the way.
-    works = [group.recv([incoming[peer, tag]], peer, tag) for peer, tag in places]
-    works += [group.send([outgoing[peer, tag]], peer, tag) for peer, tag in places]
+        work: dist.Work = group.send([torch.frombuffer(bytearray(digest), dtype=torch.uint8)], peer, tag)
+        return work
+
+    # Receives first: the digest of a peer then tells that the peer asks for ours, too.
+    works = [group.recv([tensor], peer, tag) for (peer, tag), tensor in incoming.items()]
     patience = _Patience(forming, keys)
-    while missing := [place for place in places if not _is_right(incoming[place], expected[place])]:
-        if patience.is_over():
-            return tuple(sorted({peer for peer, _ in missing})) if patience.is_own else ()
+    for places in (digests, confirmations):
+        works += [send(peer, tag) for peer, tag in places]
+        while missing := [place for place in places if not _is_right(incoming[place], expected[place])]:
+            if patience.is_over():
+                is_unproven = patience.is_own and places is digests
+                return tuple(sorted({peer for peer, _ in missing})) if is_unproven else ()
     for work in works:
         work.wait(timedelta(seconds=_PROOF_S))
     return None
@@ -264,10 +275,10 @@ class _Patience:
         return waited_s > _PROOF_S or (waited_s > _SUSPICIOUS_S and self._has_too_many_connections())
 
     def _are_all_connected(self) -> bool:
-        """A rank that waits has its connections, and one that has every digest knows that all ranks have theirs."""
+        """Every rank that waits has its connections."""
         waiting = self._keys.add("waiting", 0 if self._is_counted else 1)
         self._is_counted = True
-        return int(waiting) >= self._forming.size or int(self._keys.add("ok", 0)) > 0
+        return int(waiting) >= self._forming.size
 
     def _has_too_many_connections(self) -> bool:
         return any(count >= self._forming.size for count in count_accepted().values())

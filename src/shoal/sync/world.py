@@ -217,7 +217,18 @@ def _forming_beside(world: World, members: list[int], rank: int | None, timeout_
         meet(store, world.rank, world.size, timeout_s)
         key = world.pair_key or pair_key(world.store, store, label, world.rank)
     names = tuple(world.names[member] for member in members)
-    return Forming(store, rank, len(members), key, label, CONNECT_S, names, world.release, world.warn)
+    return Forming(
+        store=store,
+        rank=rank,
+        size=len(members),
+        key=key,
+        label=label,
+        connect_s=CONNECT_S,
+        names=names,
+        release=world.release,
+        warn=world.warn,
+        is_followed=len(members) < world.size,
+    )
 
 
 def bear_with(world: World, timeout_s: float) -> None:
