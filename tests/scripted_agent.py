@@ -44,7 +44,7 @@ from shoal.control.rankline import (
     to_frame,
 )
 from shoal.events import read_events
-from shoal.launch.keystore import KeyStore, read_request
+from shoal.launch.keystore import KeyStore, derive_key, read_request
 from shoal.launch.keystore import to_frame as key_frame
 from shoal.runfolder import RunFolder
 
@@ -92,6 +92,8 @@ class ScriptedAgent:
         self._size = ranks
         self._words = words
         self._keys = KeyStore()
+        # Is called with a rank's number and the key that this rank is about to set.
+        self.before_set: Callable[[int, str], None] = lambda number, key: None
         self._loop = asyncio.new_event_loop()
         self._serving: list[Future[None]] = []
         self._over = threading.Event()
@@ -232,14 +234,18 @@ class ScriptedAgent:
             self.ranks[number].line.close()
         self.ranks[number] = Rank(process, ours)
         # asyncio itself holds tasks only weakly.
-        self._serving.append(asyncio.run_coroutine_threadsafe(self._serve(our_keys), self._loop))
+        self._serving.append(asyncio.run_coroutine_threadsafe(self._serve(number, our_keys), self._loop))
 
-    async def _serve(self, ours: socket.socket) -> None:
+    async def _serve(self, number: int, ours: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=ours)
         with suppress(EOFError, OSError):
             while True:
                 request = await read_request(reader)
-                writer.write(key_frame(await self._keys.answer(request)))
+                if request.get("op") == "set":
+                    await asyncio.to_thread(self.before_set, number, request["key"])
+                derives = request.get("op") == "derive"
+                reply = derive_key("a token", request) if derives else await self._keys.answer(request)
+                writer.write(key_frame(reply))
                 await writer.drain()
         writer.close()
 

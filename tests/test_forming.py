@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from shoal.control.membership.generation import Ballot, Lineage, State
 from shoal.control.rankline import Enter
-from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
+from shoal.sync.groups import Forming, unform
+from shoal.sync.membership.forming import Place, form, is_lost_peer
 from shoal.sync.waiting import Release
 from shoal.sync.world import World, barrier, form_group
 from tests.harness import run_ranks
@@ -42,7 +43,7 @@ def one_tries_alone(world: World) -> int:
     if world.rank == 0:
         alone = dist.PrefixStore("nobody", store)
         with pytest.raises(RuntimeError):
-            form_group(0, 2, place.device, "gloo", alone, timeout_s=5, connect_s=0.2)
+            form_group(Forming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
         unform()
     again = form(order(world), store, place, meet_s=20, timeout_s=10)
     numbers = torch.tensor([again.rank + 1])

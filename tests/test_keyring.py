@@ -25,7 +25,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.deaf = False
-        self.rings = {me: Keyring(me, self._to(me)) for me in (1, 2)}
+        self.rings = {me: Keyring(me, self._to(me), "token") for me in (1, 2)}
 
     def _to(self, me: int) -> Callable[[int, Message], Awaitable[bool]]:
         async def tell(member: int, message: Message) -> bool:
@@ -100,7 +100,7 @@ def test_a_question_ends_with_its_keeper_or_its_generation() -> None:
 def test_keys_of_no_generation_are_the_first_members() -> None:
     async def scene(pair: Pair) -> None:
         assert await pair.rings[1].ask({"op": "get", "key": "a"}) == {"error": "the agent that keeps the keys is gone"}
-        first = Keyring(0, pair.rings[1]._tell)
+        first = Keyring(0, pair.rings[1]._tell, "token")
         assert await first.ask({"op": "get", "key": "a"}) == {"value": None}
 
     play(scene)

@@ -10,6 +10,7 @@
     ├── RunFailed           exit 3   a rank failed, or the world did not form
     │   ├── OutOfMemory              a rank asked for more memory than its machine or GPU has
     │   ├── PeerLost                 an exchange failed because another rank is gone: a consequence, not a cause
+    │   ├── ForeignConnection        a process outside the run took a rank's place while a gloo group formed
     │   └── ControlError             a machine that cannot be reached, or cannot train with the others
     │       └── Stranger             it does not know the run's token, or says that we don't
     └── Interrupted         exit 130 somebody pressed Ctrl-C; what was asked to be saved is saved
@@ -83,6 +84,10 @@ class OutOfMemory(RunFailed):
 
 
 class PeerLost(RunFailed):
+    pass
+
+
+class ForeignConnection(RunFailed):
     pass
 
 

@@ -50,7 +50,7 @@ class Agent:
         self._run = RunFolder(Path(meet.folder))
         self._journal = EventLog(self._run.journal(meet.node), meet.member)
         self._mesh = Mesh(self._on_message, self._on_lost, self._note)
-        self._keys = Keyring(meet.member, self._mesh.tell)
+        self._keys = Keyring(meet.member, self._mesh.tell, meet.token)
         self._ranks = Ranks(self._run, meet.node, self._now)
         self._workplace = Workplace(self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write)
         self._elastic: Elastic | None = None

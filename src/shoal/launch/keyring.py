@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.control.channel import Message
 from shoal.control.membership.generation import Ballot, Generation
 from shoal.control.rankline import generation_of
-from shoal.launch.keystore import KeyStore, Reply, Request
+from shoal.launch.keystore import KeyStore, Reply, Request, derive_key
 
 Tell = Callable[[int, Message], Awaitable[bool]]
 
@@ -26,8 +26,9 @@ class _Question:
 
 
 class Keyring:
-    def __init__(self, me: int, tell: Tell) -> None:
+    def __init__(self, me: int, tell: Tell, token: str) -> None:
         self._me = me
+        self._token = token
         self._tell = tell
         self._current: Generation | None = None
         self._stores: dict[Ballot | None, KeyStore] = {None: KeyStore()}
@@ -47,6 +48,8 @@ class Keyring:
 
     async def ask(self, request: Request) -> Reply:
         """For one of our own ranks."""
+        if request.get("op") == "derive":
+            return derive_key(self._token, request)
         generation = _generation_asked_for(request)
         keeper = self._keeper_of(generation)
         if keeper is None:

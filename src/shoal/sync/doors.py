@@ -13,6 +13,7 @@ import ctypes
 import socket
 import struct
 import sys
+from collections.abc import Collection, Iterator
 
 from shoal.sync.sockets import own_sockets
 
@@ -21,17 +22,31 @@ _ATTACH_FILTER = 26
 _DROP_EVERYTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
 
-def shut_doors() -> int:
-    """At every TCP port on which this process listens: how many there were. Call it when the group has formed; a group
-    that is made later opens a port of its own. Elsewhere than on Linux they stay open."""
+def listeners() -> frozenset[int]:
+    """The inodes of the TCP sockets on which this process listens now."""
+    return frozenset(inode for inode, _ in _listening())
+
+
+def shut_doors(besides: Collection[int] = ()) -> int:
+    """At every TCP port on which this process listens, `besides` those with these inodes: how many there were. Call it
+    when the group has formed; a group that is made later opens a port of its own. Elsewhere than on Linux they stay
+    open."""
     count = 0
-    if sys.platform == "linux":
-        for _, found in own_sockets():
+    for inode, found in _listening():
+        if inode not in besides:
             with contextlib.suppress(OSError):
-                if _listens(found):
-                    _drop_everything(found)
-                    count += 1
+                _drop_everything(found)
+                count += 1
     return count
+
+
+def _listening() -> Iterator[tuple[int, socket.socket]]:
+    if sys.platform == "linux":
+        for inode, found in own_sockets():
+            with contextlib.suppress(OSError):
+                if not _listens(found):
+                    continue
+            yield inode, found
 
 
 def _listens(found: socket.socket) -> bool:

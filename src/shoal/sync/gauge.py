@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,13 @@ from shoal.cost.sweep import (
     rounds_for,
 )
 from shoal.events import EventLog
-from shoal.sync.world import World, barrier
+from shoal.sync.world import World, barrier, beside
 
 CONNECTIONS = (1, 2, 4)
 _AT_ONCE = 4
 _TRIAL_ROUNDS = 7
 _MOST_TRIAL_BYTES = 4 << 20
-_CONNECT_S = 2.0
+_TIMEOUT_S = 60.0
 
 FP32, FP16 = torch.float32, torch.float16
 
@@ -123,7 +122,7 @@ class Collectives:
         """Several at once, as DDP sends its buckets: a single all-reduce only ever uses one connection."""
         size = self._trial_size(seen)
         buffers = [torch.zeros(size // 4) for _ in range(_AT_ONCE)]
-        calls = {count: _at_once(_group(count), buffers) for count in CONNECTIONS}
+        calls = {count: _at_once(_group(self.world, count), buffers) for count in CONNECTIONS}
         times: dict[int, list[float]] = {count: [] for count in CONNECTIONS}
         for round_ in range(_TRIAL_ROUNDS + 1):
             for count, call in calls.items():
@@ -181,18 +180,16 @@ def _prepare(op: Op, dtype: torch.dtype, size: int, world: World) -> tuple[int, 
     return dtype.itemsize * part * world.size, calls[op]
 
 
-def _group(connections: int) -> dist.ProcessGroup:
+def _group(world: World, connections: int) -> dist.ProcessGroup:
     """gloo makes one connection to each peer for every interface it is given, the same one counting again."""
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     if before:
         os.environ["GLOO_SOCKET_IFNAME"] = ",".join([before.split(",")[0]] * connections)
     try:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=_CONNECT_S))
+        return beside(world, _TIMEOUT_S).group
     finally:
         if before:
             os.environ["GLOO_SOCKET_IFNAME"] = before
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60), group)
-    return group
 
 
 def _at_once(group: dist.ProcessGroup, buffers: list[Tensor]) -> Call:

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.control.placement import Placement
-from shoal.errors import ShoalError
+from shoal.errors import ForeignConnection, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
+from shoal.sync.groups import Forming, form_bare_group, pair_key
 from shoal.sync.store import AgentStore
 
 # gloo waits five times this for a connection; everybody is there by then.
@@ -48,7 +49,8 @@ def main() -> int:
     _barrier(store, "here", placement.world_size)
     for members in [*combinations(everybody, 2), *together]:
         if placement.rank in members:
-            log.write("proof", node=placement.node, members=list(members), **try_group(store, placement.rank, members))
+            outcome = try_group(store, placement.rank, members)
+            log.write("proof", node=placement.node, members=list(members), **outcome)
         _barrier(store, f"after/{members}", placement.world_size)
     return 0
 
@@ -57,18 +59,28 @@ def try_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dict[st
     """How an all-reduce among these ranks went: its time, or what gloo said."""
     name = "proof/" + "-".join(map(str, members))
     began = time.perf_counter()
+    warnings: list[ShoalError] = []
     try:
-        group = dist.ProcessGroupGloo(
-            dist.PrefixStore(name, store), members.index(rank), len(members), timedelta(seconds=_CONNECT_S)
+        keys = dist.PrefixStore(name, store)
+        key = pair_key(store, keys, name, members.index(rank))
+        names = tuple(f"rank {member}" for member in members)
+        group = form_bare_group(
+            Forming(keys, members.index(rank), len(members), key, name, _CONNECT_S, names, warn=warnings.append)
         )
         tensor = torch.full((_ELEMENTS,), float(rank + 1))
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=_EXCHANGE_S)
-        group.allreduce([tensor], options).wait()  # type: ignore[attr-defined]
-    except RuntimeError as error:
+        group.allreduce([tensor], options).wait()
+    except ForeignConnection as error:
+        return {"ok": False, "said": f"{error.seen} ({error.fix})", "after_s": round(time.perf_counter() - began, 3)}
+    except (RuntimeError, RunFailed) as error:
         return {"ok": False, "said": str(error).split("\n")[0], "after_s": round(time.perf_counter() - began, 3)}
     right = bool((tensor == float(sum(member + 1 for member in members))).all())
-    return {"ok": right, "said": "" if right else "wrong sum", "after_s": round(time.perf_counter() - began, 3)}
+    return {
+        "ok": right,
+        "said": " ".join(each.seen for each in warnings) if right else "wrong sum",
+        "after_s": round(time.perf_counter() - began, 3),
+    }
 
 
 def _barrier(store: dist.Store, name: str, count: int) -> None:

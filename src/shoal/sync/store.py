@@ -70,6 +70,10 @@ class AgentStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._ask(op="count")["count"])
 
+    def derive_key(self, label: str) -> bytes:
+        """A key that depends on the run's token and this label; the rank's own agent computes it."""
+        return base64.b64decode(self._ask(op="derive", label=label)["value"])
+
     # What torch's C++ half calls them, when a prefix stands before the store.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815

@@ -37,6 +37,13 @@ class Release:
         for future in waiting:
             future.set_result(_over())
 
+    def check(self) -> None:
+        """Raises `Over` when the generation is."""
+        with self._lock:
+            is_over = self._is_over
+        if is_over:
+            raise _over()
+
     def guard(self, future: Future[T]) -> Future[T]:
         """Ends as that one does, or when the generation does."""
         own: Future[Any] = Future()

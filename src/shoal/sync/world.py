@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import cast
 
@@ -16,12 +16,20 @@ from shoal.control.membership.generation import NEVER, Ballot, Lineage
 from shoal.control.placement import Placement
 from shoal.control.route import interface_to, link_mbps
 from shoal.errors import RunFailed, UsageError
+from shoal.sync.groups import (
+    Forming,
+    Warn,
+    form_main_group,
+    form_second_group,
+    pair_key,
+    warn_in_log,
+)
 from shoal.sync.store import AgentStore
 from shoal.sync.waiting import Release, await_work
 
-# gloo waits five times its timeout for a connection (measured: 3 s gave 15 s); everybody has reported to the store by
-# then, so a connection that is not there in seconds never will be.
-_CONNECT_TIMEOUT_S = 4.0
+# gloo waits five times as long for a connection. All ranks have reported to the store by then, so a connection that is
+# not there within 5 s never will be.
+CONNECT_S = 1.0
 
 # Of a world that nobody can leave.
 _NO_LINEAGE = Lineage(name=NEVER)
@@ -56,6 +64,10 @@ class World:
     keeps_files: bool = True
     link_mbps: int | None = None
     release: Release | None = None
+    # Proves that a connection belongs to this world, see `sync.groups`. Empty: a further group agrees on its own.
+    pair_key: bytes = field(default=b"", repr=False)
+    # Receives what the user should know of groups that are formed later.
+    warn: Warn = warn_in_log
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.rank, self.size))
@@ -100,6 +112,7 @@ def join(
     backend: str | None = None,
     join_timeout_s: float = 60.0,
     timeout_s: float = 60.0,
+    warn: Warn = warn_in_log,
 ) -> World:
     """Meets the other ranks and forms the group, or says who did not come. Every wait has a deadline.
 
@@ -111,7 +124,10 @@ def join(
     store = dist.PrefixStore(f"shoal/{placement.restarts}", base)
     meet(store, placement.rank, placement.world_size, join_timeout_s)
     chosen = backend or backend_for(device)
-    group = form_group(placement.rank, placement.world_size, device, chosen, store, timeout_s)
+    label = f"world {placement.restarts}"
+    key = b"" if placement.world_size == 1 else pair_key(base, store, label, placement.rank)
+    forming = Forming(store, placement.rank, placement.world_size, key, label, CONNECT_S, warn=warn)
+    group = form_group(forming, device, chosen, timeout_s)
     return World(
         rank=placement.rank,
         size=placement.world_size,
@@ -126,6 +142,8 @@ def join(
         ids=tuple(range(placement.world_size)),
         keeps_files=placement.keeps_files,
         link_mbps=placement.link_mbps or link_mbps(interface),
+        pair_key=key,
+        warn=warn,
     )
 
 
@@ -156,41 +174,61 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def form_group(
-    rank: int,
-    size: int,
-    device: torch.device,
-    backend: str,
-    store: dist.Store,
-    timeout_s: float,
-    connect_s: float = _CONNECT_TIMEOUT_S,
-) -> dist.ProcessGroup:
-    gloo = backend == "gloo"
+def form_group(forming: Forming, device: torch.device, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """torch's default group, over gloo or NCCL."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if backend == "gloo":
+        return form_main_group(forming, timeout_s)
     dist.init_process_group(
         backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=connect_s if gloo else timeout_s),
-        device_id=None if gloo else device,
+        store=forming.store,
+        rank=forming.rank or 0,
+        world_size=forming.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
     )
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - init_process_group has just made it
-    if gloo:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group
 
 
-def beside(world: World, timeout_s: float) -> World:
-    """The same ranks in a group of their own, for exchanges that go on while the steps have theirs: gloo pairs what two
-    ranks send by the order in which they began it, which is fixed only inside a group."""
-    gloo = world.backend == "gloo"
-    group = dist.new_group(timeout=timedelta(seconds=_CONNECT_TIMEOUT_S if gloo else timeout_s), backend=world.backend)
-    if gloo:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return replace(world, group=group)
+def beside(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -> World:
+    """The same ranks, or some of them, in a group of their own. All ranks of the world must call it.
+
+    Exchanges that go on while the steps have theirs need that: gloo pairs what two ranks send by the order in which
+    they began it, which is fixed only inside a group.
+    """
+    members = list(range(world.size)) if ranks is None else list(ranks)
+    rank = members.index(world.rank) if world.rank in members else None
+    if world.backend == "gloo":
+        group = form_second_group(_forming_beside(world, members, rank, timeout_s), members, timeout_s)
+    else:
+        group = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=world.backend)
+    return replace(world, rank=world.rank if rank is None else rank, size=len(members), group=group)
+
+
+def _forming_beside(world: World, members: list[int], rank: int | None, timeout_s: float) -> Forming:
+    """Ranks come to a second group whenever they have done what is before it, so they wait for each other first."""
+    label = f"group {distributed_c10d._world.group_count}"
+    store = dist.PrefixStore(label, distributed_c10d._get_default_store())
+    key = b""
+    if world.size > 1:
+        meet(store, world.rank, world.size, timeout_s)
+        key = world.pair_key or pair_key(world.store, store, label, world.rank)
+    names = tuple(world.names[member] for member in members)
+    return Forming(
+        store=store,
+        rank=rank,
+        size=len(members),
+        key=key,
+        label=label,
+        connect_s=CONNECT_S,
+        names=names,
+        release=world.release,
+        warn=world.warn,
+        is_followed=len(members) < world.size,
+    )
 
 
 def bear_with(world: World, timeout_s: float) -> None:

@@ -21,7 +21,8 @@ from shoal.control.route import link_mbps
 from shoal.errors import RunFailed
 from shoal.events import Event, read_events
 from shoal.runfolder import RunFolder
-from shoal.sync.membership.forming import Place, form, unform
+from shoal.sync.groups import unform
+from shoal.sync.membership.forming import Place, form
 from shoal.sync.membership.line import AgentLine
 from shoal.sync.membership.member import Member
 from shoal.sync.store import AgentStore
@@ -52,8 +53,8 @@ def train_as_member(
     member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted, note_fault)
     interface = choose_interface(placement)
     mbps = placement.link_mbps or link_mbps(interface)
-    place = Place(placement.node, device, interface, mbps, member.release)
     recorder = Recorder(run, nowhere(placement, device), member)
+    place = Place(placement.node, device, interface, mbps, member.release, recorder.warn)
     trainer = make_trainer(config, run, nowhere(placement, device), recorder, stop)
     trainer.fence = member.fence
     membership = Membership(

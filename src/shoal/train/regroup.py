@@ -16,8 +16,9 @@ from shoal.cost.batch import deal_anew, weights_of
 from shoal.errors import RunFailed, ShoalError
 from shoal.runfolder import RunFolder
 from shoal.sync.digests import combined, tensor_digests
+from shoal.sync.groups import unform
 from shoal.sync.membership.fence import AtEdge, Over
-from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
+from shoal.sync.membership.forming import Place, form, is_lost_peer
 from shoal.sync.membership.member import Member
 from shoal.sync.replicas import copy_from, gather
 from shoal.sync.world import World

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,10 +112,11 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
         if options.folder is None and placement.rank == 0:
             # Before the others are met: they wait for us at the store, where deadlines are long.
             _prepare(options, config, placement, held)
-        world = join(placement, device, join_timeout_s=config.sync.join_timeout_s, timeout_s=config.sync.timeout_s)
+        warnings: list[ShoalError] = []
+        world = join(placement, device, None, config.sync.join_timeout_s, config.sync.timeout_s, warn=warnings.append)
         run = RunFolder.open(options.folder or options.out)
         resume = options.resume or bool(placement.restarts and tell_all(world, 0, [_has_checkpoint(run)])[0])
-        finished = _train(load_config(run.config), run, world, stop, placement.launcher, resume)
+        finished = _train(load_config(run.config), run, world, stop, placement.launcher, resume, warnings)
         leave(world)
     if not placement.launcher and world.is_main:
         # Nobody else is there to sum up: plain torchrun started us.
@@ -123,8 +124,20 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
     return 0 if finished else Interrupted.exit_code
 
 
-def _train(config: Config, run: RunFolder, world: World, stop: StopWish, launcher: str, resume: bool) -> bool:
+def _train(
+    config: Config,
+    run: RunFolder,
+    world: World,
+    stop: StopWish,
+    launcher: str,
+    resume: bool,
+    warnings: Iterable[ShoalError],
+) -> bool:
+    """`warnings`: of the time before there were events to write them to."""
     recorder = Recorder(run, world)
+    for warning in warnings:
+        recorder.warn(warning)
+    world = replace(world, warn=recorder.warn)
     # Before we are pinned: it says how many cores the machine gives us.
     process = describe_process(world)
     cpus = pin(world, config.train.pin)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shoal.control.rankline import Enter
 from shoal.errors import ShoalError
-from shoal.sync.doors import shut_doors
+from shoal.sync.groups import Forming, Warn, pair_key, warn_in_log
 from shoal.sync.waiting import Release
 from shoal.sync.world import World, backend_for, form_group, meet
 
 # gloo waits five times as long. Everybody has said that it is there by then.
 _CONNECT_S = 0.5
+_FIRST_ATTEMPTS, _LATER_ATTEMPTS = 5, 20
 
 _SIGNS_OF_A_LOST_PEER = (
     "Connection closed by peer",
@@ -43,6 +42,8 @@ class Place:
     interface: str | None
     link_mbps: int | None
     release: Release
+    # Receives what the user should know of a group that was formed.
+    warn: Warn = warn_in_log
 
 
 def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s: float) -> World:
@@ -51,9 +52,15 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
     keys = dist.PrefixStore(enter.prefix, base)
     meet(keys, enter.rank, enter.size, meet_s)
     backend = backend_for(place.device)
-    group = form_group(enter.rank, enter.size, place.device, backend, keys, timeout_s, _CONNECT_S)
-    # Everybody is connected: gloo would take in every stranger that knocks, and keep the connection to the end.
-    shut_doors()
+    label = enter.prefix
+    key = b"" if enter.size == 1 else pair_key(store, keys, label, enter.rank)
+    names = tuple(
+        f"rank {id}" + (f" on {node}" if node else "") for id, node in zip(enter.ids, enter.nodes, strict=True)
+    )
+    # A launch that cannot form its first group tells so soon; a training that runs holds out longer.
+    attempts = _FIRST_ATTEMPTS if enter.first else _LATER_ATTEMPTS
+    forming = Forming(keys, enter.rank, enter.size, key, label, _CONNECT_S, names, place.release, place.warn, attempts)
+    group = form_group(forming, place.device, backend, timeout_s)
     return World(
         rank=enter.rank,
         size=enter.size,
@@ -72,20 +79,9 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
         keeps_files=enter.keeps_files,
         link_mbps=place.link_mbps,
         release=place.release,
+        pair_key=key,
+        warn=place.warn,
     )
-
-
-def unform() -> None:
-    """Drops a group that is over, whatever state it is in; and one that never came to be."""
-    if dist.is_initialized():
-        groups = list(distributed_c10d._world.pg_map)
-        dist.destroy_process_group()
-        # The last to let go of a group waits for its threads, and one of them may be stuck in gloo up to its deadline.
-        threading.Thread(target=groups.clear, daemon=True).start()
-        del groups
-    # torch numbers its groups and writes the number into their keys. A group that did not form counts too, but only on
-    # the ranks that got that far: from then on they would look for each other under different keys, for ever (seen).
-    distributed_c10d._world.group_count = 0
 
 
 def is_lost_peer(error: BaseException) -> bool:

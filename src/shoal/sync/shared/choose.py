@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from shoal.config.schema import SyncConfig
 from shoal.errors import RunFailed
@@ -19,11 +17,9 @@ from shoal.sync.shared.kin import Kin, find_kin
 from shoal.sync.shared.meet import Together, listening, meet
 from shoal.sync.waiting import await_work
 from shoal.sync.wires import Wire, make_wire
-from shoal.sync.world import World
+from shoal.sync.world import World, beside
 
 Way = Literal["gloo", "copies", "shared"]
-
-_CONNECT_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,9 @@ def between_machines(config: SyncConfig, world: World, kin: Kin, model: nn.Modul
     """
     if len(kin.firsts) == 1:
         return None
-    group = dist.new_group(list(kin.firsts), timeout=timedelta(seconds=_CONNECT_TIMEOUT_S), backend="gloo")
+    firsts = beside(world, config.timeout_s, kin.firsts)
     if not kin.is_first:
         return None
-    distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), group)
-    firsts = replace(world, rank=kin.firsts.index(world.rank), size=len(kin.firsts), group=group)
     return make_wire(config.wire, firsts, dict(model.named_parameters()))
 
 
