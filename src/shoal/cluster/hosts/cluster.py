@@ -11,7 +11,7 @@ from shoal.cluster.hosts.link import SshLink
 from shoal.cluster.hosts.ready import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
-from shoal.cluster.node import Node, Project
+from shoal.cluster.node import Node, Project, ranks_of
 from shoal.runfolder import RunFolder
 
 
@@ -36,6 +36,7 @@ class HostsCluster:
         errand = {
             "folder": self.folder(node, run),
             "node": node.name,
+            "ranks": list(ranks_of(self.nodes, node)),
             "texts": self.cargo.texts(ready.files),
             "keeps": node is self.nodes[0] and not any(each.here for each in self.ready.values()),
             "follow": False,
