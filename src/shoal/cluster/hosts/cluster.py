@@ -26,7 +26,7 @@ class HostsCluster:
     @classmethod
     def prepare(cls, spec: HostsSpec, cargo: Cargo, note: Callable[[str], None]) -> HostsCluster:
         """Everything that can be wrong with a host is found here, before anything runs on any of them."""
-        found = make_ready(spec, cargo.project, cargo.files)
+        found = make_ready(spec, cargo.project, cargo.files, note)
         return cls(spec, {each.host.name: each for each in found}, [_node(each, cargo) for each in found], cargo, note)
 
     def start_agent(self, node: Node, run: Path) -> Link:
