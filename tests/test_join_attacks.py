@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from shoal.cli.join import read_code_file
 from shoal.cluster.cargo import Cargo
@@ -117,8 +118,23 @@ WELCOMES: list[tuple[str, tuple[str, ...], object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("path", "value"), [each[1:] for each in WELCOMES], ids=[each[0] for each in WELCOMES])
+# These stand for the others, which are tried now and then.
+OFTEN = {
+    "node '..'",
+    "text elsewhere",
+    "size huge",
+    "data elsewhere",
+    "member huge",
+    "roster elsewhere",
+    "piece too long",
+}
+
+
+def marked(name: str, *values: object) -> ParameterSet:
+    return pytest.param(*values, id=name, marks=pytest.mark.long if name in OFTEN else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("path", "value"), [marked(*each) for each in WELCOMES])
 def test_a_welcome_that_lies_is_refused(
     path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder
 ) -> None:
@@ -149,8 +165,7 @@ PLACES: list[tuple[str, str, tuple[str, ...], object]] = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "path", "value"), [each[1:] for each in PLACES], ids=[each[0] for each in PLACES])
+@pytest.mark.parametrize(("kind", "path", "value"), [marked(*each) for each in PLACES])
 def test_a_place_that_lies_is_refused(
     kind: str, path: tuple[str, ...], value: object, tmp_path: Path, training: RunFolder
 ) -> None:
