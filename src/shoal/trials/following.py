@@ -140,9 +140,14 @@ class RunNews:
 
     def poll(self) -> list[Event]:
         self._find()
-        return [event for tail in self._tails.values() for event in tail.poll()]
+        return [event for rank, tail in self._tails.items() for event in tail.poll() if _is_of(rank, event)]
 
     def _find(self) -> None:
         for rank, path in self._run.event_files().items():
             if rank not in self._tails:
                 self._tails[rank] = EventTail(path)
+
+
+def _is_of(rank: int, event: Event) -> bool:
+    """Whether a line is an event of that rank: a machine that joined may write anything into its own rank's file."""
+    return isinstance(event.get("event"), str) and event.get("rank") == rank
