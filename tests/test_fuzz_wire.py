@@ -100,7 +100,7 @@ def bring_home(pieces: Sequence[tuple[str, int, bytes]], folder: Path) -> None:
         (run / "logs" / "attic").symlink_to(outside)
     with contextlib.suppress(FileExistsError):
         (run / "commits.jsonl").symlink_to(outside / "elsewhere")
-    home = Homecoming(run, "attic", keeps=True)
+    home = Homecoming(run, "attic", (0,), keeps=True)
     try:
         for name, offset, piece in pieces:
             home.keep(name, offset, piece)

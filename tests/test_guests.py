@@ -231,5 +231,5 @@ def test_what_was_promised_and_ordered_does_not_travel(tmp_path: Path) -> None:
         (tmp_path / "agents").mkdir(exist_ok=True)
         (tmp_path / "agents" / name).write_text("words\n")
     sent: list[str] = []
-    Freight(RunFolder(tmp_path), "node2", {}, False, lambda name, offset, piece: sent.append(name)).send_new()
+    Freight(RunFolder(tmp_path), "node2", (), {}, False, lambda name, offset, piece: sent.append(name)).send_new()
     assert sorted(sent) == ["agents/node2.jsonl", "agents/node2.log"]

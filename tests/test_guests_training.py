@@ -20,24 +20,29 @@ from tests.lab_checks import standing_lab
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
 from tests.runs_checks import wait_until
 
-INVITATION = re.compile(r"shoal join (\S+)")
+INVITATION = re.compile(r"shoal join (\S+)\n.*works once: (\S+)")
 
 
 class Typed:
-    """A command at a node; each has a cache of its own, as machines do."""
+    """A command at a node; each has a cache of its own, as machines do. `code` is what it reads on standard input."""
 
-    def __init__(self, lab: Lab, folder: Path, node: str, *words: str | Path) -> None:
+    def __init__(self, lab: Lab, folder: Path, node: str, *words: str | Path, code: str = "") -> None:
         self._paths = [folder / f"{node}-{words[0]}-{len(list(folder.iterdir()))}.{kind}" for kind in ("out", "err")]
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             env = {**os.environ, "XDG_CACHE_HOME": str(folder / f"cache-{node}")}
             command = lab.command(node, shoal_command(*words))
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=env)
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=env)
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{code}\n".encode())
+        self.process.stdin.close()
 
     def said(self) -> str:
         return "\n".join(path.read_text() for path in self._paths)
 
-    def invitation(self) -> str:
-        return str(wait_until(lambda: INVITATION.findall(self.said()), 60, why=self.said)[-1])
+    def invitation(self) -> tuple[str, str]:
+        """The address to type, and the code that is asked for."""
+        place, code = wait_until(lambda: INVITATION.findall(self.said()), 60, why=self.said)[-1]
+        return place, code
 
     def await_words(self, words: str) -> None:
         wait_until(lambda: words in self.said(), 90, why=self.said)
@@ -50,8 +55,8 @@ class Typed:
 def typing(lab: Lab, folder: Path, *runs: Path) -> Iterator[Any]:
     typed: list[Typed] = []
 
-    def type_at(node: str, *words: str | Path) -> Typed:
-        typed.append(Typed(lab, folder, node, *words))
+    def type_at(node: str, *words: str | Path, code: str = "") -> Typed:
+        typed.append(Typed(lab, folder, node, *words, code=code))
         return typed[-1]
 
     try:
@@ -91,10 +96,12 @@ def test_a_third_machine_comes_while_two_train(tmp_path: Path, sponsor: str) -> 
     # The delay makes a step take long enough that there is a middle of the run to come in.
     with standing_lab(3, delay="15ms") as lab, typing(lab, tmp_path, first, second, third) as type_at:
         host = type_at("node1", "host", "--steps", "400", "--out", first, *set_flags(*TINY, "train.compile=off"))
-        other = type_at("node2", "join", host.invitation(), "--out", second)
+        place, code = host.invitation()
+        other = type_at("node2", "join", place, "--out", second, code=code)
         wait_until(lambda: steps(first, 0) > 5, 60, why=host.said)
         door = type_at(sponsor, "host", first if sponsor == "node1" else second)
-        guest = type_at("node3", "join", door.invitation(), "--out", third)
+        place, code = door.invitation()
+        guest = type_at("node3", "join", place, "--out", third, code=code)
         assert door.code() == 0, door.said()
         assert "node3 takes part: node1, node2, node3 train on from step " in door.said()
         assert [each.code() for each in (host, other, guest)] == [0, 0, 0], host.said() + guest.said()

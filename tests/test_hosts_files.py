@@ -102,15 +102,34 @@ def test_outside_git_everything_but_environments_caches_and_results(project: Pat
     }
 
 
-def test_links_within_stay_links_and_others_become_what_they_lead_to(project: Path, tmp_path: Path) -> None:
+def test_links_within_stay_links_and_others_are_left_out(project: Path, tmp_path: Path) -> None:
+    """A link to a key or a password file must not carry it to every host."""
     (tmp_path / "elsewhere.txt").write_text("from afar")
     (tmp_path / "folder").mkdir()
     (project / "outside.txt").symlink_to(tmp_path / "elsewhere.txt")
     (project / "outside").symlink_to(tmp_path / "folder")
-    pieces = {piece.path: piece for piece in project_bundle(project).pieces}
-    assert pieces["alias.py"].link == "lib/deep.py"
-    assert (pieces["outside.txt"].link, pieces["outside.txt"].size) == (None, len("from afar"))
-    assert "outside" not in pieces
+    (project / "chain.txt").symlink_to("outside.txt")
+    for is_git in (False, True):
+        if is_git:
+            git(project, "init", "-q")
+            git(project, "add", ".")
+        bundle = project_bundle(project)
+        pieces = {piece.path: piece for piece in bundle.pieces}
+        assert pieces["alias.py"].link == "lib/deep.py"
+        assert not {"outside", "outside.txt", "chain.txt"} & pieces.keys()
+        assert b"from afar" not in b"".join(stream({}, bundle.pieces))
+        assert {"outside.txt", "chain.txt"} <= set(bundle.left_out)
+        assert "outside.txt" in files.say_left_out(bundle)
+    with pytest.raises(UsageError, match="leads outside"):
+        make_piece(project / "outside.txt", "outside.txt", project)
+
+
+@pytest.mark.parametrize("link", ["/etc/passwd", "../../x", "../.."])
+def test_a_link_that_leads_out_of_the_folder_is_not_made_there(link: str, tmp_path: Path) -> None:
+    order = {"base": str(tmp_path / "p"), "whole": False, "remove": [], "note": None, "files": [["a/b", 0, 511, link]]}
+    answer = received(json.dumps(order).encode() + b"\n")
+    assert "lies outside" in answer["error"]
+    assert not list((tmp_path / "p").rglob("b"))
 
 
 def test_too_much_is_refused_with_the_largest_named(project: Path) -> None:

@@ -224,17 +224,17 @@ def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
     run, part = tmp_path / "host", tmp_path / "guest"
     words = at(lab, "node1", "host", "--steps", "4", "--out", run, "--json", *set_flags(*TINY))
     with ended(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), run) as host:
-        line = wait_until(lambda: (run / "keeper.jsonl").exists() and "#" in notes(run) and notes(run))
-        invitation = line.split()[-1]
-        wrong = done(
-            lab, "join", invitation[:-1] + ("a" if invitation[-1] != "a" else "b"), "--out", part, node="node2"
-        )
+        said = wait_until(lambda: (run / "keeper.jsonl").exists() and "works once" in notes(run) and notes(run))
+        place, code = said.split("shoal join ")[1].split()[0], said.split()[-1]
+        wrong_code = code[:-1] + ("a" if code[-1] != "a" else "b")
+        wrong = done(lab, "join", f"{place}#{wrong_code}", "--out", part, node="node2")
         assert wrong.returncode == 3
         assert "did not accept the code" in wrong.stderr
+        assert "other users of this machine can read a code that is given as an argument" in wrong.stderr
         assert not part.exists()
         env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        command = at(lab, "node2", "join", invitation, "--out", part)
-        joined = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
+        command = at(lab, "node2", "join", place, "--out", part)
+        joined = subprocess.run(command, input=code, capture_output=True, text=True, timeout=90, check=False, env=env)
         assert joined.returncode == 0, joined.stderr
         stdout, _ = host.communicate(timeout=20)
     assert host.returncode == 0
@@ -243,7 +243,8 @@ def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
     assert [node["name"] for node in manifest["nodes"]] == ["node1", "node2"]
     assert (run / "logs/node2/rank-1.log").read_text() == (part / "logs/node2/rank-1.log").read_text()
     assert "token" not in {path.name for path in part.iterdir()}
-    again = done(lab, "join", invitation, "--out", tmp_path / "again", node="node2")
+    assert "node2 (10.77.0.2; it says its user is 'root') has joined: 2 of 2 machines" in notes(run)
+    again = done(lab, "join", f"{place}#{code}", "--out", tmp_path / "again", node="node2")
     assert again.returncode == 3
     assert "nobody answers at 10.77.0.1" in again.stderr
     assert done(lab, "join", "nonsense", node="node2").returncode == 2

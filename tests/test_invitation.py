@@ -15,14 +15,39 @@ def test_what_is_printed_can_be_typed(address: str) -> None:
     invitation = Invitation(address, 41234, make_code())
     assert parse_invitation(str(invitation)) == invitation
     assert parse_invitation(f"  {str(invitation).upper()} ").code == invitation.code
+    assert parse_invitation(invitation.place) == Invitation(address, 41234)
+    assert parse_invitation(invitation.place).with_code(f" {invitation.shown_code}\n") == invitation
 
 
 @pytest.mark.parametrize(
-    "text", ["", "10.0.0.1", "10.0.0.1:41234", "10.0.0.1#abcd", "10.0.0.1:99999#abcd", "10.0.0.1:0#abcd", "a:b#c"]
+    "text",
+    [
+        "",
+        "10.0.0.1",
+        "10.0.0.1:",
+        "10.0.0.1:41234#",
+        "10.0.0.1#abcd",
+        "10.0.0.1:99999#abcd",
+        "10.0.0.1:0#abcd",
+        "a:b#c",
+    ],
 )
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="is no invitation"):
         parse_invitation(text)
+
+
+@pytest.mark.parametrize("code", ["", "  ", "xyz", "ab cd/ef", "x" * 65, "p\u00e4ss-word"])
+def test_what_is_no_code_is_refused_and_not_repeated(code: str) -> None:
+    with pytest.raises(UsageError, match="that is no code") as caught:
+        parse_invitation("10.0.0.1:41234").with_code(code)
+    assert not code.strip() or code not in caught.value.render()
+
+
+def test_an_invitation_that_is_refused_does_not_repeat_its_code() -> None:
+    with pytest.raises(UsageError, match="is no invitation") as caught:
+        parse_invitation("10.0.0.1:99999#abcd-efgh")
+    assert "abcd" not in caught.value.seen
 
 
 def test_codes_are_long_and_never_the_same() -> None:

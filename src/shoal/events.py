@@ -23,14 +23,17 @@ class EventLog:
     """The one writer of one event file.
 
     A full or vanished disk must not end a training that could still checkpoint elsewhere: a failed append is reported
-    once on stderr and the event is dropped.
+    once on stderr and the event is dropped. `private`: only its owner can read the file, from its first moment on.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, private: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._rank = rank
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if private else 0o644)
+        if private:
+            # One that was there before, and whose mode was changed.
+            os.fchmod(self._fd, 0o600)
         self._complained = False
         self._end_torn_line()
 

@@ -9,15 +9,56 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import DataError, RunFailed, UsageError
+from shoal.errors import ControlError, DataError, RunFailed, UsageError
 from shoal.events import Event, read_events
 
 _EVENTS = re.compile(r"rank-(\d+)\.jsonl")
 _STATE = re.compile(r"state-rank-(\d+)\.safetensors")
+# Letters, digits, dots, dashes and underscores; the first character is neither a dot nor a dash. Such a name is one
+# part of a path, no option of a command, and means nothing to a shell or in a glob pattern.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+RANK_LIMIT = 2**31
+
+
+def is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+
+
+def check_name(name: object, what: str = "node name") -> str:
+    """Return `name` if it can be one part of a path, else raise `ControlError`.
+
+    Names of nodes come from other machines. Every method of `RunFolder` that makes a path of a name calls this, so a
+    name such as `../../.ssh` never leads out of the run folder, whichever message it came in.
+    """
+    if not isinstance(name, str) or not is_plain_name(name):
+        raise ControlError(
+            f"the {what} {_cut(name)} cannot be used as a file name",
+            why="a name has up to 100 letters, digits, dots, dashes and underscores; another machine that sends "
+            "something else has another shoal, or tries to reach files outside the run folder",
+            fix="take part only in runs of people you trust; compare versions: shoal --version",
+        )
+    return name
+
+
+def check_rank(rank: object) -> int:
+    """Return `rank` if it can be the number of a rank, else raise `ControlError`."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < RANK_LIMIT:
+        raise ControlError(
+            f"{_cut(rank)} is no number of a rank",
+            why=f"ranks are numbered from 0 to {RANK_LIMIT - 1}",
+            fix="compare versions on all machines: shoal --version",
+        )
+    return rank
+
+
+def _cut(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 @dataclass(frozen=True)
@@ -169,7 +210,7 @@ class RunFolder:
 
     def journal(self, node: str) -> Path:
         """What the agent of a node has to say."""
-        return self.path / "agents" / f"{node}.jsonl"
+        return self._agent_file(node, "jsonl")
 
     def journals(self) -> list[Path]:
         """Of all agents there are any of."""
@@ -177,26 +218,48 @@ class RunFolder:
 
     def votes(self, node: str) -> Path:
         """What the agent of a node has promised the others; see `control.membership`."""
-        return self.path / "agents" / f"{node}.votes"
+        return self._agent_file(node, "votes")
 
     def orders(self, node: str) -> Path:
         """What the agent of a node was told, while it works: enough to start it again."""
-        return self.path / "agents" / f"{node}.orders"
+        return self._agent_file(node, "orders")
 
     def door(self, node: str) -> Path:
         """The socket at which commands on its machine ask the agent of a node; see `launch.sponsor`."""
-        return self.path / "agents" / f"{node}.door"
+        return self._agent_file(node, "door")
+
+    def agent_log(self, node: str) -> Path:
+        """What the agent of a node printed: tracebacks, mostly."""
+        return self._agent_file(node, "log")
+
+    def _agent_file(self, node: str, suffix: str) -> Path:
+        return self.path / "agents" / f"{check_name(node)}.{suffix}"
 
     def events(self, rank: int) -> Path:
-        return self.path / "events" / f"rank-{rank}.jsonl"
+        return self.path / "events" / f"rank-{check_rank(rank)}.jsonl"
 
     def state(self, rank: int) -> Path:
-        return self.path / f"state-rank-{rank}.safetensors"
+        return self.path / f"state-rank-{check_rank(rank)}.safetensors"
 
     def log(self, node: str, rank: int | str) -> Path:
         """`rank` may be a launcher's name where one process speaks for all ranks of a node."""
-        stem = f"rank-{rank}" if isinstance(rank, int) else rank
-        return self.path / "logs" / node / f"{stem}.log"
+        stem = f"rank-{check_rank(rank)}" if isinstance(rank, int) else check_name(rank, "process name")
+        return self.logs(node) / f"{stem}.log"
+
+    def logs(self, node: str) -> Path:
+        """The folder in which the ranks of a node have their logs."""
+        return self.path / "logs" / check_name(node)
+
+    def text(self, name: str) -> Path:
+        """One of the small files that a launcher or a host sends to a machine with another disk."""
+        texts = {path.name: path for path in (self.config, self.tokenizer, self.data)}
+        if name not in texts:
+            raise ControlError(
+                f"the file {_cut(name)} was sent for the run folder",
+                why=f"only {', '.join(texts)} are sent that way",
+                fix="compare versions on all machines: shoal --version",
+            )
+        return texts[name]
 
     def event_files(self) -> dict[int, Path]:
         return _numbered(self.path / "events", _EVENTS)
@@ -208,6 +271,57 @@ class RunFolder:
         """Every rank's events, rank after rank."""
         for path in self.event_files().values():
             yield from read_events(path)
+
+
+def open_below(folder: Path, name: str, flags: int, make_folders: bool = False) -> int:
+    """Open the regular file `folder/name` and return its descriptor; no symbolic link below `folder` is followed.
+
+    Raises `OSError` where a part of `name` is a link or the file is no regular one. Each folder is opened relative to
+    the one above, so a link that is put in place between a check and the opening is not followed either.
+    """
+    *folders, last = _parts(folder, name)
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in folders:
+            at = _enter(at, part, make_folders)
+        # Not blocking: to open a named pipe would wait for its other end.
+        opened = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=at)
+    finally:
+        os.close(at)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(f"{folder / name} is no regular file")
+    return opened
+
+
+def list_below(folder: Path, name: str) -> list[str]:
+    """The names of what lies in `folder/name`, in order; nothing where a part of it is a link or is missing."""
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in _parts(folder, name):
+            at = _enter(at, part, make=False)
+        return sorted(os.listdir(at))  # noqa: PTH208 - pathlib cannot list a descriptor
+    except OSError:
+        return []
+    finally:
+        os.close(at)
+
+
+def _parts(folder: Path, name: str) -> list[str]:
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ControlError(f"the path {_cut(name)} leads out of {folder}", why="a path below a folder has no `..`")
+    return parts
+
+
+def _enter(at: int, part: str, make: bool) -> int:
+    """The descriptor of a folder in the folder `at`, which is closed if that worked."""
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(part, dir_fd=at)
+    below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+    os.close(at)
+    return below
 
 
 def write_atomically(path: Path, text: str) -> None:

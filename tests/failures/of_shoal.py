@@ -15,7 +15,7 @@ from tests.failures.on_machine import memory_limit
 from tests.failures.registry import here, on_lab
 from tests.programs import TINY, set_flags
 
-INVITATION = re.compile(r"10\.77\.0\.\d+:\d+#\S+")
+INVITATION = re.compile(r"shoal join (10\.77\.0\.\d+:\d+)\n.*works once: (\S+)")
 KILLS_ITSELF = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(9)\n"
 
 
@@ -121,8 +121,8 @@ def host(bench: Bench, lab: Lab) -> str:
     """A run that waits for one more machine; the line to type there."""
     command = [*SHOAL, "host", "--address", "10.77.0.1", "--steps", "3", "--out", str(bench.folder / "run")]
     bench.start([*command, *set_flags(*TINY)], lab=lab, node=FIRST)
-    bench.wait_for("#")
+    bench.wait_for("works once")
     match = INVITATION.search(bench.text())
     if match is None:
         raise TimeoutError(f"no invitation in {bench.text()!r}")
-    return match[0]
+    return f"{match[1]}#{match[2]}"

@@ -17,7 +17,7 @@ from shoal.config.load import build_config
 from shoal.config.presets import PRESETS, Overrides
 from shoal.errors import UsageError
 from shoal.trials.inviting import invite
-from shoal.trials.training import default_out, train_new
+from shoal.trials.training import default_out, refuse_confirm, train_new
 
 app = typer.Typer(add_completion=False)
 
@@ -46,9 +46,12 @@ def host(
         list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Ask here, y or n, before a machine that joins gets anything.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
-    """Train with machines that join by themselves: prints one line for each, to be typed there.
+    """Train with machines that join by themselves: prints for each what to type there, and a code that works once.
 
     The same as shoal train --on join:N, which takes every other flag of a training. Into a run that goes on, one more
     machine is invited on any that takes part: shoal host RUN-FOLDER.
@@ -56,7 +59,7 @@ def host(
     name = preset or DEFAULT_PRESET
     if name not in PRESETS and Path(name).is_dir():
         _refuse_settings(machines, data, steps, config, set_, out, json)
-        sys.stdout.write(f"{invite(Path(name), address, port, print_note)}\n")
+        sys.stdout.write(f"{invite(Path(name), address, port, print_note, confirm)}\n")
         return
     on = f"join:{machines or 2}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
     flags: Overrides = {"run": {"on": on}}
@@ -65,8 +68,10 @@ def host(
     if data is not None:
         flags["data"] = {"path": data}
     settings = build_config(name, config, flags, set_ or [])
+    if confirm:
+        refuse_confirm(on)
     clear_leftovers(clean=False)
-    run, manifest = train_new(settings, out or default_out(name), make_display)
+    run, manifest = train_new(settings, out or default_out(name), make_display, confirm=confirm)
     if manifest is not None:
         print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
 
@@ -75,6 +80,6 @@ def _refuse_settings(*given: object) -> None:
     if any(given):
         raise UsageError(
             "a run that goes on keeps its settings",
-            why="with a run folder, shoal host takes --address and --port only",
+            why="with a run folder, shoal host takes --address, --port and --confirm only",
             fix="leave the others out",
         )

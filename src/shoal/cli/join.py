@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import getpass
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +18,7 @@ from shoal.cli.output import shown
 from shoal.cli.progress import make_display
 from shoal.cluster.join.invitation import parse_invitation
 from shoal.config.load import load_config
+from shoal.errors import UsageError
 from shoal.events import EventTail
 from shoal.runfolder import RunFolder
 from shoal.trials.joining import join as take_part
@@ -23,29 +28,96 @@ from shoal.trials.training import Display, default_out
 app = typer.Typer(add_completion=False)
 
 
+CODE_VARIABLE = "SHOAL_JOIN_CODE"
+_MOST_CODE_BYTES = 1024
+
+
 @app.command()
 def join(
     invitation: Annotated[
-        str, typer.Argument(help="ADDRESS:PORT#CODE, as shoal host printed it; or the folder of a run to come back to.")
+        str, typer.Argument(help="ADDRESS:PORT, as shoal host printed it; or the folder of a run to come back to.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="This machine's run folder.", show_default="runs/joined-TIME")
     ] = None,
+    code_file: Annotated[
+        Path | None,
+        typer.Option(help="A file with the code, which only you can read.", show_default="the code is asked for"),
+    ] = None,
     node: Annotated[str | None, typer.Option(help="With a run folder: which node, where it has several.")] = None,
 ) -> None:
-    """Take part in a run that another machine hosts: type there `shoal host`, and here the line that it prints.
+    """Take part in a run that another machine hosts: type there `shoal host`, and here what it prints.
+
+    The code is asked for. Scripts give it on standard input, in the variable SHOAL_JOIN_CODE or with --code-file; as
+    ADDRESS:PORT#CODE, other users of this machine can read it in the list of processes.
 
     A machine whose agent was killed comes back to a run that goes on elsewhere: shoal join RUN-FOLDER.
     """
     if Path(invitation).is_dir():
         sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
         return
+    invited = parse_invitation(invitation)
+    # Also when the code comes another way: no process that is started here inherits it.
+    from_environment = take_code_from_environment()
+    if invited.code:
+        print_note(
+            "other users of this machine can read a code that is given as an argument, in the list of processes; "
+            f"better: shoal join {invited.place}, and the code when it is asked for"
+        )
+    else:
+        invited = invited.with_code(read_code(code_file, from_environment))
     show = OwnRank()
     try:
-        joined = take_part(parse_invitation(invitation), out or default_out("joined"), print_note, show)
+        joined = take_part(invited, out or default_out("joined"), print_note, show)
     finally:
         show.close()
     sys.stdout.write(f"the run has ended; its results are on the host, our part is in {shown(joined.run.path)}\n")
+
+
+def read_code(file: Path | None, from_environment: str | None) -> str:
+    """The code of an invitation, from the first of: file, environment, terminal, standard input."""
+    if file is not None:
+        return read_code_file(file)
+    if from_environment is not None:
+        return from_environment
+    if sys.stdin.isatty():
+        try:
+            return getpass.getpass("code: ")
+        except EOFError:
+            return ""
+    return sys.stdin.readline(_MOST_CODE_BYTES)
+
+
+def take_code_from_environment() -> str | None:
+    """The variable's value, which is removed: ranks and agents do not inherit it, and `/proc/PID/environ` of this
+    process does not show it any longer."""
+    code = os.environ.get(CODE_VARIABLE)
+    if code is None:
+        return None
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    if place := libc.getenv(CODE_VARIABLE.encode()):
+        # Removing a variable leaves its bytes where the kernel shows them.
+        ctypes.memset(place, ord("x"), len(os.fsencode(code)))
+    del os.environ[CODE_VARIABLE]
+    return code
+
+
+def read_code_file(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
+                raise UsageError(
+                    f"other users can read or change the code in {file}",
+                    why=f"its mode is {stat.S_IMODE(status.st_mode):04o}, and a code lets in whoever uses it first",
+                    fix=f"chmod 600 {file}; and ask the host for a new code",
+                )
+            return opened.read(_MOST_CODE_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the code in {file}: {error.strerror}", fix=f"look at it: ls -ld {file.parent}"
+        ) from None
 
 
 class OwnRank:

@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from shoal.cli.lines import print_note
 from shoal.cli.output import command, print_json, shown, stdout_console
 from shoal.cluster.hosts.each import on_each, values_or_raise
-from shoal.cluster.hosts.files import project_of
+from shoal.cluster.hosts.files import project_of, say_left_out
 from shoal.cluster.hosts.setup import Outcome, make_order, set_up
 from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
 from shoal.errors import ShoalError
@@ -44,6 +45,8 @@ def setup(
     """
     spec = read_hosts(hosts)
     order = make_order(None if no_project else project or project_of(Path.cwd()), wheels)
+    if order.project is not None and (left_out := say_left_out(order.project)):
+        print_note(left_out)
     with _display(spec) as say:
         results = on_each(spec.hosts, lambda host: set_up(host, spec, order, lambda text: say(host, text)))
     if json:

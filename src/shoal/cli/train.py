@@ -23,7 +23,7 @@ from shoal.report.explain_prediction import say_prediction
 from shoal.runfolder import RunFolder
 from shoal.trials.predicting import store_prediction
 from shoal.trials.sync_plan import NO_PLAN, store_sync_plan
-from shoal.trials.training import default_out, train_new, train_on
+from shoal.trials.training import default_out, refuse_confirm, train_new, train_on
 
 app = typer.Typer(add_completion=False)
 
@@ -115,6 +115,9 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
     ] = False,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="With --on join:N, ask here before a machine that joins gets anything.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Predict a step's time first, compare at the end.")] = False,
     profile: Annotated[
         Path | None,
@@ -137,16 +140,18 @@ def train(
     if resume is not None:
         refuse_with_resume(given)
         clear_leftovers(clean)
-        run, manifest = train_on(resume, make_display, steps, detach, lineage or "")
+        run, manifest = train_on(resume, make_display, steps, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
         settings = build_config(name, config, flags_to_overrides(given), set_ or [])
         if dry_run:
             print_plan(settings, out or default_out(name))
             return
+        if confirm:
+            refuse_confirm(settings.run.on)
         clear_leftovers(clean)
         before = before_start(settings, profile or PROFILE if plan or profile else None)
-        run, manifest = train_new(settings, out or default_out(name), make_display, detach, before)
+        run, manifest = train_new(settings, out or default_out(name), make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
     elif json:
@@ -178,7 +183,7 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
     """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
-    allowed = {"steps", "resume", "lineage", "json", "detach", "clean"}
+    allowed = {"steps", "resume", "lineage", "json", "detach", "clean", "confirm"}
     # A zero was given too: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]

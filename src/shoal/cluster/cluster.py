@@ -15,6 +15,7 @@ from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.hosts.visit import hosts_as_nodes
 from shoal.cluster.hosts.visit import visit as visit_hosts
 from shoal.cluster.join.cluster import JoinCluster
+from shoal.cluster.join.doorstep import Confirm
 from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.lab.build import up
 from shoal.cluster.lab.cluster import LabCluster
@@ -135,10 +136,11 @@ def _own_lab(spec: LabSpec) -> Iterator[Lab]:
 
 
 @contextmanager
-def open_cluster(on: str, cargo: Cargo, note: Note) -> Iterator[Cluster]:
+def open_cluster(on: str, cargo: Cargo, note: Note, confirm: Confirm | None = None) -> Iterator[Cluster]:
     """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run.
 
-    `cargo` goes to machines that do not share our disk; `note` gets what a person should hear of later.
+    `cargo` goes to machines that do not share our disk; `note` gets what a person should hear of later. `confirm` is
+    asked before a machine that joins by itself gets anything.
     """
     match parse_on(on):
         case LocalSpec(ranks=ranks):
@@ -151,5 +153,5 @@ def open_cluster(on: str, cargo: Cargo, note: Note) -> Iterator[Cluster]:
         case HostsSpec() as hosts:
             yield HostsCluster.prepare(hosts, cargo, note)
         case JoinSpec() as join:
-            with JoinCluster.open(join, cargo, note) as cluster:
+            with JoinCluster.open(join, cargo, note, confirm) as cluster:
                 yield cluster

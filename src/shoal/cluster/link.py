@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.control.process import marks
+from shoal.runfolder import RunFolder, check_name
 
 
 def agent_command(run: Path | str, node: str, python: str = sys.executable) -> tuple[str, ...]:
     """Marked by `env`, not by whoever starts it: on an emulated node a helper stands in between, which is no agent."""
-    variables = {**marks(run, "agent"), "SHOAL_NODE": node}
+    variables = {**marks(run, "agent"), "SHOAL_NODE": check_name(node)}
     words = (f"{name}={value}" for name, value in variables.items())
     return ("env", *words, python, "-P", "-m", "shoal.launch.agent")
 
@@ -45,7 +46,7 @@ class PipeLink:
 
     def __init__(self, argv: Sequence[str], run: Path, node: str) -> None:
         """In a session of its own and not tied to us: it outlives whoever started it."""
-        self._log = run / "agents" / f"{node}.log"
+        self._log = RunFolder(run).agent_log(node)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(

@@ -64,6 +64,12 @@ class Meeting:
     port: int
 
 
+def ranks_of(nodes: Sequence[Node], node: Node) -> range:
+    """The numbers of a node's ranks: a launch counts them through the nodes in their order."""
+    first = sum(each.slots for each in nodes[: nodes.index(node)])
+    return range(first, first + node.slots)
+
+
 def local_node(slots: int) -> Node:
     return Node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots, physical_cores())
 

@@ -22,7 +22,7 @@ from shoal.errors import ControlError
 # How long a program may take to end once its stdin has, and to die.
 _END_S = 2.0
 _KILL_S = 1.0
-_LONGEST_ANSWER = 64 << 20
+_LONGEST_ANSWER = 16 << 20
 
 Answer = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Talk:
     def __init__(self, node: str, speaker: Speaker) -> None:
         self.node = node
         self._speaker = speaker
-        self._heard = b""
+        self._heard = bytearray()
 
     def ask(self, deadline_s: float, **request: Any) -> Answer:
         """Raises `ControlError` when the program is gone, silent, or answers with an error."""
@@ -72,7 +72,10 @@ class Talk:
         self._speaker.close()
 
     def _line(self, deadline: float, about: str) -> bytes:
-        while b"\n" not in self._heard:
+        searched = 0
+        # Only in what is new: a long line is not searched again with every block.
+        while (end := self._heard.find(b"\n", searched)) < 0:
+            searched = len(self._heard)
             ready, _, _ = select.select([self._speaker.stdout], [], [], max(0.0, deadline - time.monotonic()))
             block = os.read(self._speaker.stdout.fileno(), 1 << 16) if ready else None
             if block is None:
@@ -85,8 +88,13 @@ class Talk:
                 )
             self._heard += block
             if len(self._heard) > _LONGEST_ANSWER:
-                raise ControlError(f"{self.node} answered {about!r} with a line without an end")
-        line, _, self._heard = self._heard.partition(b"\n")
+                self._heard.clear()
+                raise ControlError(
+                    f"{self.node} answered {about!r} with a line of more than {_LONGEST_ANSWER} bytes",
+                    why="what answers there is no program of shoal, or was tampered with",
+                )
+        line = bytes(self._heard[:end])
+        del self._heard[: end + 1]
         return line
 
 

@@ -19,6 +19,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.control.token import is_same
 from shoal.errors import ControlError, Stranger
 
 PROTOCOL = 1
@@ -98,7 +99,7 @@ class Channel:
             raise ControlError(f"a message of {size} bytes on the control channel", why="the stream is broken")
         tag = await self._reader.readexactly(_TAG)
         payload = await self._reader.readexactly(size)
-        if not hmac.compare_digest(tag, _tag(self._receive_key, self._received, payload)):
+        if not is_same(tag, _tag(self._receive_key, self._received, payload)):
             self._is_forged = True
             raise ControlError(
                 "a message on the control channel does not carry the run's tag",
@@ -197,8 +198,7 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
-    proof = str(answer.get("proof", "")).encode(errors="surrogatepass")
-    if not hmac.compare_digest(proof, nonces.sign(token, purpose).hex().encode()):
+    if not is_same(str(answer.get("proof", "")), nonces.sign(token, purpose).hex()):
         raise Stranger(
             "a stranger on the control channel: it does not know this run's token",
             why="it belongs to another run, or to nobody",

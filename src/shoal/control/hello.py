@@ -10,6 +10,7 @@ import shoal
 from shoal.control.channel import PROTOCOL
 from shoal.control.machine import cpu_name, has_avx2, installed
 from shoal.errors import ControlError
+from shoal.runfolder import is_plain_name
 
 # What must be equal, in the words of a message, and what to do when it is not.
 _SAME_VERSIONS = "bring all machines to the same versions: shoal setup HOSTS"
@@ -72,6 +73,9 @@ class Hello:
 def _is_sound(name: str, value: object) -> bool:
     if name in _NUMBERS:
         return type(value) is int and 0 <= value < _NUMBERS[name]
+    if name == "node":
+        # It becomes the name of files.
+        return is_plain_name(value)
     if name == "avx2":
         return value is None or isinstance(value, bool)
     return isinstance(value, str) and len(value) <= _LONGEST_WORD and value.isprintable()

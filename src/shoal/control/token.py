@@ -24,6 +24,18 @@ def make_token(path: Path) -> str:
     return token
 
 
+def is_same(sent: str | bytes, secret: str | bytes) -> bool:
+    """Compare what was sent with a secret, in a time that tells nothing about it.
+
+    `hmac.compare_digest` raises TypeError for text that is not ASCII, and what strangers send may be any text.
+    """
+    return hmac.compare_digest(_as_bytes(sent), _as_bytes(secret))
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+
+
 def seal(token: str, code: str) -> str:
     """The token for one who knows a one-time code; to everybody else on the way it is noise."""
     nonce = secrets.token_bytes(16)

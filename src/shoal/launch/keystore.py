@@ -13,10 +13,14 @@ import hmac
 import json
 from typing import Any
 
+from shoal.errors import ControlError
+
 Request = dict[str, Any]
 Reply = dict[str, Any]
 
 LENGTH = 4
+# A key's value is an address or a few counters; the largest that torch itself sets has some kilobytes.
+MOST_REQUEST_BYTES = 16 << 20
 # A waiting rank asks again after this long, so that another thread of it gets its turn.
 LONGEST_WAIT_S = 0.2
 
@@ -113,8 +117,16 @@ def decode(text: str) -> bytes:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
+    """Raises `ControlError` for a message that no rank of ours sends."""
     size = int.from_bytes(await reader.readexactly(LENGTH), "big")
-    request: Request = json.loads(await reader.readexactly(size))
+    if size > MOST_REQUEST_BYTES:
+        raise ControlError(f"a rank asked the agents' store with {size} bytes", why="the stream is broken")
+    try:
+        request = json.loads(await reader.readexactly(size))
+    except (ValueError, RecursionError):
+        request = None
+    if not isinstance(request, dict):
+        raise ControlError("a rank asked the agents' store what cannot be read", why="the stream is broken")
     return request
 
 

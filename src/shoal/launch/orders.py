@@ -11,20 +11,41 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from shoal.config.schema import MembersConfig
 from shoal.control.membership.rules import Rules
 from shoal.errors import ControlError
 from shoal.launch.plan import Command
+from shoal.runfolder import RANK_LIMIT, is_plain_name
 
 # The two wishes that may follow later, each a line of its own.
 STOP = "stop"
 END = "end"
 
 Order = TypeVar("Order")
+
+
+def _plain(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError(f"{name[:60]!a} cannot be used as a file name")
+    return name
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text[:60]!a} has control characters")
+    return text
+
+
+# What other machines send becomes paths, rank numbers and addresses: refused where it is read, not where it is used.
+PlainName = Annotated[str, AfterValidator(_plain)]
+Word = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
+Number = Annotated[int, Field(ge=0, lt=RANK_LIMIT)]
+Port = Annotated[int, Field(ge=0, lt=2**16)]
+MOST_PLACES = 4096
 
 
 @dataclass(frozen=True)
@@ -34,18 +55,18 @@ class Meet:
     `life`: how often this agent was started again; `port`: where it listened before that."""
 
     folder: str
-    node: str
-    member: int
-    address: str
-    interface: str | None
+    node: PlainName
+    member: Number
+    address: Word
+    interface: Word | None
     token: str
-    launch: str
+    launch: Word
     launched_at: float
-    config: str
-    data: str
-    script_port: int | None = None
-    life: int = 0
-    port: int = 0
+    config: Word
+    data: Word
+    script_port: Port | None = None
+    life: Number = 0
+    port: Port = 0
 
 
 @dataclass(frozen=True)
@@ -53,20 +74,20 @@ class Member:
     """Where a member's agent listens. `ranks` are the numbers of the ranks that the launch gave it. `life` counts how
     often its agent was started again: the address of a later life is the one that counts."""
 
-    node: str
-    address: str
-    port: int
-    mark: str
-    ranks: tuple[int, ...] = ()
-    life: int = 0
+    node: PlainName
+    address: Word
+    port: Port
+    mark: Word
+    ranks: Annotated[tuple[Number, ...], Field(max_length=MOST_PLACES)] = ()
+    life: Number = 0
 
 
 @dataclass(frozen=True)
 class Start:
     """One process for the agent to start. `store`: it meets its peers through the agents' own store."""
 
-    name: str
-    ranks: tuple[int, ...]
+    name: PlainName
+    ranks: tuple[Number, ...]
     argv: tuple[str, ...]
     env: dict[str, str]
     store: bool = False
@@ -78,8 +99,8 @@ class Membership:
     highest number of a generation in earlier launches, so that none is used twice."""
 
     rules: Rules
-    restarts: int = 3
-    above: int = 0
+    restarts: Number = 3
+    above: Annotated[int, Field(ge=0, lt=2**53)] = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,7 @@ class Go:
     roster: tuple[Member, ...]
     starts: tuple[Start, ...]
     members: Membership | None = None
-    guests: dict[int, Member] = field(default_factory=dict)
+    guests: dict[Number, Member] = field(default_factory=dict)
 
     def places(self) -> dict[int, Member]:
         return {**dict(enumerate(self.roster)), **self.guests}
@@ -142,6 +163,18 @@ def read_wish(line: bytes) -> str:
 def read_member(said: dict[str, Any]) -> Member:
     """ValueError for what no member is."""
     return TypeAdapter(Member).validate_json(json.dumps(said), strict=True)
+
+
+def read_places(said: Mapping[str, Any]) -> dict[int, Member]:
+    """Members by their ids, as JSON has them: with ids as text. ValueError for what no such table is."""
+    if not isinstance(said, dict) or len(said) > MOST_PLACES:
+        raise ValueError(f"no table of at most {MOST_PLACES} members")
+    if wrong := [key for key in said if not (key.isascii() and key.isdecimal() and len(key) <= 10)]:
+        raise ValueError(f"{wrong[0][:20]!a} is no id of a member")
+    places = {int(key): read_member(entry) for key, entry in said.items()}
+    if any(member >= RANK_LIMIT for member in places):
+        raise ValueError("an id of a member is too large")
+    return places
 
 
 def read_membership(said: dict[str, Any] | None) -> Membership | None:

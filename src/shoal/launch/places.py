@@ -9,7 +9,7 @@ from shoal.control.channel import Message
 from shoal.control.hello import Hello
 from shoal.control.route import dial_order
 from shoal.errors import ControlError
-from shoal.launch.orders import Member, read_member
+from shoal.launch.orders import MOST_PLACES, Member, read_places
 
 
 def to_dial(me: int, addresses: Mapping[int, str]) -> list[int]:
@@ -71,7 +71,7 @@ class Places:
     def learn(self, message: Message) -> list[int]:
         """What somebody else knows of newcomers, and of those that came back: whom we had not known so."""
         try:
-            told = {int(member): read_member(said) for member, said in message["places"].items()}
+            told = read_places(message["places"])
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ControlError("a list of members that cannot be read", why="the other side is not shoal") from None
         news = {
@@ -79,6 +79,8 @@ class Places:
             for member, place in told.items()
             if member not in self._known or place.life > self._known[member].life
         }
+        if len(self._known.keys() | news.keys()) > MOST_PLACES:
+            raise ControlError(f"a list with more than {MOST_PLACES} members", why="the other side is not shoal")
         self._known.update(news)
         self.version += bool(news)
         return list(news)

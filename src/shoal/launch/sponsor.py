@@ -25,6 +25,7 @@ from shoal.launch.places import Places
 WHO = "who"
 ID = "id"
 _ANSWER_WITHIN_S = 10.0
+_MOST_ANSWER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def ask(path: Path, question: str) -> Answer:
         asking.connect(name)
         asking.sendall(json.dumps({"ask": question}).encode() + b"\n")
         with asking.makefile("rb") as lines:
-            line = lines.readline()
+            line = lines.readline(_MOST_ANSWER_BYTES)
     try:
         document = json.loads(line)
         if "refused" in document:

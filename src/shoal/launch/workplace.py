@@ -15,7 +15,7 @@ from shoal.control.placement import AGENT_FD, KEEPS_FILES
 from shoal.control.process import marks
 from shoal.control.rankline import LINE_FD, GiveUp, ToAgent
 from shoal.cost.relief import RELIEF
-from shoal.errors import RunFailed
+from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
 from shoal.launch.crew import Hand
 from shoal.launch.keyring import Keyring
@@ -109,11 +109,16 @@ class Workplace:
     async def _serve(self, ours: socket.socket) -> None:
         """One rank's questions, until it closes its end."""
         reader, writer = await asyncio.open_connection(sock=ours)
-        with suppress(EOFError, OSError):
-            while True:
-                writer.write(to_frame(await self._keys.ask(await read_request(reader))))
-                await writer.drain()
-        writer.close()
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    writer.write(to_frame(await self._keys.ask(await read_request(reader))))
+                    await writer.drain()
+        except ControlError as error:
+            # The rank finds its connection closed, and ends with an error of its own.
+            self.write("note", text=f"{error.seen}: {error.why}")
+        finally:
+            writer.close()
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)

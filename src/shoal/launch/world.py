@@ -17,6 +17,7 @@ from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_d
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.earlier import highest_generation
 from shoal.launch.found import AGENT, find
+from shoal.launch.journal import problem_with
 from shoal.launch.orders import END, STOP, Meet, Member, Membership, make_go, to_line
 from shoal.launch.plan import Command
 from shoal.launch.post import Post
@@ -51,6 +52,7 @@ class World:
     broken: str = ""
     gave_up: ShoalError | None = None
     _said: set[str] = field(default_factory=set)
+    _refused_lines: set[str] = field(default_factory=set)
     _obeyed: int = 0
     _ended_at: float | None = None
 
@@ -194,11 +196,32 @@ class World:
     def _look(self) -> None:
         for post in self.posts:
             for event in post.tail.poll():
-                if event.get("launch") == self.launch_id:
+                if event.get("launch") != self.launch_id:
+                    continue
+                if problem := self._problem_with(post, event):
+                    self._refuse_line(post, problem)
+                else:
                     self._take(post, event)
             self._note_unreadable(post)
         for post in self.posts:
             self._look_after(post)
+
+    def _problem_with(self, post: Post, event: Event) -> str:
+        """Why a line of a journal is refused: it lacks something, or names a process that the node does not have."""
+        named = event.get("event") in ("ended", "restart", "broken")
+        own = {command.name for command in self.commands if command.node.name == post.node.name}
+        if (problem := problem_with(event)) or not named or event["name"] in own:
+            return problem
+        return f"the event {event['event']} of {event['name']}, which is no process of this node"
+
+    def _refuse_line(self, post: Post, problem: str) -> None:
+        """Noted once a node: the run goes on with what can be read."""
+        if post.node.name not in self._refused_lines:
+            self._refused_lines.add(post.node.name)
+            self._note(
+                f"the journal of {post.node.name} has lines that are refused, first {problem}: "
+                "its shoal is another, or the journal was tampered with"
+            )
 
     def _take(self, post: Post, event: Event) -> None:
         match event["event"]:

@@ -14,6 +14,7 @@ from types import FrameType
 from shoal.errors import RunFailed, ShoalError, from_dict
 from shoal.events import Event, EventTail
 from shoal.runfolder import RunFolder
+from shoal.trials import confirming
 from shoal.trials.keeper import ENDING, held_back
 
 POLL_S = 0.05
@@ -27,6 +28,7 @@ class Keeping:
         self._tail = EventTail(run.keeper)
         self.running = False
         self.ended: Event | None = None
+        self._questions: list[Event] = []
 
     @classmethod
     def from_now(cls, run: RunFolder) -> Keeping:
@@ -41,14 +43,21 @@ class Keeping:
             match event["event"]:
                 case "keeping":
                     # A later launch of the same run: what stood before is history.
-                    self.running, self.ended, notes = False, None, []
+                    self.running, self.ended, notes, self._questions = False, None, [], []
                 case "running":
                     self.running = True
                 case "ended":
                     self.ended = event
                 case "note":
                     notes.append(event)
+                case confirming.QUESTION:
+                    self._questions.append(event)
         return notes
+
+    def take_questions(self) -> list[Event]:
+        """What the keeper wants to know of the owner, each once."""
+        questions, self._questions = self._questions, []
+        return questions
 
     def raise_error(self) -> None:
         if self.ended is None:
@@ -72,18 +81,22 @@ def follow(
     run: RunFolder, keeper: subprocess.Popen[bytes], keeping: Keeping, look: Callable[[list[Event]], None]
 ) -> None:
     """Until the keeper has ended; Ctrl-C is passed on to it. Raises what it said went wrong."""
-    while keeper.poll() is None:
-        look(keeping.poll())
-        time.sleep(POLL_S)
+    with contextlib.closing(confirming.Answering(keeper.stdin)) as answering:
+        while keeper.poll() is None:
+            look(keeping.poll())
+            answering.look(keeping.take_questions())
+            time.sleep(POLL_S)
     look(keeping.poll())
     keeping.raise_error()
 
 
 def await_running(keeper: subprocess.Popen[bytes], keeping: Keeping, look: Callable[[list[Event]], None]) -> None:
     """For `--detach`: until the ranks have been started, so that what goes wrong before is still said here."""
-    while keeper.poll() is None and not keeping.running:
-        look(keeping.poll())
-        time.sleep(POLL_S)
+    with contextlib.closing(confirming.Answering(keeper.stdin)) as answering:
+        while keeper.poll() is None and not keeping.running:
+            look(keeping.poll())
+            answering.look(keeping.take_questions())
+            time.sleep(POLL_S)
     look(keeping.poll())
     if not keeping.running or keeping.ended is not None:
         keeping.raise_error()
@@ -127,9 +140,14 @@ class RunNews:
 
     def poll(self) -> list[Event]:
         self._find()
-        return [event for tail in self._tails.values() for event in tail.poll()]
+        return [event for rank, tail in self._tails.items() for event in tail.poll() if _is_of(rank, event)]
 
     def _find(self) -> None:
         for rank, path in self._run.event_files().items():
             if rank not in self._tails:
                 self._tails[rank] = EventTail(path)
+
+
+def _is_of(rank: int, event: Event) -> bool:
+    """Whether a line is an event of that rank: a machine that joined may write anything into its own rank's file."""
+    return isinstance(event.get("event"), str) and event.get("rank") == rank

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.join.doorstep import Doorstep
+from shoal.cluster.join.doorstep import Confirm, Doorstep
 from shoal.cluster.join.guest import Guest
 from shoal.config.load import load_config
 from shoal.control.route import can_listen
@@ -26,6 +26,7 @@ from shoal.launch.found import AGENT, find
 from shoal.launch.orders import Go, Meet
 from shoal.launch.sponsor import ID, WHO, Answer, ask
 from shoal.runfolder import RunFolder
+from shoal.trials.confirming import ask_at_terminal, require_terminal
 from shoal.trials.keeper import training_cargo
 
 Note = Callable[[str], None]
@@ -53,13 +54,16 @@ class Sponsor:
             ) from None
 
 
-def invite(path: Path, address: str | None, port: int, note: Note) -> str:
-    """Until the machine that joins is let in. Says what came of it."""
+def invite(path: Path, address: str | None, port: int, note: Note, confirm: bool = False) -> str:
+    """Until the machine that joins is let in. Says what came of it. `confirm`: first the owner is asked."""
+    if confirm:
+        require_terminal()
     sponsor = find_sponsor(RunFolder.open(path))
     if sponsor.ask(WHO).full:
         most = load_config(sponsor.run.config).members.max_nodes
         note(f"members.max_nodes is {most}, and so many take part: a new machine waits until one leaves")
-    return asyncio.run(_invite(sponsor, address or sponsor.meet.address, port, note))
+    asking = ask_at_terminal if confirm else None
+    return asyncio.run(_invite(sponsor, address or sponsor.meet.address, port, note, asking))
 
 
 def find_sponsor(run: RunFolder) -> Sponsor:
@@ -100,11 +104,11 @@ def _refuse_one_that_nobody_reaches(sponsor: Sponsor, on: str) -> None:
         )
 
 
-async def _invite(sponsor: Sponsor, address: str, port: int, note: Note) -> str:
-    doorstep = Doorstep(address, port, training_cargo(sponsor.run), note, late=True)
+async def _invite(sponsor: Sponsor, address: str, port: int, note: Note, confirm: Confirm | None) -> str:
+    doorstep = Doorstep(address, port, training_cargo(sponsor.run), note, late=True, confirm=confirm)
     guest = await doorstep.receive_one(lambda: _names(sponsor.ask(WHO)), lambda: None)
     try:
-        note(f"{guest.name} ({guest.address}) has come; the others let it in at the end of a step")
+        note(f"{guest} has come; the others let it in at the end of a step")
         tail = EventTail(sponsor.run.journal(sponsor.meet.node))
         tail.skip_to_end()
         try:

@@ -1,7 +1,8 @@
-"""A machine that joins a run by itself: `shoal join ADDRESS:PORT#CODE`.
+"""A machine that joins a run by itself: `shoal join ADDRESS:PORT`, with the code that the host printed.
 
 It is told who takes part and what is trained, and fetches the text; it plans and starts its own rank. The host learns
-what the rank writes; it can make this machine run nothing.
+what the rank writes; it can make this machine run nothing. Every message of the host is read by a model that checks
+names, sizes and numbers, so that nothing is written or read outside the run folder and the cache.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
+import getpass
 import hashlib
 import json
 import os
-import re
+import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from shoal.cluster.join.doorstep import safe_name
 from shoal.cluster.join.invitation import Invitation
+from shoal.cluster.keeping import PIECE_BYTES
 from shoal.cluster.link import PipeLink, agent_command
 from shoal.cluster.node import Meeting, Node
 from shoal.config.load import load_config, to_toml
+from shoal.config.presets import PRESETS
 from shoal.control.channel import Channel, Message, dial
 from shoal.control.hello import introduce
 from shoal.control.machine import physical_cores
@@ -34,15 +43,77 @@ from shoal.data.prepare import digest_of
 from shoal.data.run_setup import DataFacts, read_facts, to_json
 from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
 from shoal.events import read_events
-from shoal.launch.orders import END, STOP, Go, Meet, make_go, read_member, read_membership, to_line
+from shoal.launch.orders import (
+    END,
+    MOST_PLACES,
+    STOP,
+    Go,
+    Meet,
+    Member,
+    Membership,
+    Number,
+    PlainName,
+    make_go,
+    read_member,
+    read_membership,
+    read_places,
+    to_line,
+)
 from shoal.launch.outpost import Freight, send_while
 from shoal.launch.plan import plan_guest, plan_ranks
 from shoal.launch.seating import Seating
 from shoal.launch.supervise import tail_of
-from shoal.runfolder import RunFolder, write_atomically
+from shoal.runfolder import RunFolder, check_rank, write_atomically
+from shoal.units import format_si
 
 _POLL_S = 0.1
-_TEXT_NAME = re.compile(r"[0-9a-f]{64}-(?:train|val)")
+# Encoded text of a terabyte trains on no machine here.
+_MOST_TEXT_BYTES = 1 << 40
+# What a run writes besides the text: a full disk would end it at its first checkpoint.
+_SPARE_BYTES = 64 << 20
+_PART = ".part"
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Said = TypeVar("Said", bound=BaseModel)
+
+
+class _Message(BaseModel):
+    """What the host sends. Strict: nothing is converted, so that what was checked is what is used."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _Welcome(_Message):
+    node: PlainName
+    # The three small files of the run folder; one message has 8 MiB at most, so they are no larger.
+    texts: dict[str, str]
+    # The encoded text, by name and size in bytes.
+    files: Annotated[
+        dict[
+            Annotated[str, Field(pattern=r"^[0-9a-f]{64}-(train|val)$")],
+            Annotated[int, Field(ge=1, le=_MOST_TEXT_BYTES)],
+        ],
+        Field(max_length=2),
+    ]
+    late: bool
+
+
+class _Place(_Message):
+    """The message `meet`: this machine's place in the run."""
+
+    member: Number
+    sealed: str
+    launch: Annotated[str, Field(pattern=r"^[0-9A-Za-z-]{1,64}$")]
+    launched_at: Annotated[float, Field(ge=0, lt=1e12)]
+
+
+class _LatePlace(_Place):
+    config: Digest
+    data: Digest
+
+
+class _Piece(_Message):
+    data: Annotated[str, Field(min_length=1, max_length=2 * PIECE_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -60,12 +131,16 @@ class Joined:
 
 def join(invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]) -> Joined:
     """To the end of the run. Raises what went wrong here; what the run is, is told to `said` and shown by `watch`."""
-    return asyncio.run(_join(invitation, out, said, watch))
+    try:
+        return asyncio.run(_join(invitation, out, said, watch))
+    except asyncio.CancelledError:
+        raise Interrupted("shoal join was ended by a signal before the run began here") from None
 
 
 async def _join(
     invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]
 ) -> Joined:
+    _end_in_order_on_signals()
     channel = await _reach(invitation)
     try:
         joined = await _arrive(channel, invitation, out)
@@ -79,6 +154,13 @@ async def _join(
     return joined
 
 
+def _end_in_order_on_signals() -> None:
+    """Until the agent has started, a signal ends this command, and what it has fetched halfway is removed."""
+    task = asyncio.current_task()
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signum, lambda: task.cancel() if task else None)
+
+
 async def _reach(invitation: Invitation) -> Channel:
     where = f"{invitation.address}:{invitation.port}"
     try:
@@ -86,88 +168,181 @@ async def _reach(invitation: Invitation) -> Channel:
             return await dial(invitation.address, invitation.port, invitation.code)
     except Stranger:
         raise ControlError(
-            f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new line"
+            f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new code"
         ) from None
     except (OSError, EOFError, TimeoutError) as error:
         raise ControlError(
             f"nobody answers at {where}",
             why=f"{getattr(error, 'strerror', None) or 'no answer in 10 s'}: shoal host has ended there, "
             "or a firewall stands between",
-            fix=f"try: ping {invitation.address}; then ask for a new line",
+            fix=f"try: ping {invitation.address}; then ask for a new code",
         ) from None
 
 
 async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined:
     address = source_address(invitation.address)
-    hello = introduce(0, socket.gethostname(), "", "", "").as_dict()
-    facts = {"hello": hello, "name": socket.gethostname(), "address": address, "cores": physical_cores()}
+    name = safe_name(socket.gethostname())
+    hello = introduce(0, name, "", "", "").as_dict()
+    facts = {"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": _user()}
     await channel.send(facts)
     welcome = await _hear(channel, "welcome")
     try:
-        with _understood():
-            places = await _fetch(channel, welcome["files"])
-            run = _make_folder(out, welcome["texts"], places)
-            config = hashlib.sha256(welcome["texts"][run.config.name].encode()).hexdigest()
-            joined = Joined(run, str(welcome["node"]), address, config, "", bool(welcome["late"]))
-        joined = replace(joined, data=_check_text(run, places.values()))
+        return await _prepare(channel, _read(_Welcome, welcome), address, out)
     except ShoalError as error:
         await channel.send({"type": "failed", **error.as_dict()})
         raise
+
+
+def _user() -> str:
+    """What this machine's user is called, for the host's owner to see. An account may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path) -> Joined:
+    """Fetch the text and make the run folder, which is removed again if anything is wrong with what was sent."""
+    places = await _fetch(channel, welcome.files)
+    is_new = not out.exists()
+    run = RunFolder.create(out)
+    try:
+        with _understood():
+            _fill_folder(run, welcome.texts, places)
+            config = hashlib.sha256(welcome.texts[run.config.name].encode()).hexdigest()
+        data = _check_text(run, places)
+    except BaseException:
+        run.discard()
+        if not is_new:
+            run.path.mkdir()
+        raise
     await channel.send({"type": "prepared"})
-    return joined
+    return Joined(run, welcome.node, address, config, data, welcome.late)
+
+
+def _read(kind: type[Said], message: Message) -> Said:
+    """The fields of a message; what else is in it is passed over, as a later version may say more."""
+    with _understood():
+        return kind.model_validate({name: message[name] for name in kind.model_fields})
 
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """Around what is done with the host's words: a field that is missing, or another type."""
+    """Around what is done with the host's messages: a field that is missing, of another type or out of bounds."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ControlError(
-            f"the host said what this machine does not understand ({type(error).__name__}: {error})",
-            why="its shoal is another",
-            fix="install the same shoal on both machines: shoal --version",
-        ) from error
+    except ShoalError as error:
+        # A configuration or a file that is refused by its own reader.
+        raise error if isinstance(error, ControlError) else _not_understood(error) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _not_understood(error) from error
+
+
+def _not_understood(error: Exception) -> ControlError:
+    # Pydantic's first line only counts the errors; the ones after it say where and what.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    shown = " ".join(lines[1:3] if len(lines) > 2 else lines)[:300]
+    return ControlError(
+        f"the host sent what this machine does not accept ({type(error).__name__}: {shown})",
+        why="its shoal is another one, or the host tries to reach files outside the run folder",
+        fix="compare on both machines: shoal --version; take part only in runs of people you trust",
+    )
 
 
 async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
-    """What an earlier run brought already is not sent again."""
-    if wrong := [name for name in sizes if not _TEXT_NAME.fullmatch(name)]:
-        raise ControlError(f"the host offers {wrong[0]!r} where a text was due", why="its shoal is another")
+    """The encoded text, in the cache. What an earlier run brought already is not sent again."""
     folder = cache_root(None) / "joined"
     folder.mkdir(parents=True, exist_ok=True)
+    _sweep_parts(folder)
     places = {name: folder / name for name in sizes}
-    need = [name for name, place in places.items() if not place.exists() or place.stat().st_size != sizes[name]]
+    need = [name for name, place in places.items() if not place.is_file() or place.stat().st_size != sizes[name]]
+    _need_room(folder, sum(sizes[name] for name in need))
     await channel.send({"type": "need", "need": need})
     for name in need:
-        temporary = places[name].with_suffix(f".{os.getpid()}.part")
-        with temporary.open("wb") as file:
-            while file.tell() < sizes[name]:
-                file.write(base64.b64decode((await _hear(channel, "piece"))["data"]))
-        temporary.replace(places[name])
+        await _fetch_file(channel, places[name], sizes[name])
     return places
 
 
-def _make_folder(out: Path, texts: Mapping[str, str], places: Mapping[str, Path]) -> RunFolder:
-    run = RunFolder.create(out)
+async def _fetch_file(channel: Channel, place: Path, size: int) -> None:
+    part = place.with_name(f"{place.name}.{os.getpid()}{_PART}")
+    try:
+        with part.open("wb") as file:
+            # The lock goes with this process: a part that is not locked was left by one that was killed.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while file.tell() < size:
+                message = _read(_Piece, await _hear(channel, "piece"))
+                with _understood():
+                    piece = base64.b64decode(message.data, validate=True)
+                if not 0 < len(piece) <= size - file.tell():
+                    raise ControlError(
+                        f"the host sent {len(piece)} bytes where at most {size - file.tell()} were due",
+                        why=f"it had said that {place.name} has {size} bytes",
+                    )
+                file.write(piece)
+        part.replace(place)
+    except OSError as error:
+        raise ControlError(
+            f"cannot keep the text that the host sends: {error.strerror}",
+            why=f"it goes to {place.parent}",
+            fix=f"make room there: df -h {place.parent}",
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _sweep_parts(folder: Path) -> None:
+    """Remove what a killed `shoal join` left halfway. One that still works holds a lock on its own."""
+    for part in folder.glob(f"*{_PART}"):
+        with contextlib.suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink(missing_ok=True)
+
+
+def _need_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed and needed + _SPARE_BYTES > free:
+        raise UsageError(
+            f"no room for the text of the run: it has {format_si(needed, 'B')}, and {format_si(free, 'B')} are free",
+            why=f"it is kept in {folder}",
+            fix=f"make room there: df -h {folder}; or set XDG_CACHE_HOME to a folder on another disk",
+        )
+
+
+def _fill_folder(run: RunFolder, texts: Mapping[str, str], places: Mapping[str, Path]) -> None:
+    """Tokenizer, configuration and where the text lies.
+
+    What a configuration says of paths and of the way ranks are started counts on the machine where it was written. Here
+    it is replaced: no setting of a host's makes this machine read, write or start anything elsewhere.
+    """
     write_atomically(run.tokenizer, texts[run.tokenizer.name])
     write_atomically(run.config, texts[run.config.name])
-    # Where it runs and by whom it is started is ours to say, whatever the host wrote there.
     config = load_config(run.config)
-    ours = config.run.model_copy(update={"on": "local:1", "launcher": "shoal", "threads": None})
-    write_atomically(run.config, to_toml(config.model_copy(update={"run": ours})))
+    if config.run.preset not in PRESETS:
+        raise ControlError(f"the host's configuration has the unknown preset {config.run.preset[:60]!a}")
+    ours = {
+        "run": config.run.model_copy(update={"on": "local:1", "launcher": "shoal", "threads": None}),
+        "data": config.data.model_copy(update={"path": None, "cache_dir": None}),
+    }
+    write_atomically(run.config, to_toml(config.model_copy(update=ours)))
     facts = DataFacts(**json.loads(texts[run.data.name]))
     write_atomically(run.data, to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val]))))
-    return run
 
 
-def _check_text(run: RunFolder, places: Iterable[Path]) -> str:
-    """Its digest, from its own bytes. What is damaged is thrown away, so that the next try fetches it anew."""
-    facts = read_facts(run)
+def _check_text(run: RunFolder, places: Mapping[str, Path]) -> str:
+    """Its digest, from its own bytes: it must be the one it is called by, else the next run would find a wrong text in
+    the cache. What is damaged is thrown away, so that the next try fetches it anew."""
     try:
-        return digest_of(run.tokenizer, Path(facts.train), Path(facts.val))
+        facts = read_facts(run)
+        digest = digest_of(run.tokenizer, Path(facts.train), Path(facts.val))
+        if places != {f"{digest}-train": Path(facts.train), f"{digest}-val": Path(facts.val)}:
+            raise ControlError(
+                "the text that the host sent is not the one that it names",
+                why=f"the digest of its files is {digest[:12]}",
+                fix="try again; then ask there whether the run's cache is damaged",
+            )
+        return digest
     except ShoalError:
-        for place in places:
+        for place in places.values():
             place.unlink(missing_ok=True)
         raise
 
@@ -188,17 +363,20 @@ async def _take_part(
     channel: Channel, code: str, joined: Joined, said: Callable[[str], None], watch: Callable[[RunFolder], None]
 ) -> None:
     meet = await _hear(channel, "meet")
-    with _understood():
-        joined = _in_the_run(meet, joined) if joined.late else joined
-        order = _order(meet, unseal(meet["sealed"], code), joined)
+    joined = _in_the_run(_read(_LatePlace, meet), joined) if joined.late else joined
+    place = _read(_Place, meet)
+    order = _order(place, unseal(place.sealed, code), joined)
     agent = PipeLink(agent_command(joined.run.path, joined.node), joined.run.path, joined.node)
+    ranks: set[int] = set()
     try:
         agent.send(to_line(order))
-        shipping = asyncio.ensure_future(asyncio.to_thread(_ship, channel, joined, agent, asyncio.get_running_loop()))
+        loop = asyncio.get_running_loop()
+        shipping = asyncio.ensure_future(asyncio.to_thread(_ship, channel, joined, ranks, agent, loop))
         _pass_signals_to(agent, said)
         roster = await _hear(channel, "roster")
         with _understood():
-            go = _plan_late(roster, order, joined) if joined.late else _plan(roster, joined)
+            go = _plan_late(roster, order, joined) if joined.late else _plan(roster, order, joined)
+        ranks.update(rank for start in go.starts for rank in start.ranks)
         agent.send(to_line(go))
         while agent.ended() is None:
             watch(joined.run)
@@ -212,56 +390,72 @@ async def _take_part(
     _raise_failure(joined)
 
 
-def _order(meet: Message, token: str, joined: Joined) -> Meet:
+def _order(place: _Place, token: str, joined: Joined) -> Meet:
     """Everything but its place in the run is this machine's own knowledge."""
     return Meet(
         folder=str(joined.run.path),
         node=joined.node,
-        member=int(meet["member"]),
+        member=place.member,
         address=joined.address,
         interface=interface_for(joined.address, None, joined.node),
         token=token,
-        launch=str(meet["launch"]),
-        launched_at=float(meet["launched_at"]),
+        launch=place.launch,
+        launched_at=place.launched_at,
         config=joined.config,
         data=joined.data,
     )
 
 
-def _plan(message: Message, joined: Joined) -> Go:
-    roster = [read_member(entry) for entry in message["roster"]]
+def _plan(message: Message, order: Meet, joined: Joined) -> Go:
+    """One rank here, as on every machine that joined: more entries with our name would start more."""
+    roster, members = _read_roster(message)
+    if [member.node for member in roster].count(joined.node) != 1 or order.member >= len(roster):
+        raise ControlError("the host's list of machines does not name this one exactly once")
+    if roster[order.member].node != joined.node:
+        raise ControlError(f"the host's list has another machine at the place of {joined.node}")
     interface = interface_for(joined.address, None, joined.node)
     nodes = [Node(member.node, member.address, interface, 1, physical_cores()) for member in roster]
     config = load_config(joined.run.config)
     meeting = Meeting(roster[0].address, roster[0].port)
-    commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, meeting, bool(message["resume"]))
-    return make_go(roster, commands, joined.node, read_membership(message["members"]))
+    commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, meeting, message["resume"] is True)
+    return make_go(roster, commands, joined.node, members)
 
 
-def _in_the_run(meet: Message, joined: Joined) -> Joined:
+def _read_roster(message: Message) -> tuple[list[Member], Membership | None]:
+    roster = [read_member(entry) for entry in message["roster"]]
+    if not 0 < len(roster) <= MOST_PLACES:
+        raise ControlError(f"the host's list has {len(roster)} machines")
+    return roster, read_membership(message["members"])
+
+
+def _in_the_run(place: _LatePlace, joined: Joined) -> Joined:
     """Whoever invited us may have joined itself, and then its configuration differs from the run's in where it runs."""
-    if meet["data"] != joined.data:
+    if place.data != joined.data:
         raise ControlError(
             "the text that was sent is not the one that the run trains on",
             why="whoever sent it has another one in its cache",
             fix="ask another machine of the run for an invitation: shoal host RUN, there",
         )
-    return replace(joined, config=str(meet["config"]))
+    return replace(joined, config=place.config)
 
 
 def _plan_late(message: Message, order: Meet, joined: Joined) -> Go:
     """One rank, whose number nobody else has."""
-    roster = [read_member(entry) for entry in message["roster"]]
-    guests = {int(member): read_member(entry) for member, entry in message["guests"].items()}
+    roster, members = _read_roster(message)
+    guests = read_places(message["guests"])
+    if order.member < len(roster) or joined.node in {place.node for place in (*roster, *guests.values())}:
+        raise ControlError(f"the host gave {joined.node} the place of another machine")
     here = Node(joined.node, joined.address, order.interface, 1, physical_cores())
-    first = Seating(order.member, roster).number(order.member, 0)
+    first = check_rank(Seating(order.member, roster).number(order.member, 0))
     commands = plan_guest(load_config(joined.run.config).run, str(joined.run.path), here, first)
-    return replace(make_go(roster, commands, joined.node, read_membership(message["members"])), guests=guests)
+    return replace(make_go(roster, commands, joined.node, members), guests=guests)
 
 
-def _ship(channel: Channel, joined: Joined, agent: PipeLink, loop: asyncio.AbstractEventLoop) -> None:
+def _ship(
+    channel: Channel, joined: Joined, ranks: Collection[int], agent: PipeLink, loop: asyncio.AbstractEventLoop
+) -> None:
     """In a thread of its own. A host that is gone is told nothing; the run may go on without its keeper. Whoever comes
-    late keeps what it writes: its host does not stay to the end."""
+    late keeps what it writes: its host does not stay to the end. `ranks` are filled in when the host has said them."""
     if joined.late:
         return
 
@@ -272,7 +466,7 @@ def _ship(channel: Channel, joined: Joined, agent: PipeLink, loop: asyncio.Abstr
         tell({"type": "piece", "path": name, "offset": offset, "data": base64.b64encode(piece).decode()})
 
     try:
-        send_while(lambda: agent.ended() is None, Freight(joined.run, joined.node, {}, False, put))
+        send_while(lambda: agent.ended() is None, Freight(joined.run, joined.node, ranks, {}, False, put))
         tell({"type": "end"})
     except (OSError, RuntimeError):
         return
@@ -297,6 +491,7 @@ def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
     loop.add_signal_handler(signal.SIGINT, pass_on)
     loop.add_signal_handler(signal.SIGTERM, leave)
     # A closed terminal does not end our part.
+    loop.remove_signal_handler(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

@@ -35,19 +35,22 @@ from shoal.net.after_run import put_into_words
 from shoal.report.finish import finish
 from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
+from shoal.trials.confirming import PipeConfirm
 
 ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
 class Job:
-    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` are a script's."""
+    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` are a script's.
+    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
 
     resume: bool = False
     script: tuple[str, ...] = ()
     on: str = ""
     threads: int | None = None
     port: int = 0
+    confirm: bool = False
 
 
 def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:
@@ -57,7 +60,7 @@ def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
             env={**os.environ, **marks(run.path, "keeper")},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if job.confirm else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -93,9 +96,8 @@ def main(folder: Path) -> int:
     # Both end a keeper in good order, also while it still builds a lab, and also where a shell had them ignored.
     for signum in ENDING:
         signal.signal(signum, signal.default_int_handler)
-    log = EventLog(run.keeper, 0)
-    # An invitation stands in it.
-    run.keeper.chmod(0o600)
+    # The code of an invitation is in it.
+    log = EventLog(run.keeper, 0, private=True)
     log.write("keeping", pid=os.getpid())
     error: ShoalError | None = None
     with _said_in_words() as said:
@@ -139,7 +141,8 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
         return
     config = load_config(run.config)
     try:
-        with open_cluster(config.run.on, training_cargo(run), note) as cluster:
+        confirm = PipeConfirm(log) if job.confirm else None
+        with open_cluster(config.run.on, training_cargo(run), note, confirm) as cluster:
             run_ranks(config.run, config.members, run, cluster, log, read_facts(run).digest, job.resume)
     except ShoalError:
         # Without a folder there is nothing to sum up, and nowhere to write it.

@@ -8,15 +8,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.spec import parse_on, rank_count, settled, weights_of
 from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
 from shoal.data.run_setup import create_run, reopen_run
-from shoal.errors import RunFailed
+from shoal.errors import RunFailed, UsageError
 from shoal.events import Event
 from shoal.report.finish import read_manifest
 from shoal.runfolder import RunFolder
+from shoal.trials.confirming import require_terminal
 from shoal.trials.following import Keeping, RunNews, await_running, follow, kept
 from shoal.trials.keeper import Job, start_keeper
 
@@ -37,13 +39,27 @@ def train_new(
     watch: MakeDisplay,
     detach: bool = False,
     before: Callable[[RunFolder], object] = lambda run: None,
+    confirm: bool = False,
 ) -> tuple[RunFolder, Manifest | None]:
     """A new run; `before` sees its folder before anything is started, `watch` makes the display. None for one that was
-    let go."""
+    let go. `confirm`: the owner is asked at the terminal before a machine that joins gets anything."""
+    if confirm:
+        refuse_confirm(config.run.on)
     config = _with_cluster(config)
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     before(run)
-    return run, _train(run, watch, Job(), detach)
+    return run, _train(run, watch, Job(confirm=confirm), detach)
+
+
+def refuse_confirm(on: str) -> None:
+    """Where `--confirm` could ask nothing: no machine joins by itself, or there is no terminal."""
+    if not isinstance(parse_on(on), JoinSpec):
+        raise UsageError(
+            f"--confirm does not go with --on {on}",
+            why="it asks before a machine that joins by itself is let in, and here none does",
+            fix="leave --confirm out, or write for example: --on join:2 --confirm",
+        )
+    require_terminal()
 
 
 def _with_cluster(config: Config) -> Config:
@@ -53,11 +69,18 @@ def _with_cluster(config: Config) -> Config:
 
 
 def train_on(
-    path: Path, watch: MakeDisplay, steps: int | None = None, detach: bool = False, lineage: str = ""
+    path: Path,
+    watch: MakeDisplay,
+    steps: int | None = None,
+    detach: bool = False,
+    lineage: str = "",
+    confirm: bool = False,
 ) -> tuple[RunFolder, Manifest | None]:
     """Goes on with an interrupted or finished run from its newest checkpoint; of this `lineage`, if one is named."""
     run = RunFolder.open(path)
-    return run, _train(run, watch, Job(resume=True), detach, lambda: reopen_run(path, steps, lineage))
+    if confirm:
+        refuse_confirm(load_config(run.config).run.on)
+    return run, _train(run, watch, Job(resume=True, confirm=confirm), detach, lambda: reopen_run(path, steps, lineage))
 
 
 def _train(

@@ -11,7 +11,7 @@ from shoal.cluster.hosts.link import SshLink
 from shoal.cluster.hosts.ready import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
-from shoal.cluster.node import Node, Project
+from shoal.cluster.node import Node, Project, ranks_of
 from shoal.runfolder import RunFolder
 
 
@@ -26,7 +26,7 @@ class HostsCluster:
     @classmethod
     def prepare(cls, spec: HostsSpec, cargo: Cargo, note: Callable[[str], None]) -> HostsCluster:
         """Everything that can be wrong with a host is found here, before anything runs on any of them."""
-        found = make_ready(spec, cargo.project, cargo.files)
+        found = make_ready(spec, cargo.project, cargo.files, note)
         return cls(spec, {each.host.name: each for each in found}, [_node(each, cargo) for each in found], cargo, note)
 
     def start_agent(self, node: Node, run: Path) -> Link:
@@ -36,6 +36,7 @@ class HostsCluster:
         errand = {
             "folder": self.folder(node, run),
             "node": node.name,
+            "ranks": list(ranks_of(self.nodes, node)),
             "texts": self.cargo.texts(ready.files),
             "keeps": node is self.nodes[0] and not any(each.here for each in self.ready.values()),
             "follow": False,

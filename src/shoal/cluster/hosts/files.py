@@ -35,10 +35,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files that belong together. `name` is the folder they get."""
+    """Files that belong together. `name` is the folder they get. `left_out` are links that lead outside the project."""
 
     name: str
     pieces: tuple[Piece, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def listing(self) -> dict[str, str]:
@@ -69,10 +70,14 @@ def project_bundle(folder: Path) -> Bundle:
         raise UsageError(f"there is no project folder {folder}", fix="name one: --project FOLDER, or: --no-project")
     paths = _listed_by_git(folder)
     paths = sorted(_walk(folder, folder) if paths is None else paths)
+    # What a link leads to outside is not the project's, and may be a key or a password: it is never sent.
+    outside = [path for path in paths if _leads_outside(folder / path, folder)]
+    paths = [path for path in paths if path not in set(outside)]
     _refuse_too_much(folder, paths)
     # With this machine's name: another one may have a project at the same path.
     place = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()
-    return Bundle(f"{folder.name}-{place[:8]}", tuple(make_piece(folder / path, path, folder) for path in paths))
+    pieces = tuple(make_piece(folder / path, path, folder) for path in paths)
+    return Bundle(f"{folder.name}-{place[:8]}", pieces, tuple(outside))
 
 
 def project_of(folder: Path) -> Path | None:
@@ -82,7 +87,13 @@ def project_of(folder: Path) -> Path | None:
 
 
 def make_piece(source: Path, path: str, folder: Path | None = None) -> Piece:
-    """A link stays one when it leads to something else in the folder; otherwise it is what it leads to."""
+    """A link stays one when it leads to something else in the folder. Without a folder it is what it leads to."""
+    if folder is not None and _leads_outside(source, folder):
+        raise UsageError(
+            f"{source} leads outside {folder}",
+            why="the file it leads to would be copied to every host",
+            fix=f"remove the link, or put the file itself into the project: ls -l {source}",
+        )
     if folder is not None and _leads_inside(source, folder):
         link = os.path.relpath(source.resolve(), source.parent.resolve())
         return Piece(path, source, 0, 0o777, link, f"-> {link}")
@@ -154,6 +165,19 @@ def _is_content(path: Path, folder: Path) -> bool:
 
 def _leads_inside(path: Path, folder: Path) -> bool:
     return path.is_symlink() and path.resolve().is_relative_to(folder)
+
+
+def _leads_outside(path: Path, folder: Path) -> bool:
+    """A link itself, or a file that is reached through a linked folder."""
+    return not path.resolve().is_relative_to(folder)
+
+
+def say_left_out(project: Bundle) -> str:
+    """For the user: which links were not copied; empty for none."""
+    if not project.left_out:
+        return ""
+    named = ", ".join(project.left_out[:5]) + (" and more" if len(project.left_out) > 5 else "")
+    return f"links that lead outside the project are not copied to the hosts: {named}"
 
 
 def _names(listing: bytes) -> set[str]:

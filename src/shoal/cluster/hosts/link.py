@@ -18,10 +18,10 @@ from typing import IO, Any
 from shoal.cluster.hosts.ready import ReadyHost
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.hosts.ssh import Script
-from shoal.cluster.keeping import Homecoming
+from shoal.cluster.keeping import LINE_BYTES, Homecoming, Refusals, read_head
 from shoal.cluster.node import Project
 from shoal.control.process import marks
-from shoal.errors import ShoalError
+from shoal.errors import ControlError, ShoalError
 
 # While the others hear the node's heartbeats we go on trying; when they have lost it too, we stop.
 AGAIN_S = 3.0
@@ -43,8 +43,9 @@ class SshLink:
         self._spec = spec
         self._project = project
         self._errand = dict(errand)
-        self._home = Homecoming(run, ready.host.name, bool(errand["keeps"]))
+        self._home = Homecoming(run, ready.host.name, errand["ranks"], bool(errand["keeps"]))
         self._note = note
+        self._refusals = Refusals(note)
         self._lines: list[bytes] = []
         self._script: Script | None = None
         self._lock = threading.Lock()
@@ -88,6 +89,8 @@ class SshLink:
                 if not self._errand["follow"]:
                     self._ended = f"{error.seen}: {error.why}"
                     return
+                if isinstance(error, ControlError):
+                    self._refusals.add(error.seen, error)
             except (OSError, ValueError) as error:
                 # A full disk here, or nonsense from there: the agent goes on, and so do we.
                 self._note(f"cannot keep what {self._ready.host.name} sends: {error}; trying again")
@@ -137,27 +140,40 @@ class SshLink:
         )
 
     def _receive(self, stream: IO[bytes]) -> bool:
-        reader = _Reader(stream)
-        while head := reader.line():
-            said = json.loads(head)
-            if said.get("end"):
+        """A piece that the node may not send is left out, and noted. After a line that cannot be read nothing can be
+        understood any more: `ControlError`, and the messenger is started anew."""
+        name = self._ready.host.name
+        reader = _Reader(stream, name)
+        while line := reader.line():
+            head = read_head(line, name)
+            if head.end:
                 return True
-            if "begins" in said:
-                self._home.start(said["begins"])
+            if head.begins is not None:
+                self._home.start(head.begins)
                 continue
-            self._home.keep(str(said["path"]), int(said["offset"]), reader.exactly(int(said["size"])))
+            piece = reader.exactly(head.size)
+            try:
+                self._home.keep(head.path, head.offset, piece)
+            except ControlError as error:
+                self._refusals.add(head.path, error)
         return False
 
 
 class _Reader:
     """Lines and exact amounts from an unbuffered pipe; empty at its end."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], sender: str) -> None:
         self._stream = stream
+        self._sender = sender
         self._buffer = b""
 
     def line(self) -> bytes:
         while b"\n" not in self._buffer:
+            if len(self._buffer) > LINE_BYTES:
+                raise ControlError(
+                    f"{self._sender} sent a line of more than {LINE_BYTES} bytes",
+                    why="what answers there is no messenger of shoal, or was tampered with",
+                )
             if not self._more():
                 return b""
         line, _, self._buffer = self._buffer.partition(b"\n")

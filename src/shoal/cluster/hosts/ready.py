@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.hosts.addresses import addresses, refuse_twins, settle
 from shoal.cluster.hosts.each import on_each, values_or_raise
 from shoal.cluster.hosts.facts import HostFacts, look, need_same_kind
-from shoal.cluster.hosts.files import Bundle, code_bundle, project_bundle
+from shoal.cluster.hosts.files import Bundle, code_bundle, project_bundle, say_left_out
 from shoal.cluster.hosts.python import PythonFacts, Wanted, misfits, wanted_here
 from shoal.cluster.hosts.ship import ensure_code, ensure_project, put_file, question
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
@@ -40,10 +40,17 @@ class ReadyHost:
     facts: HostFacts
 
 
-def make_ready(spec: HostsSpec, project: Path | None = None, files: Mapping[str, Path] = {}) -> list[ReadyHost]:
+def make_ready(
+    spec: HostsSpec,
+    project: Path | None = None,
+    files: Mapping[str, Path] = {},
+    note: Callable[[str], None] = lambda text: None,
+) -> list[ReadyHost]:
     """In the order of the file; raises what keeps a host from taking part, naming each of them."""
     wanted, code = wanted_here(), code_bundle()
     bundle = project_bundle(project) if project else None
+    if bundle is not None and (left_out := say_left_out(bundle)):
+        note(left_out)
     where = addresses(spec)
 
     def prepare(host: Host) -> ReadyHost:

@@ -123,13 +123,22 @@ def _make_environment(
             raise cannot_make(host, spec, facts, order.wanted, answer, running.errors())
 
 
+# pip's own errors are cut there before they are sent.
+_LONGEST_LINE = 1 << 20
+
+
 def _follow(running: Script, say: Say) -> dict[str, Any]:
     """Its last words; nothing when it ended without any."""
     answer: dict[str, Any] = {}
-    for line in iter(running.stdout.readline, b""):
+    for line in iter(lambda: running.stdout.readline(_LONGEST_LINE), b""):
         if line.startswith(b"{"):
-            answer = json.loads(line)
-            say(answer.get("doing", "finishing"))
+            try:
+                said = json.loads(line)
+            except (ValueError, RecursionError):
+                # Printed by something else there: it ends in an error if no answer follows.
+                continue
+            answer = said if isinstance(said, dict) else {}
+            say(str(answer.get("doing", "finishing")))
     return answer
 
 

@@ -149,7 +149,8 @@ class Script:
             byte = self.stdout.read(1)
             if not byte:
                 return False
-            heard += byte
+            # No more than the mark itself: a machine may print without end before it.
+            heard = (heard + byte)[-len(mark) :]
         return True
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from shoal.cluster.cargo import Cargo
-from shoal.cluster.join.doorstep import Doorstep, Note, safe_name
+from shoal.cluster.join.doorstep import Confirm, Doorstep, Note, safe_name
 from shoal.cluster.join.guest import Guest
 from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.link import Link, PipeLink, agent_command
-from shoal.cluster.node import Node
+from shoal.cluster.node import Node, ranks_of
 from shoal.control.machine import physical_cores
 from shoal.control.route import interface_for, source_address
 from shoal.errors import UsageError
@@ -25,8 +25,9 @@ from shoal.errors import UsageError
 class JoinCluster:
     """Open once all have come; `nodes` begins with this machine."""
 
-    def __init__(self, spec: JoinSpec, cargo: Cargo, note: Note) -> None:
+    def __init__(self, spec: JoinSpec, cargo: Cargo, note: Note, confirm: Confirm | None = None) -> None:
         self._spec = spec
+        self._confirm = confirm
         self._cargo = cargo
         self._note = note
         self._address = spec.address or own_address()
@@ -38,8 +39,8 @@ class JoinCluster:
 
     @classmethod
     @contextmanager
-    def open(cls, spec: JoinSpec, cargo: Cargo, note: Note) -> Iterator[JoinCluster]:
-        cluster = cls(spec, cargo, note)
+    def open(cls, spec: JoinSpec, cargo: Cargo, note: Note, confirm: Confirm | None = None) -> Iterator[JoinCluster]:
+        cluster = cls(spec, cargo, note, confirm)
         thread = threading.Thread(target=cluster._loop.run_forever, name="reception", daemon=True)
         thread.start()
         try:
@@ -57,7 +58,7 @@ class JoinCluster:
         if node is self.nodes[0]:
             return PipeLink(agent_command(run, node.name), run, node.name)
         guest = self._guests[node.name]
-        guest.listen(run)
+        guest.listen(run, ranks_of(self.nodes, node), self._note)
         return guest
 
     def folder(self, node: Node, run: Path) -> str:
@@ -65,14 +66,12 @@ class JoinCluster:
 
     async def _receive_all(self) -> None:
         """One after another, each with a code of its own."""
-        doorstep = Doorstep(self._address, self._spec.port, self._cargo, self._note)
+        doorstep = Doorstep(self._address, self._spec.port, self._cargo, self._note, confirm=self._confirm)
         while len(self.nodes) < self._spec.machines:
             guest = await doorstep.receive_one(self._names, self._miss_those_who_left)
             self._guests[guest.name] = guest
             self.nodes.append(Node(guest.name, guest.address, None, 1, guest.cores))
-            self._note(
-                f"{guest.name} ({guest.address}) has joined: {len(self.nodes)} of {self._spec.machines} machines"
-            )
+            self._note(f"{guest} has joined: {len(self.nodes)} of {self._spec.machines} machines")
 
     def _names(self) -> set[str]:
         return {node.name for node in self.nodes}

@@ -8,17 +8,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.keeping import Homecoming
+from shoal.cluster.keeping import PIECE_BYTES, Homecoming, Refusals, read_piece
 from shoal.control.channel import Channel, Message
 from shoal.control.token import seal
 from shoal.errors import ControlError, from_dict
-
-_PIECE = 1 << 20
 
 
 @dataclass
@@ -27,6 +25,9 @@ class Guest:
 
     name: str
     address: str
+    # The address that its connection comes from, which it cannot choose, and the user name that it claims.
+    peer: str
+    user: str
     cores: int
     channel: Channel
     code: str
@@ -34,6 +35,11 @@ class Guest:
     _ended: str | None = None
     _reachable: bool = True
     _listening: Any = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        """For the host's owner. The user is what the other machine claims."""
+        elsewhere = "" if self.peer == self.address else f", connected from {self.peer}"
+        return f"{self.name} ({self.address}{elsewhere}; it says its user is {self.user})"
 
     async def provide(self, texts: Mapping[str, str], files: Mapping[str, Path], late: bool = False) -> None:
         """Until the machine has everything, and has checked it. `late`: the run goes on already."""
@@ -51,20 +57,25 @@ class Guest:
 
     async def _send_file(self, name: str, path: Path) -> None:
         with path.open("rb") as file:
-            while piece := file.read(_PIECE):
+            while piece := file.read(PIECE_BYTES):
                 await self.channel.send({"type": "piece", "path": name, "data": base64.b64encode(piece).decode()})
 
-    def listen(self, run: Path) -> None:
-        home = Homecoming(run, self.name)
+    def listen(self, run: Path, ranks: Collection[int], note: Callable[[str], None]) -> None:
+        """Keep what it sends of its own journal, logs and `ranks`. Anything else is refused, noted and left out."""
+        home = Homecoming(run, self.name, ranks)
         home.start({})
-        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(home), self.loop)
+        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(home, Refusals(note)), self.loop)
 
-    async def _take_home(self, home: Homecoming) -> None:
+    async def _take_home(self, home: Homecoming, refusals: Refusals) -> None:
         spoke = False
         try:
             while (message := await self.channel.receive()).get("type") != "end":
-                home.keep(str(message["path"]), int(message["offset"]), base64.b64decode(message["data"]))
-                spoke = True
+                try:
+                    path, offset, piece = read_piece(message, self.name)
+                    home.keep(path, offset, piece)
+                    spoke = True
+                except ControlError as error:
+                    refusals.add(str(message.get("path"))[:100], error)
             self._ended = "its agent ended"
         except Exception as error:
             # Gone, or talking nonsense. Its agent may well go on, and the others hear its heart, once it has begun.

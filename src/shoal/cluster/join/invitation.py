@@ -1,29 +1,42 @@
-"""The line that is typed on the machine to join: where to go, and a code that works once."""
+"""What is typed on the machine to join: where to go, and a code that works once."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.errors import UsageError
 
 # None is taken for another one. 16 hold 79 bits: whoever records the greeting does not guess them later either.
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _LENGTH = 16
-_INVITATION = re.compile(r"\[?(?P<address>[^#\]]+?)\]?:(?P<port>\d{1,5})#(?P<code>[A-Za-z0-9-]+)")
+_INVITATION = re.compile(r"\[?(?P<address>[^#\]]+?)\]?:(?P<port>\d{1,5})(?:#(?P<code>[A-Za-z0-9-]+))?")
+_CODE = re.compile(r"[a-z0-9]{4,64}")
 
 
 @dataclass(frozen=True)
 class Invitation:
+    """`code` is empty where it was not typed with the address, and is then asked for."""
+
     address: str
     port: int
-    code: str
+    code: str = ""
+
+    @property
+    def place(self) -> str:
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{address}:{self.port}"
+
+    @property
+    def shown_code(self) -> str:
+        return "-".join(self.code[at : at + 4] for at in range(0, len(self.code), 4))
 
     def __str__(self) -> str:
-        address = f"[{self.address}]" if ":" in self.address else self.address
-        groups = "-".join(self.code[at : at + 4] for at in range(0, len(self.code), 4))
-        return f"{address}:{self.port}#{groups}"
+        return f"{self.place}#{self.shown_code}" if self.code else self.place
+
+    def with_code(self, code: str) -> Invitation:
+        return replace(self, code=parse_code(code))
 
 
 def make_code() -> str:
@@ -31,11 +44,29 @@ def make_code() -> str:
 
 
 def parse_invitation(text: str) -> Invitation:
+    """`ADDRESS:PORT`, or `ADDRESS:PORT#CODE`."""
     match = _INVITATION.fullmatch(text.strip())
     if match is None or not 0 < int(match["port"]) < 1 << 16:
         raise UsageError(
-            f"{text!r} is no invitation",
-            why="it is an address, a port and a code, as 192.168.1.5:41234#abcd-efgh-jkmn-pqrs",
-            fix="copy the whole line that shoal host printed",
+            f"{_without_code(text)!r} is no invitation",
+            why="it is an address and a port, as 192.168.1.5:41234; or the folder of a run to come back to",
+            fix="copy what shoal host printed after `shoal join`",
         )
-    return Invitation(match["address"], int(match["port"]), match["code"].replace("-", "").lower())
+    return Invitation(match["address"], int(match["port"]), parse_code(match["code"]) if match["code"] else "")
+
+
+def parse_code(text: str) -> str:
+    """Without the dashes, in small letters. The message does not repeat what was typed: it may be nearly right."""
+    code = "".join(text.split()).replace("-", "").lower()
+    if not _CODE.fullmatch(code):
+        raise UsageError(
+            "that is no code of an invitation",
+            why="a code has letters and digits, as abcd-efgh-jkmn-pqrs",
+            fix="copy the code that shoal host printed, on a line of its own",
+        )
+    return code
+
+
+def _without_code(text: str) -> str:
+    place, hash_sign, _ = text.partition("#")
+    return f"{place}#…" if hash_sign else place

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import socket
 import threading
 import time
 from typing import Any
 
 from shoal.control.doorkeeper import Doorkeeper, Knock, Rules
+from shoal.control.token import is_same
 from shoal.net.gauge import echo, flow
 from shoal.net.gauge.dial import read_call
 
@@ -41,7 +41,7 @@ class Reception:
         """What somebody with the token wants, or nothing."""
         try:
             said, kind, session = read_call(connection)
-            return (kind, session) if hmac.compare_digest(said, self._token) else None
+            return (kind, session) if is_same(said, self._token) else None
         finally:
             with self._lock:
                 self._door.admit(knock)

@@ -21,6 +21,8 @@ _BURST_PATIENCE_S = 1.5
 _PATIENCE_S = 5.0
 _AT_ONCE = 32
 _TRIES = 5
+# What answers at a port may be anything: a name or two numbers are all that is read of it.
+_LONGEST_LINE = 1000
 
 
 class Listener:
@@ -97,12 +99,12 @@ def _pour(place: tuple[str, int]) -> tuple[int, float]:
     with socket.create_connection(place, timeout=_BURST_PATIENCE_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         answers = connection.makefile("rb")
-        answers.readline()
+        answers.readline(_LONGEST_LINE)
         sent, until = 0, time.monotonic() + _BURST_S
         while sent < _BURST_BYTES and time.monotonic() < until:
             sent += connection.send(bytes(1 << 16))
         connection.shutdown(socket.SHUT_WR)
-        count, took_s = answers.readline().split()
+        count, took_s = answers.readline(_LONGEST_LINE).split()
     return int(count), float(took_s)
 
 
@@ -125,7 +127,7 @@ def _dial(place: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             connect_s = time.perf_counter() - began
-            name = connection.makefile("rb").readline().decode().strip()
+            name = connection.makefile("rb").readline(_LONGEST_LINE).decode(errors="replace").strip()
     except OSError as error:
         return {**_explain(error, where, address, timeout_s), "mac": _mac(address)}
     outcome = "ok" if name == place["expect"] else "stranger"

@@ -80,6 +80,8 @@ def receive_all(stream: BinaryIO, base: Path, files: list[Any]) -> None:
     try:
         for path, size, mode, link in files:
             place = inside(base, path)
+            if link is not None:
+                check_link(base, path, link)
             parts.append((place.with_name(f".{place.name}{_PART}{os.getpid()}"), place))
             place.parent.mkdir(parents=True, exist_ok=True)
             _receive(stream, parts[-1][0], size, mode, link)
@@ -129,6 +131,14 @@ def inside(base: Path, path: str) -> Path:
     if path.startswith("/") or ".." in path.split("/"):
         raise CannotPut(f"{path!r} would lie outside {base}")
     return base / path
+
+
+def check_link(base: Path, path: str, link: str) -> None:
+    """A link may lead to something below the folder only: what is written through it later must stay there."""
+    # By text alone: what the link leads to may not have arrived yet.
+    target = os.path.normpath(f"{Path(path).parent}/{link}")
+    if link.startswith("/") or target.split("/")[0] == "..":
+        raise CannotPut(f"{path!r} is a link to {link!r}, which lies outside {base}")
 
 
 def need_room(folder: Path, needed: int) -> None:
