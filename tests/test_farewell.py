@@ -53,10 +53,12 @@ def test_without_anybody_who_has_the_state_there_is_no_hope() -> None:
     end = farewell({1})
     end.heard(1, beat(holds=False), 10.0)
     end.heard(2, beat(holds=True), 10.0)
-    assert not end.is_hopeless(False, 10.0)
-    assert not end.is_hopeless(False, 65.0)
-    assert not end.is_hopeless(True, 66.0)
-    assert not end.is_hopeless(False, 70.0), "it had hope meanwhile"
-    assert end.is_hopeless(False, 131.0), "the one that has it is not connected"
+    assert not end.is_hopeless(False, True, 10.0)
+    assert not end.is_hopeless(False, True, 65.0)
+    assert not end.is_hopeless(True, True, 66.0)
+    assert not end.is_hopeless(False, True, 70.0), "it had hope meanwhile"
+    assert end.is_hopeless(False, True, 131.0), "the one that has it is not connected"
+    assert not end.is_hopeless(False, False, 131.5), "a member with a vote may be loading a checkpoint"
+    assert not end.is_hopeless(False, True, 131.5)
     end.heard(1, beat(holds=True), 132.0)
-    assert not end.is_hopeless(False, 132.0)
+    assert not end.is_hopeless(False, True, 132.0)

@@ -121,7 +121,7 @@ class Elastic:
         self._end_the_late(now)
         self.start(self.crew.due(now))
         self._give_in(now)
-        if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now):
+        if not self._winding_up and self.farewell.is_hopeless(self._council.has_state, self._council.votes, now):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
             self.failed = self.may_return = True
 
@@ -279,7 +279,9 @@ class Elastic:
             self._give_up = None
 
     def _was_the_last(self, generation: Ballot | None) -> bool:
-        """Nobody else has what was trained."""
+        """No other rank has what was trained, and no other agent is there to go back to a checkpoint with."""
+        if self.farewell.linked:
+            return False
         current = self._council.generation
         alone = current is not None and current.id == generation and current.members == (self._seating.me,)
         return alone and generation is not None and not self.crew.inside(generation)

@@ -27,18 +27,21 @@ class Farewell:
     heard_at: dict[int, float] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
+    voters: set[int] = field(default_factory=set)
     others_finished_at: float | None = None
     hopeless_since: float | None = None
 
     def heard(self, member: int, message: Message, now: float) -> None:
-        """`holders`: who has a state to train on from, by its own last word."""
+        """`holders`: who has a state to train on from, by its own last word; `voters` may also be loading one."""
         self.heard_at[member] = now
         if isinstance(message, Beat):
             (self.holders.add if message.votes and message.holds else self.holders.discard)(member)
+            (self.voters.add if message.votes else self.voters.discard)(member)
 
-    def is_hopeless(self, has_state: bool, now: float) -> bool:
-        """Neither we nor anybody whom we reach has what was trained, and that for a while."""
-        if has_state or self.holders & self.linked:
+    def is_hopeless(self, has_state: bool, has_vote: bool, now: float) -> bool:
+        """Neither we nor anybody whom we reach has what was trained, and that for a while. Without a vote we wait for
+        those that have one: they may be loading a checkpoint."""
+        if has_state or (self.holders if has_vote else self.voters) & self.linked:
             self.hopeless_since = None
         elif self.hopeless_since is None:
             self.hopeless_since = now

@@ -51,6 +51,16 @@ class Chooser:
         self._chosen: SyncChoice | None = None
         self._look_anew()
 
+    def begin_anew(self) -> None:
+        """As in a run that has just begun: its state is lost."""
+        self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
+        self._look_anew()
+
+    @property
+    def begun(self) -> SyncConfig:
+        """How the first steps exchange."""
+        return self._asked.begun
+
     def _look_anew(self) -> None:
         self._to_come = WARM_UP_STEPS
         self._seen: list[list[RankStep]] = []

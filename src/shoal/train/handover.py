@@ -44,14 +44,19 @@ class Verdict:
     behind: tuple[int, ...]
 
 
+class NoState(RunFailed):
+    """No rank of this generation has a state: the agents have to agree on another one, which goes back to a
+    checkpoint."""
+
+
 def judge(standings: Sequence[Standing]) -> Verdict:
     """The furthest state counts; where ranks that are equally far differ, what most of them have. Among those that
     have it, whoever knows most of the last step speaks."""
     holding = [rank for rank, each in enumerate(standings) if each.holds]
     if not holding:
-        raise RunFailed(
-            "nobody in this generation has a state to train on from",
-            why="whoever had it was lost while it was being copied",
+        raise NoState(
+            "no rank of this generation has a state to train on from",
+            why="the ranks that had it were lost while it was being copied",
             fix="go on from the last checkpoint: shoal train --resume RUN",
         )
     step = max(standings[rank].step for rank in holding)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,12 +23,14 @@ from shoal.sync.membership.forming import Place, form, is_lost_peer, unform
 from shoal.sync.membership.member import Member
 from shoal.sync.replicas import gather
 from shoal.sync.world import World
+from shoal.train import ledger
 from shoal.train.books import Books, bring_ledger
-from shoal.train.build import deal_batches
+from shoal.train.build import deal_batches, found, initialize
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
 from shoal.train.handover import (
+    NoState,
     Parts,
     Received,
     Replica,
@@ -38,6 +41,7 @@ from shoal.train.handover import (
     compare,
     tell_document,
 )
+from shoal.train.snapshot import replica_state
 from shoal.train.state import empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.trainer import Trainer
 from shoal.train.trial import apply
@@ -84,7 +88,7 @@ class Membership:
         if isinstance(error, AtEdge):
             self.member.halted(fence.generation)
         elif not isinstance(error, Over) and not fence.is_over:
-            if not is_lost_peer(error):
+            if not is_lost_peer(error) and not isinstance(error, NoState):
                 raise error
             self.member.broken(fence.generation, _first_line(error))
         step, why = self.trainer.progress.step, _first_line(error)
@@ -144,6 +148,9 @@ class Membership:
         one.
         """
         trainer = self.trainer
+        if enter.recovers:
+            self._recover(world)
+            return True
         verdict = compare(world, self._stand(enter))
         if verdict.step < enter.state.step:
             raise RunFailed(
@@ -224,14 +231,52 @@ class Membership:
         self._settle_in(world, verdict.step, training)
         self.has_state, self._retreated = True, verdict.step
 
+    def _recover(self, world: World) -> None:
+        """No rank has a state: all go back to the newest checkpoint that one of them has, or to the first step where
+        the run was lost before its first checkpoint. If that breaks, the next generation does it again."""
+        trainer, checkpoints = self.trainer, self._checkpoints()
+        self.member.fence.lose_state()
+        self.has_state = False
+        newest = checkpoints.newest() if world.keeps_files else None
+        own_last = ledger.last_step(self.run.commits) if world.keeps_files else 0
+        kept = gather(world, [newest is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)])
+        has_checkpoint, lost_step = any(row[0] for row in kept), max(row[1] for row in kept)
+        if not has_checkpoint and lost_step >= trainer.config.train.checkpoint_every:
+            raise _no_checkpoint(lost_step, self.run.path)
+        trainer.history = ()
+        trainer.begin_anew(world, 0, 0)
+        self.chooser.begin_anew()
+        trainer.config = trainer.config.model_copy(update={"sync": self.chooser.begun})
+        initialize(trainer)
+        found(trainer, self.chooser, self.run, has_checkpoint, tune=False)
+        trainer.evaluated_step = -1
+        self._compute_as(any(row[2] for row in kept), any(row[3] for row in kept))
+        with trainer.outer.common():
+            _check_copies(world, replica_state(trainer))
+        step = trainer.progress.step
+        trainer.recorder.forget_committed()
+        trainer.recorder.hold([])
+        self._lasting, self._retreated = trainer.outer.lasting(), trainer.outer.common_step(step)
+        self.member.fence.moved(self._retreated)
+        self.has_state, self._is_let_go = True, False
+        self._owes_ledger = own_last < lost_step
+        self._bring_ledger(world)
+        trainer.recorder.begin_anew(world, [])
+        redone = max(0, lost_step - step)
+        trainer.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
+        if world.is_main:
+            trainer.recorder.warn(_went_back(step, redone), step=step)
+
+    def _checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
+
     def _bring_ledger(self, world: World) -> None:
         given_up = bring_ledger(world, self._owes_ledger, self.run.commits, self.member.given_up())
         self._owes_ledger = False
         self.member.forget_given_up(given_up)
         if world.keeps_files:
-            checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
             for each in given_up:
-                checkpoints.set_aside_lineage(str(each.lineage), each.shared_step)
+                self._checkpoints().set_aside_lineage(str(each.lineage), each.shared_step)
 
     def _stand(self, enter: Enter) -> Standing:
         if not self.has_state or not enter.holds:
@@ -261,7 +306,7 @@ class Membership:
             evaluated_step=trainer.evaluated_step,
             has_moments=bool(trainer.optimizer.state),
             compiled=trainer.compute.compiled,
-            bf16=trainer.compute.precision == "bf16",
+            bf16=_is_bf16(trainer),
             sync=self.chooser.tell(),
         )
 
@@ -276,8 +321,12 @@ class Membership:
         trainer.largest_micro_batch = training.micro_batch
         dealt = deal_anew(training.global_batch, training.micro_batch, shares, training.compiled)
         trainer.batches = deal_batches(trainer.config, self.run, world, dealt)
-        if training.compiled != trainer.compute.compiled or training.bf16 != (trainer.compute.precision == "bf16"):
-            trainer.compute = Choice(training.compiled, "bf16" if training.bf16 else "fp32", "as the others do")
+        self._compute_as(training.compiled, training.bf16)
+
+    def _compute_as(self, compiled: bool, bf16: bool) -> None:
+        trainer = self.trainer
+        if compiled != trainer.compute.compiled or bf16 != _is_bf16(trainer):
+            trainer.compute = Choice(compiled, "bf16" if bf16 else "fp32", "as the others do")
             apply(trainer.compute, trainer.model)
 
     def _make_exchanges(self, step: int) -> None:
@@ -290,6 +339,28 @@ class Membership:
             if (kept := self._lasting.get(name)) is not None:
                 tensor.copy_(kept)
         self._lasting = room
+
+
+def _is_bf16(trainer: Trainer) -> bool:
+    return trainer.compute.precision == "bf16"
+
+
+def _went_back(step: int, redone: int) -> RunFailed:
+    where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
+    return RunFailed(
+        f"every rank that had the training's state was lost: the run goes on from {where}, "
+        f"and {redone} steps are done again",
+        why="ranks were lost within moments of each other, before one of the others had the state",
+        fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
+    )
+
+
+def _no_checkpoint(lost_step: int, run: Path) -> RunFailed:
+    return RunFailed(
+        f"every rank that had the training's state was lost after step {lost_step}, and no machine has a checkpoint",
+        why="the checkpoints are on a machine that is gone, or their files were removed or damaged",
+        fix=f"bring that machine or the files back, then: shoal train --resume {run}",
+    )
 
 
 def _check_copies(world: World, state: dict[str, Tensor]) -> None:
