@@ -169,6 +169,7 @@ class Elastic:
     def wind_up(self, failed: bool = False) -> None:
         """The run ends: nobody is started again, and after a failure nobody goes on either."""
         self._winding_up = True
+        self._council.wind_up()
         self.crew.rest()
         if failed:
             self._council.finish()

@@ -164,6 +164,10 @@ class Council:
         self._desk.is_leaving = True
         return self._resign("leave", now)
 
+    def wind_up(self) -> None:
+        """The run ends, here or elsewhere: without a vote we go back to no checkpoint any more."""
+        self._desk.is_ending = True
+
     def finish(self) -> None:
         """Our ranks have passed the last barrier of the training: there is nothing left to agree on."""
         self._over = True
@@ -257,7 +261,7 @@ class Council:
         lowest has not for a while. A silent member may still have the state: then nothing happens here."""
         desk, view = self._desk, self._desk.view
         ready = desk.ready_to_recover(last)
-        if desk.me not in ready or desk.is_leaving or len(ready) < desk.rules.min_nodes:
+        if desk.me not in ready or desk.is_leaving or desk.is_ending or len(ready) < desk.rules.min_nodes:
             self._loss = (None, desk.now)
             return
         if self._loss[0] != ready:

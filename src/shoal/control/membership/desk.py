@@ -28,7 +28,7 @@ class Desk:
         self.asks: Ballot | None = None
         self.passed: Generation | None = None
         self.unsure: set[int] = set()
-        self.alarm = self.formed = self.is_leaving = False
+        self.alarm = self.formed = self.is_leaving = self.is_ending = False
         self.inbox: list[Message] = []
         self.actions: list[Action] = []
         self._announced_at: dict[int, float] = {}

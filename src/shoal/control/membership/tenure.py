@@ -24,7 +24,7 @@ class Tenure:
             return True
         if current is None or not desk.voter.may_vote():
             # Without a state, a vote and a lineage to ask for there is nothing to lose by going back with the others.
-            return generation.recovers and desk.asks is None and not desk.is_leaving
+            return generation.recovers and desk.asks is None and not (desk.is_leaving or desk.is_ending)
         return generation.lineage.name == current.lineage.name or generation.parent == current.id
 
     def look_at(self, sender: int, generation: Generation) -> None:
