@@ -174,7 +174,8 @@ def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path
         first, second = agent.events(0, "recovery")
         warned = [event["seen"] for event in agent.events(0, "warning")]
     assert (first["step"], second["step"]) == (10, 30)
-    assert first["redone"] == first["lost_step"] - 10 >= 2
+    # Where replicas meet once a round, only whole rounds are committed.
+    assert first["redone"] == first["lost_step"] - 10 >= (0 if WAYS[way][0].startswith("sync.mode") else 2)
     assert any(f"from the checkpoint of step 10, and {first['redone']} steps are done again" in seen for seen in warned)
     judge(run, (0, 1))
     # Whoever resumes this run later must find one training in it.

@@ -245,6 +245,9 @@ class Membership:
             raise _no_checkpoint(lost_step, self.run.path)
         trainer.history = ()
         trainer.begin_anew(world, 0, 0)
+        # Records of steps that are lost must not be committed again.
+        trainer.recorder.forget_committed()
+        trainer.recorder.begin_anew(world, [])
         self.chooser.begin_anew()
         trainer.config = trainer.config.model_copy(update={"sync": self.chooser.begun})
         initialize(trainer)
@@ -254,8 +257,6 @@ class Membership:
         with trainer.outer.common():
             _check_copies(world, replica_state(trainer))
         step = trainer.progress.step
-        trainer.recorder.forget_committed()
-        trainer.recorder.hold([])
         self._lasting, self._retreated = trainer.outer.lasting(), trainer.outer.common_step(step)
         self.member.fence.moved(self._retreated)
         self.has_state, self._is_let_go = True, False

@@ -102,8 +102,8 @@ class Trainer:
     def at(self, step: int, cursor: int) -> Progress:
         lineage = self.world.lineage
         # After going back to a checkpoint the history says of which step that was; the agents don't know it.
-        known = dict(self.history)
-        forks = tuple((name, known.get(name, fork.step)) for fork in lineage.forks for name in (str(fork.lineage),))
+        known = {name for name, _ in self.history}
+        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks if str(fork.lineage) not in known)
         return Progress(step, cursor, str(self.world.generation), str(lineage.name), (*self.history, *forks))
 
     def end_at_edge(self) -> None:
