@@ -60,5 +60,9 @@ def test_without_anybody_who_has_the_state_there_is_no_hope() -> None:
     assert end.is_hopeless(False, True, 131.0), "the one that has it is not connected"
     assert not end.is_hopeless(False, False, 131.5), "a member with a vote may be loading a checkpoint"
     assert not end.is_hopeless(False, True, 131.5)
+    end.heard(1, beat(holds=False), 132.0)
+    assert end.is_hopeless(False, True, 200.0)
+    assert not end.is_hopeless(False, True, 200.0, is_starting=True), "its ranks go back to a checkpoint"
+    assert end.is_hopeless(False, True, 800.0, is_starting=True)
     end.heard(1, beat(holds=True), 132.0)
     assert not end.is_hopeless(False, True, 132.0)

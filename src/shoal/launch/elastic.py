@@ -121,7 +121,9 @@ class Elastic:
         self._end_the_late(now)
         self.start(self.crew.due(now))
         self._give_in(now)
-        if not self._winding_up and self.farewell.is_hopeless(self._council.has_state, self._council.votes, now):
+        council = self._council
+        is_starting = council.can_recover and not self.crew.is_gone()
+        if not self._winding_up and self.farewell.is_hopeless(council.has_state, council.votes, now, is_starting):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
             self.failed = self.may_return = True
 

@@ -12,6 +12,8 @@ from shoal.errors import RunFailed
 _OUTLIVE_S = 15.0
 # How long a machine without the training's state waits for anybody who has it.
 _HOPELESS_AFTER_S = 60.0
+# How long its ranks may take to start, where all that is missing to go back to a checkpoint are ranks.
+_STARTED_WITHIN_S = 600.0
 
 
 @dataclass
@@ -38,14 +40,16 @@ class Farewell:
             (self.holders.add if message.votes and message.holds else self.holders.discard)(member)
             (self.voters.add if message.votes else self.voters.discard)(member)
 
-    def is_hopeless(self, has_state: bool, has_vote: bool, now: float) -> bool:
+    def is_hopeless(self, has_state: bool, has_vote: bool, now: float, is_starting: bool = False) -> bool:
         """Neither we nor anybody whom we reach has what was trained, and that for a while. Without a vote we wait for
-        those that have one: they may be loading a checkpoint."""
+        those that have one: they may be loading a checkpoint. `is_starting`: our own ranks are, and then go back to
+        one."""
         if has_state or (self.holders if has_vote else self.voters) & self.linked:
             self.hopeless_since = None
         elif self.hopeless_since is None:
             self.hopeless_since = now
-        return self.hopeless_since is not None and now - self.hopeless_since > _HOPELESS_AFTER_S
+        limit_s = _STARTED_WITHIN_S if is_starting else _HOPELESS_AFTER_S
+        return self.hopeless_since is not None and now - self.hopeless_since > limit_s
 
     def is_done(self, member: int, finished: bool, now: float) -> None:
         """Its ranks have ended, after the last step of the training or before."""

@@ -124,35 +124,29 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Received:
-    """`room` holds the whole state of the new generation; `is_in_place`: its weights are the model's own tensors."""
-
-    room: Replica
-    is_in_place: bool
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What is sent: `common` is what replicas have alike (weights, and outer momentum in outer modes)."""
-
-    common: bool
-    moments: bool
-
-
-@dataclass(frozen=True)
 class Transfer:
     """The source's state on its way to all ranks of a new generation.
 
     A rank that has a state receives into spare memory: at most one further copy of what is sent, freed after the swap.
     It keeps its own until the last piece has arrived, so that a source that is lost in between costs no state. A rank
-    that has none receives into its model. A rank that agrees with the source drops what arrives of the common part.
+    that has none receives into its model. A rank that agrees with the source drops what arrives of the common part:
+    weights, and outer momentum. Inner moments belong to the common part unless the mode `is_outer`.
     """
 
     world: World
     verdict: Verdict
-    parts: Parts
     is_outer: bool
+    has_moments: bool
     new_moments: Callable[[], dict[str, Tensor]]
+
+    @property
+    def sends_common(self) -> bool:
+        return bool(self.verdict.behind)
+
+    @property
+    def sends_moments(self) -> bool:
+        """Those of replicas that parted differ anyway: all go on with the source's."""
+        return self.has_moments and (bool(self.verdict.behind) or self.is_outer)
 
     @property
     def _agrees(self) -> bool:
@@ -176,14 +170,14 @@ class Transfer:
             return 0
         model_bytes = sum(tensor.nbytes for tensor in own.weights.values())
         common_bytes = model_bytes + sum(4 * math.prod(shape) for shape in shapes.values())
-        return common_bytes * (common and self.parts.common) + 2 * model_bytes * (moments and self.parts.moments)
+        return common_bytes * (common and self.sends_common) + 2 * model_bytes * (moments and self.sends_moments)
 
     def make_room(self, own: Replica, shapes: Mapping[str, Sequence[int]], has_state: bool) -> Replica:
         """Where each tensor is received. Raises MemoryError where there is none left for a second copy."""
         if self._is_source or self.world.size == 1:
             return own
-        takes_common = self.parts.common and not self._agrees
-        takes_moments = self.parts.moments and (not self._agrees or self.is_outer)
+        takes_common = self.sends_common and not self._agrees
+        takes_moments = self.sends_moments and (not self._agrees or self.is_outer)
         if has_state:
             _refuse_without_memory(self.sent_bytes(own, shapes, takes_common, takes_moments), self.world)
         with _as_memory_error():
@@ -193,7 +187,7 @@ class Transfer:
                 lasting = {name: some.new_empty(tuple(shape)) for name, shape in shapes.items()}
                 if has_state:
                     weights = {name: torch.empty_like(tensor) for name, tensor in own.weights.items()}
-            if (self.parts.moments and not moments) or (takes_moments and has_state):
+            if (self.sends_moments and not moments) or (takes_moments and has_state):
                 moments = self.new_moments()
         return Replica(weights, lasting, moments)
 
@@ -201,17 +195,17 @@ class Transfer:
         """Every rank sends or receives the same pieces in the same order."""
         if self.world.size == 1:
             return
-        if self.parts.common:
+        if self.sends_common:
             tensors = [*room.weights.values(), *room.lasting.values()]
             copy_from(self.world, self.verdict.source, tensors, keep=not self._agrees)
-        if self.parts.moments:
+        if self.sends_moments:
             keep = not self._agrees or self.is_outer
             copy_from(self.world, self.verdict.source, room.moments.values(), keep)
 
     def compared(self, room: Replica) -> dict[str, Tensor]:
         """What must have the same bits on every rank now."""
-        common = {**room.weights, **room.lasting} if self.parts.common else {}
-        return {**common, **(room.moments if self.parts.moments else {})}
+        common = {**room.weights, **room.lasting} if self.sends_common else {}
+        return {**common, **(room.moments if self.sends_moments else {})}
 
 
 def _refuse_without_memory(needed_bytes: int, world: World) -> None:

@@ -31,8 +31,6 @@ from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
 from shoal.train.handover import (
     NoState,
-    Parts,
-    Received,
     Replica,
     Standing,
     Training,
@@ -162,6 +160,8 @@ class Membership:
         training = self._training(verdict.step).tell(world, verdict.source)
         pending = Books(trainer, self.run.commits, self._retreated).share_pending(world, verdict)
         history = tell_document(world, verdict.source, trainer.history)
+        # A guest's own state belongs to another training: no generation goes on from it.
+        self.has_state &= enter.holds
         received = self._receive(world, verdict, training)
         with self.member.fence.replacing(verdict.step):
             self._adopt(world, verdict, training, received)
@@ -173,15 +173,13 @@ class Membership:
         self._is_let_go = False
         return bool(verdict.behind)
 
-    def _receive(self, world: World, verdict: Verdict, training: Training) -> Received:
+    def _receive(self, world: World, verdict: Verdict, training: Training) -> Replica:
         """The source's state beside this rank's own, compared over the group: the last exchange before `_adopt`."""
         trainer = self.trainer
         is_outer = self.chooser.foresee(training.sync).is_outer
         own = Replica(weights(trainer.model), self._lasting, moments(trainer.model, trainer.optimizer))
-        # Moments of replicas that parted differ anyway: all go on with the source's.
-        parts = Parts(bool(verdict.behind), training.has_moments and (bool(verdict.behind) or is_outer))
-        transfer = Transfer(world, verdict, parts, is_outer, lambda: empty_moments(trainer.model))
-        shapes = transfer.tell_shapes(own) if parts.common else {}
+        transfer = Transfer(world, verdict, is_outer, training.has_moments, lambda: empty_moments(trainer.model))
+        shapes = transfer.tell_shapes(own) if transfer.sends_common else {}
         if transfer.sent_bytes(own, shapes):
             trainer.recorder.event(
                 "copy",
@@ -199,7 +197,7 @@ class Membership:
         transfer.run(room)
         if compared := transfer.compared(room):
             _check_copies(world, compared)
-        return Received(room, is_in_place=room.weights is own.weights)
+        return room
 
     def _give_up_own(self, error: MemoryError, is_behind: bool) -> None:
         """Without room for a second copy this rank receives in place, as a new rank does: if the source is lost during
@@ -216,18 +214,17 @@ class Membership:
             )
         )
 
-    def _adopt(self, world: World, verdict: Verdict, training: Training, received: Received) -> None:
+    def _adopt(self, world: World, verdict: Verdict, training: Training, received: Replica) -> None:
         """Local: no other rank can interrupt it."""
-        trainer, room = self.trainer, received.room
+        trainer = self.trainer
         self.has_state = False
         if world.rank in verdict.behind:
             trainer.recorder.forget_committed()
             self._owes_ledger = True
-            if not received.is_in_place:
-                load_weights(trainer.model, room.weights)
-        self._lasting = room.lasting
+            load_weights(trainer.model, received.weights)
+        self._lasting = received.lasting
         if training.has_moments:
-            load_moments(trainer.model, trainer.optimizer, room.moments, verdict.step)
+            load_moments(trainer.model, trainer.optimizer, received.moments, verdict.step)
         self._settle_in(world, verdict.step, training)
         self.has_state, self._retreated = True, verdict.step
 

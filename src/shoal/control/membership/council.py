@@ -64,6 +64,12 @@ class Council:
         return self.votes and (self._desk.ranks.holds or self._desk.ranks.phase is not Phase.STOPPED)
 
     @property
+    def can_recover(self) -> bool:
+        """Whether we go back to a checkpoint as soon as we have ranks."""
+        current = self.generation
+        return current is not None and not self.votes and self.asks is None and self._desk.is_state_lost(current)
+
+    @property
     def asks(self) -> Ballot | None:
         """The lineage that we want to be let into."""
         return self._desk.asks

@@ -111,17 +111,21 @@ class Desk:
         room = self.rules.most_ranks - current.world_size if len(current.members) < self.rules.max_nodes else 0
         return more or self.view.welcome(current, self.present(current), room)
 
+    def is_state_lost(self, last: Generation) -> bool:
+        """Whether no member of our last generation can have its state any more, as far as it is ours to say: a member
+        with a vote decides what follows, and one that was with the others for longer knows more."""
+        view = self.view
+        around = [beat for member, beat in view.beats.items() if view.usable(member)]
+        if any(beat.votes or (beat.generation is not None and beat.generation > last.id) for beat in around):
+            return False
+        return all(view.has_lost_state(member, last) for member in last.members if member != self.me)
+
     def ready_to_recover(self, last: Generation) -> dict[int, Ranks]:
         """Members without a state that have ranks, ourselves included, if no other can have it: every member of the
         newest generation that any of them was in is gone or has lost it. Otherwise none."""
-        view, others = self.view, set(last.members) - {self.me}
-        if not all(view.has_lost_state(member, last) for member in others):
+        if not self.is_state_lost(last):
             return {}
-        around = {member: beat for member, beat in view.beats.items() if view.usable(member)}
-        if any(beat.votes or (beat.generation is not None and beat.generation > last.id) for beat in around.values()):
-            # A member with a vote decides what follows. One that was with the others for longer knows better who may
-            # have the state.
-            return {}
+        around = {member: beat for member, beat in self.view.beats.items() if self.view.usable(member)}
         ready = {member: beat.ranks for member, beat in around.items() if beat.ranks and not beat.asks}
         if self.ranks.phase is Phase.STOPPED and self.ranks.numbers:
             ready[self.me] = self.ranks.numbers
