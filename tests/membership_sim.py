@@ -25,6 +25,7 @@ COPY_S = 0.2
 FORM_WITHIN_S = 2.0
 KEEPALIVE_S = 20.0
 RESTART_S = 0.5
+CHECKPOINT_EVERY = 10
 
 Entry = tuple[int, Ballot]
 CLOSED = "closed"
@@ -57,7 +58,8 @@ class Wire:
 
 @dataclass
 class Machine:
-    """An agent with one rank. `history` is what its weights are made of; `ledger` the part it knows to be committed."""
+    """An agent with one rank. `history` is what its weights are made of; `ledger` the part it knows to be committed;
+    `saved` its newest checkpoint."""
 
     id: int
     disk: Disk = field(default_factory=Disk)
@@ -71,6 +73,7 @@ class Machine:
     ready_at: float | None = None
     history: list[Entry] | None = None
     ledger: int = 0
+    saved: list[Entry] = field(default_factory=list)
     result_due: bool = False
     told: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
@@ -106,6 +109,7 @@ class Cluster:
         self.commits: dict[tuple[Ballot, int], Entry] = {}
         self.commit_times: list[tuple[float, Ballot, int, int]] = []
         self.generations: dict[Ballot, Generation] = {}
+        self.recoveries = 0
         first = founding(tuple(Seat(member=member, ranks=(0,)) for member in range(size)))
         for member in range(size):
             self._boot(Machine(member)).history = []
@@ -222,12 +226,6 @@ class Cluster:
 
     def lineages(self, members: set[int]) -> set[Ballot]:
         return {council.generation.lineage.name for council in self.councils(members) if council.generation}
-
-    def somebody_can_go_on(self) -> bool:
-        return any(
-            machine.council and machine.history is not None and machine.council.votes
-            for machine in self.machines.values()
-        )
 
     def check_ledgers(self) -> None:
         """What stands has every step that its own lineage committed, and of those it came from every step before it
@@ -423,12 +421,15 @@ class Cluster:
     def _copy(self, generation: Generation, inside: list[Machine]) -> None:
         if self.now - max(machine.started_at for machine in inside) < COPY_S:
             return
+        if generation.recovers:
+            self._recover(inside)
         source = self.machines[generation.source]
         state = source.state()
         if state is None or source.history is None:
             self._time_out(generation, inside)
             return
-        assert (state.step, state.digest) == (generation.state.step, generation.state.digest or state.digest)
+        if not generation.recovers:
+            assert (state.step, state.digest) == (generation.state.step, generation.state.digest or state.digest)
         for machine in inside:
             machine.arrived = True
             if machine.council:
@@ -437,6 +438,14 @@ class Cluster:
                 machine.history = list(source.history)
             machine.ledger = max(machine.ledger, source.ledger) if machine.history else source.ledger
             machine.ledger = min(machine.ledger, len(machine.history or ()))
+
+    def _recover(self, inside: list[Machine]) -> None:
+        """The furthest checkpoint that one of them has on its disk; without one, the first step again."""
+        assert all(machine.history is None for machine in inside), "a state was there and is given up"
+        saved = max((machine.saved for machine in inside), key=len)
+        self.recoveries += 1
+        for machine in inside:
+            machine.history, machine.ledger = list(saved), len(saved)
 
     def _apply(self, machine: Machine) -> None:
         """The exchange of the next step has succeeded here: everybody had the last one."""
@@ -461,6 +470,8 @@ class Cluster:
             follows = other.parent == generation.id and other.lineage.name == generation.lineage.name
             assert not follows or step <= other.state.step, f"stale {generation.id} committed {step} after {other.id}"
         machine.ledger = step
+        if step % CHECKPOINT_EVERY == 0:
+            machine.saved = machine.history[:step]
         self.commit_times.append((self.now, generation.id, step, machine.id))
         council.committed(step)
 

@@ -151,6 +151,15 @@ class ScriptedAgent:
         self.await_formed(ids)
         return states
 
+    def recover(self, ids: tuple[int, ...]) -> None:
+        """A generation of ranks that have no state, as a lineage of its own."""
+        for number in ids:
+            self.ranks[number].hear(Here)
+        name = Ballot(self.generation.number + 1, 0)
+        self.lineage = self.lineage.restart(name, self.generation)
+        self._call(ids, State(step=0), first=False, holding=(), among=ids, recovers=True)
+        self.await_formed(ids)
+
     def await_formed(self, ids: Collection[int], within_s: float = 60.0) -> None:
         now = self.generation
         for number in ids:
@@ -192,7 +201,13 @@ class ScriptedAgent:
         return path.read_text() if path.exists() else ""
 
     def _call(
-        self, ids: tuple[int, ...], state: State, first: bool, holding: Collection[int], among: Collection[int]
+        self,
+        ids: tuple[int, ...],
+        state: State,
+        first: bool,
+        holding: Collection[int],
+        among: Collection[int],
+        recovers: bool = False,
     ) -> None:
         self.generation = Ballot(self.generation.number + 1, 0)
         for rank, number in enumerate(ids):
@@ -210,6 +225,7 @@ class ScriptedAgent:
                     first=first,
                     holds=number in holding,
                     keeps_files=rank == 0,
+                    recovers=recovers,
                 )
                 self.ranks[number].send(enter)
         self.leased = set(ids)

@@ -88,7 +88,10 @@ def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scenarios",
     [
-        pytest.param(("kill-leader", "even-split", "power-on", "terminate"), marks=pytest.mark.long),
+        pytest.param(
+            ("kill-leader", "even-split", "power-on", "terminate", "kill-source-in-copy", "kill-all-ranks"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(("all",), marks=pytest.mark.exhaustive),
     ],
     ids=["one of a kind", "all"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -171,13 +173,36 @@ def test_of_several_digests_the_most_frequent_is_copied() -> None:
     assert outcome.successor.source == 1
 
 
-def test_nobody_goes_on_without_a_state_or_with_one_from_long_ago() -> None:
+@pytest.mark.parametrize("has_old_state", [False, True])
+def test_without_a_state_they_wait_for_a_silent_member_and_then_go_back_to_a_checkpoint(has_old_state: bool) -> None:
     ballot = Ballot(2, 0)
-    base = founding(seats(0, 1), State(step=90, committed=90))
-    without = promise(base, ballot, 50, (1,)).model_copy(update={"state": None})
-    for early in (without, promise(base, ballot, 50, (1,))):
-        outcome = succeed(base, ballot, electorate(2, resigned=1), {0: early}, {}, RULES)
-        assert (outcome.verdict, outcome.why) == (Verdict.PAUSE, "no state")
+    base = founding(seats(0, 1, 2), State(step=90, committed=90))
+    early = promise(base, ballot, 50, (0, 1))
+    promises = dict.fromkeys((0, 1), early if has_old_state else early.model_copy(update={"state": None}))
+    silent = succeed(base, ballot, electorate(3), promises, {}, RULES)
+    assert (silent.verdict, silent.why) == (Verdict.PAUSE, "no state")
+    for outcome in (
+        succeed(base, ballot, electorate(3, resigned=1), promises, {}, RULES),
+        succeed(base, ballot, electorate(3, away=1), promises, {}, RULES),
+        succeed(base, ballot, electorate(3), promises, {}, RULES, gives_up_state=True),
+    ):
+        successor = outcome.successor
+        assert successor
+        assert successor.recovers
+        # Committed steps are done again, so it must not be the same lineage, nor claim to share any of them.
+        assert successor.lineage.name == ballot
+        assert [fork.step for fork in successor.lineage.forks] == [0]
+        assert (sorted(outcome.electors), outcome.quorum) == ([0, 1], 2)
+
+
+def test_fewer_than_asked_for_or_a_minority_go_back_to_no_checkpoint() -> None:
+    ballot = Ballot(2, 0)
+    base = founding(seats(0, 1, 2))
+    one = {0: promise(base, ballot, 0, (1,)).model_copy(update={"state": None})}
+    few = succeed(base, ballot, electorate(3, resigned=2), one, {}, replace(RULES, min_nodes=2))
+    assert (few.verdict, few.why) == (Verdict.PAUSE, "min_nodes")
+    minority = succeed(base, ballot, electorate(3), one, {}, RULES, gives_up_state=True)
+    assert (minority.verdict, minority.why) == (Verdict.PAUSE, "minority")
 
 
 def test_a_guest_comes_in_where_everybody_hears_it() -> None:

@@ -92,7 +92,7 @@ def test_an_exchange_that_failed_without_a_loss() -> None:
     [
         ("minority", "cleo has paused: anna and ben cannot be heard and may go on without us"),
         ("min_nodes", "cleo has paused: fewer than the 2 machines asked for are left"),
-        ("no state", "whoever had the state is gone (anna and ben)"),
+        ("no state", "no machine that answers has the training's state; anna and ben may have it"),
     ],
 )
 def test_a_pause_says_why(why: str, words: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 import threading
 import time
@@ -138,6 +140,83 @@ def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path
         agent.regroup((0, 1, 2), joining=(1,), at_edge=True)
         agent.await_end((0, 1, 2))
     judge(run, (0, 1, 2))
+
+
+def lose_all(agent: ScriptedAgent, at_step: int, ids: tuple[int, ...]) -> None:
+    """Every rank is killed and started again without its state."""
+    agent.await_step(0, at_step)
+    for number in ids:
+        agent.kill(number)
+    agent.start(*ids)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("diloco", marks=pytest.mark.long),
+        *(
+            pytest.param(w, marks=pytest.mark.exhaustive)
+            for w in ("shared", "accumulate", "local", "streaming", "auto")
+        ),
+    ],
+)
+def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path: Path) -> None:
+    """Twice: the second time to a checkpoint of the lineage that had gone back itself."""
+    run = make_run(tmp_path / "run", *WAYS[way], "train.checkpoint_every=10", ranks=2)
+    with ScriptedAgent(run, 2) as agent:
+        agent.start(0, 1)
+        agent.found((0, 1))
+        lose_all(agent, 13, (0, 1))
+        agent.recover((0, 1))
+        lose_all(agent, 33, (0, 1))
+        agent.recover((0, 1))
+        agent.await_end((0, 1))
+        first, second = agent.events(0, "recovery")
+        warned = [event["seen"] for event in agent.events(0, "warning")]
+    assert (first["step"], second["step"]) == (10, 30)
+    # Where replicas meet once a round, only whole rounds are committed.
+    assert first["redone"] == first["lost_step"] - 10 >= (0 if WAYS[way][0].startswith("sync.mode") else 2)
+    assert any(f"from the checkpoint of step 10, and {first['redone']} steps are done again" in seen for seen in warned)
+    judge(run, (0, 1))
+    # Whoever resumes this run later must find one training in it.
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept[-1] == f"step-{STEPS:08d}"
+    history = json.loads((run / "checkpoints" / kept[-1] / "state.json").read_text())["history"]
+    assert [step for _, step in history] == [10, 30]
+
+
+@pytest.mark.long
+def test_before_the_first_checkpoint_they_begin_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "train.checkpoint_every=40", ranks=2)
+    with ScriptedAgent(run, 2) as agent:
+        agent.start(0, 1)
+        agent.found((0, 1))
+        lose_all(agent, 9, (0, 1))
+        agent.recover((0, 1))
+        agent.await_end((0, 1))
+        [event] = agent.events(0, "recovery")
+    assert event["step"] == 0
+    judge(run, (0, 1))
+    losses = {event["step"]: event["loss"] for event in read_jsonl(run / "commits.jsonl")}
+    assert losses[STEPS] < losses[1]
+
+
+@pytest.mark.long
+def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> None:
+    """To begin again would silently throw away more than was ever at risk."""
+    run = make_run(tmp_path / "run", "train.checkpoint_every=10", ranks=2)
+    with ScriptedAgent(run, 2) as agent:
+        agent.start(0, 1)
+        agent.found((0, 1))
+        agent.await_step(0, 15)
+        lose_all(agent, 15, (0, 1))
+        shutil.rmtree(run / "checkpoints")
+        with pytest.raises(AssertionError, match="no Formed"):
+            agent.recover((0, 1))
+        assert [agent.ranks[number].process.wait(30) for number in (0, 1)] == [3, 3]
+        [fault] = agent.events(0, "fault")
+    assert "no machine has a checkpoint" in fault["seen"]
+    assert "shoal train --resume" in fault["fix"]
 
 
 @pytest.mark.long

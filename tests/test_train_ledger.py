@@ -12,7 +12,6 @@ from shoal.control.rankline import GiveUp
 from shoal.report.ledger import check_ledger
 from shoal.sync.world import World
 from shoal.train import books, ledger
-from shoal.train.handover import Verdict
 from tests.harness import run_ranks
 from tests.programs import read_jsonl
 
@@ -102,7 +101,7 @@ def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
     end = {"abandoned": "2-0", "standing": "1-0", "after": 2}
     write(path, *(whole[:3] if world.rank else [*whole, record(4, "2-0", "2-0"), end]))
     books._PIECE = 4
-    books.bring_ledger(replace(world, keeps_files=True), Verdict(source=0, step=10, behind=(1,)), path, [])
+    books.bring_ledger(replace(world, keeps_files=True), world.rank == 1, path, [])
     return [ledger.name_of(each) for each in read_jsonl(path)]
 
 

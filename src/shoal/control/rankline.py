@@ -30,6 +30,7 @@ class Enter(Plain):
     `ids` are the ranks' own numbers, by which their files are called, in the order of their ranks; a number is never
     given to anybody else. `first`: the launch's own first generation, in which everybody begins alike. In a later one
     whoever differs from `state` copies it from `source`; without `holds`, what it has counts for nothing until then.
+    `recovers`: no rank has a state, and all begin with the newest checkpoint.
     `keeps_files`: of the ranks that share a folder, this one keeps its ledger and checkpoints.
     """
 
@@ -46,6 +47,7 @@ class Enter(Plain):
     first: bool
     holds: bool
     keeps_files: bool
+    recovers: bool = False
 
     @property
     def size(self) -> int:

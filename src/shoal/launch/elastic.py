@@ -121,8 +121,9 @@ class Elastic:
         self._end_the_late(now)
         self.start(self.crew.due(now))
         self._give_in(now)
-        others = self._mesh.places.of_others(self._seating.me)
-        if not self._winding_up and self.farewell.is_hopeless(self._council.votes, now, others):
+        council = self._council
+        is_starting = council.can_recover and not self.crew.is_gone()
+        if not self._winding_up and self.farewell.is_hopeless(council.has_state, council.votes, now, is_starting):
             self._workplace.write("gave-up", **nobody_has_the_state(self._workplace.run_folder).as_dict())
             self.failed = self.may_return = True
 
@@ -170,6 +171,7 @@ class Elastic:
     def wind_up(self, failed: bool = False) -> None:
         """The run ends: nobody is started again, and after a failure nobody goes on either."""
         self._winding_up = True
+        self._council.wind_up()
         self.crew.rest()
         if failed:
             self._council.finish()
@@ -280,7 +282,9 @@ class Elastic:
             self._give_up = None
 
     def _was_the_last(self, generation: Ballot | None) -> bool:
-        """Nobody else has what was trained."""
+        """No other rank has what was trained, and no other agent is there to go back to a checkpoint with."""
+        if self.farewell.linked:
+            return False
         current = self._council.generation
         alone = current is not None and current.id == generation and current.members == (self._seating.me,)
         return alone and generation is not None and not self.crew.inside(generation)

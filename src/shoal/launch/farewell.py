@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.control.membership.generation import Generation
@@ -13,6 +12,8 @@ from shoal.errors import RunFailed
 _OUTLIVE_S = 15.0
 # How long a machine without the training's state waits for anybody who has it.
 _HOPELESS_AFTER_S = 60.0
+# How long its ranks may take to start, where all that is missing to go back to a checkpoint are ranks.
+_STARTED_WITHIN_S = 600.0
 
 
 @dataclass
@@ -28,35 +29,27 @@ class Farewell:
     heard_at: dict[int, float] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
-    # When each member last said whether it has a state.
-    beat_at: dict[int, float] = field(default_factory=dict)
+    voters: set[int] = field(default_factory=set)
     others_finished_at: float | None = None
     hopeless_since: float | None = None
 
     def heard(self, member: int, message: Message, now: float) -> None:
-        """`holders`: who has a state to train on from, by its own last word."""
+        """`holders`: who has a state to train on from, by its own last word; `voters` may also be loading one."""
         self.heard_at[member] = now
         if isinstance(message, Beat):
-            self.beat_at[member] = now
             (self.holders.add if message.votes and message.holds else self.holders.discard)(member)
+            (self.voters.add if message.votes else self.voters.discard)(member)
 
-    def is_hopeless(self, has_state: bool, now: float, others: Collection[int] = ()) -> bool:
-        """Neither this agent nor a member that it reaches has the training's state, and that for a while.
-
-        `others` are all other members of the run that are known. When each of them is connected and has said since
-        that it has no state, none can come back with one, and there is nothing to wait for.
-        """
-        if has_state or self.holders & self.linked:
+    def is_hopeless(self, has_state: bool, has_vote: bool, now: float, is_starting: bool = False) -> bool:
+        """Neither we nor anybody whom we reach has what was trained, and that for a while. Without a vote we wait for
+        those that have one: they may be loading a checkpoint. `is_starting`: our own ranks are, and then go back to
+        one."""
+        if has_state or (self.holders if has_vote else self.voters) & self.linked:
             self.hopeless_since = None
         elif self.hopeless_since is None:
             self.hopeless_since = now
-        if self.hopeless_since is None:
-            return False
-        since = self.hopeless_since
-        all_said_so = bool(others) and all(
-            member in self.linked and self.beat_at.get(member, 0.0) > since for member in others
-        )
-        return now - since > (self.silent_after_s if all_said_so else _HOPELESS_AFTER_S)
+        limit_s = _STARTED_WITHIN_S if is_starting else _HOPELESS_AFTER_S
+        return self.hopeless_since is not None and now - self.hopeless_since > limit_s
 
     def is_done(self, member: int, finished: bool, now: float) -> None:
         """Its ranks have ended, after the last step of the training or before."""

@@ -46,6 +46,7 @@ class Seating:
                 first=generation.parent == NEVER,
                 holds=True,
                 keeps_files=keeps_files and index == 0,
+                recovers=generation.recovers,
             )
             for index, local in enumerate(own)
         }

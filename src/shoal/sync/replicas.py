@@ -23,13 +23,20 @@ def all_agree(world: World, digest: str) -> bool:
     return all(torch.equal(theirs, mine) for theirs in everyone)
 
 
-def copy_from(world: World, source: int, tensors: Iterable[Tensor]) -> None:
+def copy_from(world: World, source: int, tensors: Iterable[Tensor], keep: bool = True) -> None:
     """Overwrites every rank's tensors with those of `source`. Small ones travel together: each exchange costs the way
-    there and back, and a model has hundreds of them."""
+    there and back, and a model has hundreds of them. Without `keep` this rank takes part and drops what arrives: it has
+    the same bits already, and an exchange that breaks must not leave half of them."""
+    is_source = world.rank == source
     for piece in _pieces(tensors):
-        flat = piece[0] if len(piece) == 1 else torch.cat([tensor.detach().reshape(-1) for tensor in piece])
+        if len(piece) == 1 and (is_source or keep):
+            flat = piece[0]
+        elif is_source:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in piece])
+        else:
+            flat = piece[0].new_empty(sum(tensor.numel() for tensor in piece))
         await_work(dist.broadcast(flat, src=source, group=world.group, async_op=True), world.release)
-        if len(piece) > 1 and world.rank != source:
+        if len(piece) > 1 and keep and not is_source:
             with torch.no_grad():
                 for tensor, part in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
                     tensor.copy_(part.view_as(tensor))

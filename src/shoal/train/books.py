@@ -31,7 +31,8 @@ class Books:
 
     def share_pending(self, world: World, verdict: Verdict) -> list[Record]:
         """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
-        is gone with it: then it is what the source itself saw, and says so."""
+        is gone with it: then it is what the source itself saw, and says so. Changes nothing here: the generation may
+        break before this rank has the state that these steps lead to."""
         # Of one that is behind, what it did since belongs to a generation that went on without it.
         kept = min(verdict.step, self.reached)
         own = [record for record in self.trainer.recorder.pending if record["step"] <= kept]
@@ -40,7 +41,6 @@ class Books:
         mine = committed + own + self._seen_alone(own) if world.rank == verdict.source else []
         told: list[Record] = tell_document(world, verdict.source, mine)
         if world.rank in verdict.behind:
-            self.trainer.recorder.forget_committed()
             committed = []
         by_step = {record["step"]: record for record in (*committed, *own, *told)}
         found = [by_step[step] for step in sorted(by_step)]
@@ -61,14 +61,14 @@ class Books:
         ]
 
 
-def bring_ledger(world: World, verdict: Verdict, path: Path, given_up: Sequence[GiveUp]) -> list[GiveUp]:
+def bring_ledger(world: World, is_behind: bool, path: Path, given_up: Sequence[GiveUp]) -> list[GiveUp]:
     """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not; and every copy
     the word of lineages that were given up, whoever of those that share it brings that. Returns all of these."""
     told = gather_documents(world, {"given_up": [each.model_dump_json() for each in given_up]})
     everybodys = {GiveUp.model_validate_json(each) for other in told for each in other["given_up"]}
     if world.keeps_files:
         ledger.give_up(path, world.id, sorted(everybodys, key=lambda each: each.lineage))
-    is_behind = world.keeps_files and world.rank in verdict.behind
+    is_behind &= world.keeps_files
     mine = min([ledger.last_step(path), *(each.shared_step for each in everybodys)]) if is_behind else 0
     copies = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
     missing = [step for behind, _, step in copies if behind]

@@ -32,7 +32,7 @@ from shoal.train.choosing import Chooser
 from shoal.train.exchanges import describe_exchanges, make_exchanges
 from shoal.train.recorder import Recorder
 from shoal.train.resume import resume as go_on
-from shoal.train.state import digest, weights
+from shoal.train.state import digest, load_weights, weights
 from shoal.train.trainer import StopWish, Trainer
 from shoal.train.trial import apply, choose, earlier_choice
 from shoal.train.tuning import Choice, work_left
@@ -73,8 +73,9 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
     return trainer
 
 
-def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> None:
-    """The first world of a launch: all ranks begin alike, or go on from one checkpoint."""
+def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, tune: bool = True) -> None:
+    """The first world of a launch: all ranks begin alike, or go on from one checkpoint. Without `tune` the model keeps
+    computing as it does."""
     config, world = trainer.config, trainer.world
     _make_equal(trainer)
     trainer.batches = make_batches(config, run, world)
@@ -89,7 +90,15 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> N
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage)
     trainer.tended_step = trainer.progress.step
-    trainer.compute = _tune(trainer, run if resume else None)
+    if tune:
+        trainer.compute = _tune(trainer, run if resume else None)
+
+
+def initialize(trainer: Trainer) -> None:
+    """Back to the weights of step 0: the same seed gives the same ones."""
+    torch.manual_seed(trainer.config.train.seed)
+    load_weights(trainer.model, weights(GPT(trainer.config.model).to(trainer.world.device)))
+    trainer.optimizer.state.clear()
 
 
 def make_batches(config: Config, run: RunFolder, world: World) -> Batches:

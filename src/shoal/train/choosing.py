@@ -51,6 +51,16 @@ class Chooser:
         self._chosen: SyncChoice | None = None
         self._look_anew()
 
+    def begin_anew(self) -> None:
+        """As in a run that has just begun: its state is lost."""
+        self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
+        self._look_anew()
+
+    @property
+    def begun(self) -> SyncConfig:
+        """How the first steps exchange."""
+        return self._asked.begun
+
     def _look_anew(self) -> None:
         self._to_come = WARM_UP_STEPS
         self._seen: list[list[RankStep]] = []
@@ -59,14 +69,18 @@ class Chooser:
         """For a rank that comes later: whether a choice was made, and which."""
         return (0, 0, 0, 0) if self._chosen is None else (1, *_as_numbers(self._chosen))
 
+    def foresee(self, told: Sequence[int]) -> SyncConfig:
+        """The settings that `follow` would return; changes nothing."""
+        return self._asked.settled(_as_choice(told[1:])) if told[0] else self._asked.begun
+
     def follow(self, told: Sequence[int]) -> SyncConfig:
         """In a new world: what the others have chosen; or all look again, since its steps take another time."""
         if told[0]:
             self._is_open, self._chosen = False, _as_choice(told[1:])
-            return self._asked.settled(self._chosen)
-        self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
-        self._look_anew()
-        return self._asked.begun
+        else:
+            self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
+            self._look_anew()
+        return self.foresee(told)
 
     def recall(self, run: RunFolder) -> None:
         """What an earlier life of this run has chosen; asked of all ranks."""

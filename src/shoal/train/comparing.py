@@ -84,12 +84,15 @@ class Comparison:
 
     def _heal(self, difference: Difference, source: int) -> None:
         trainer = self._trainer
-        if trainer.world.rank in difference.odd:
+        is_odd = trainer.world.rank in difference.odd
+        if is_odd:
+            # Its bits are wrong: no other rank should go on from them, whatever becomes of the copy.
             trainer.fence.lose_state()
         with trainer.outer.common():
-            copy_from(trainer.world, source, replica_state(trainer).values())
+            # The majority keeps its own: a source that is lost during the copy takes no state with it.
+            copy_from(trainer.world, source, replica_state(trainer).values(), keep=is_odd)
             common = {name: tensor.clone() for name, tensor in weights(trainer.model).items()}
-        if trainer.world.rank in difference.odd:
+        if is_odd:
             # Outside a common step a replica has weights of its own, which came from the wrong ones.
             load_weights(trainer.model, common)
             for state in trainer.optimizer.state.values():

@@ -6,17 +6,21 @@ Decisions are pure; the exchanges themselves are a handful of small collectives 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shoal.errors import RunFailed
-from shoal.sync.replicas import gather, tell_all
+from shoal.sync.replicas import copy_from, gather, tell_all
 from shoal.sync.waiting import await_work
 from shoal.sync.world import World
 
@@ -40,14 +44,19 @@ class Verdict:
     behind: tuple[int, ...]
 
 
+class NoState(RunFailed):
+    """No rank of this generation has a state: the agents have to agree on another one, which goes back to a
+    checkpoint."""
+
+
 def judge(standings: Sequence[Standing]) -> Verdict:
     """The furthest state counts; where ranks that are equally far differ, what most of them have. Among those that
     have it, whoever knows most of the last step speaks."""
     holding = [rank for rank, each in enumerate(standings) if each.holds]
     if not holding:
-        raise RunFailed(
-            "nobody in this generation has a state to train on from",
-            why="whoever had it was lost while it was being copied",
+        raise NoState(
+            "no rank of this generation has a state to train on from",
+            why="the ranks that had it were lost while it was being copied",
             fix="go on from the last checkpoint: shoal train --resume RUN",
         )
     step = max(standings[rank].step for rank in holding)
@@ -103,6 +112,121 @@ class Training:
             bf16=bool(bf16),
             sync=tuple(sync),
         )
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The tensors of one replica by name. `lasting`: outer momentum."""
+
+    weights: dict[str, Tensor]
+    lasting: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The source's state on its way to all ranks of a new generation.
+
+    A rank that has a state receives into spare memory: at most one further copy of what is sent, freed after the swap.
+    It keeps its own until the last piece has arrived, so that a source that is lost in between costs no state. A rank
+    that has none receives into its model. A rank that agrees with the source drops what arrives of the common part:
+    weights, and outer momentum. Inner moments belong to the common part unless the mode `is_outer`.
+    """
+
+    world: World
+    verdict: Verdict
+    is_outer: bool
+    has_moments: bool
+    new_moments: Callable[[], dict[str, Tensor]]
+
+    @property
+    def sends_common(self) -> bool:
+        return bool(self.verdict.behind)
+
+    @property
+    def sends_moments(self) -> bool:
+        """Those of replicas that parted differ anyway: all go on with the source's."""
+        return self.has_moments and (bool(self.verdict.behind) or self.is_outer)
+
+    @property
+    def _agrees(self) -> bool:
+        return self.world.rank not in self.verdict.behind
+
+    @property
+    def _is_source(self) -> bool:
+        return self.world.rank == self.verdict.source
+
+    def tell_shapes(self, own: Replica) -> dict[str, list[int]]:
+        """Of the source's outer momentum: a rank that comes from another mode, or is new, has none."""
+        shapes = {name: list(tensor.shape) for name, tensor in own.lasting.items()} if self._is_source else {}
+        told: dict[str, list[int]] = tell_document(self.world, self.verdict.source, shapes)
+        return told
+
+    def sent_bytes(
+        self, own: Replica, shapes: Mapping[str, Sequence[int]], common: bool = True, moments: bool = True
+    ) -> int:
+        """From the source to each other rank; the parts of it that are asked for."""
+        if self.world.size == 1:
+            return 0
+        model_bytes = sum(tensor.nbytes for tensor in own.weights.values())
+        common_bytes = model_bytes + sum(4 * math.prod(shape) for shape in shapes.values())
+        return common_bytes * (common and self.sends_common) + 2 * model_bytes * (moments and self.sends_moments)
+
+    def make_room(self, own: Replica, shapes: Mapping[str, Sequence[int]], has_state: bool) -> Replica:
+        """Where each tensor is received. Raises MemoryError where there is none left for a second copy."""
+        if self._is_source or self.world.size == 1:
+            return own
+        takes_common = self.sends_common and not self._agrees
+        takes_moments = self.sends_moments and (not self._agrees or self.is_outer)
+        if has_state:
+            _refuse_without_memory(self.sent_bytes(own, shapes, takes_common, takes_moments), self.world)
+        with _as_memory_error():
+            weights, lasting, moments = own.weights, own.lasting, own.moments
+            if takes_common:
+                some = next(iter(own.weights.values()))
+                lasting = {name: some.new_empty(tuple(shape)) for name, shape in shapes.items()}
+                if has_state:
+                    weights = {name: torch.empty_like(tensor) for name, tensor in own.weights.items()}
+            if (self.sends_moments and not moments) or (takes_moments and has_state):
+                moments = self.new_moments()
+        return Replica(weights, lasting, moments)
+
+    def run(self, room: Replica) -> None:
+        """Every rank sends or receives the same pieces in the same order."""
+        if self.world.size == 1:
+            return
+        if self.sends_common:
+            tensors = [*room.weights.values(), *room.lasting.values()]
+            copy_from(self.world, self.verdict.source, tensors, keep=not self._agrees)
+        if self.sends_moments:
+            keep = not self._agrees or self.is_outer
+            copy_from(self.world, self.verdict.source, room.moments.values(), keep)
+
+    def compared(self, room: Replica) -> dict[str, Tensor]:
+        """What must have the same bits on every rank now."""
+        common = {**room.weights, **room.lasting} if self.sends_common else {}
+        return {**common, **(room.moments if self.sends_moments else {})}
+
+
+def _refuse_without_memory(needed_bytes: int, world: World) -> None:
+    """Linux grants memory that it does not have and kills later: ask first. Ranks of one machine copy at once."""
+    if world.device.type == "cpu":
+        free_bytes = psutil.virtual_memory().available // world.local_size
+    else:
+        free_bytes = torch.cuda.mem_get_info(world.device)[0]
+    if needed_bytes > free_bytes:
+        raise MemoryError(f"{needed_bytes / 1e9:.2f} GB needed, {free_bytes / 1e9:.2f} GB free")
+
+
+@contextmanager
+def _as_memory_error() -> Iterator[None]:
+    """torch has no class of its own for the machine's memory: its allocator raises a plain RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise MemoryError(str(error).split("\n")[0]) from None
+        raise
 
 
 def tell_document(world: World, source: int, document: Any) -> Any:

@@ -1,5 +1,6 @@
 """From one generation to the next, in the same process: the group is freed and formed anew, states are compared,
-whoever is behind copies, and the training goes on where the furthest was. All ranks of the new world do the same.
+ranks that are behind copy the furthest state beside their own and swap when it is whole, and the training goes on from
+there. All ranks of the new world do the same.
 """
 
 from __future__ import annotations
@@ -7,28 +8,40 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.control.rankline import Enter
 from shoal.cost.batch import deal_anew, weights_of
-from shoal.errors import RunFailed, ShoalError
+from shoal.errors import OutOfMemory, RunFailed, ShoalError
 from shoal.runfolder import RunFolder
 from shoal.sync.digests import combined, tensor_digests
 from shoal.sync.groups import unform
 from shoal.sync.membership.fence import AtEdge, Over
 from shoal.sync.membership.forming import Place, form, is_lost_peer
 from shoal.sync.membership.member import Member
-from shoal.sync.replicas import copy_from, gather
+from shoal.sync.replicas import gather
 from shoal.sync.world import World
+from shoal.train import ledger
 from shoal.train.books import Books, bring_ledger
-from shoal.train.build import deal_batches
+from shoal.train.build import deal_batches, found, initialize
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
-from shoal.train.handover import Standing, Training, Verdict, compare, tell_document
-from shoal.train.state import empty_moments, load_moments, moments, weights
+from shoal.train.handover import (
+    NoState,
+    Replica,
+    Standing,
+    Training,
+    Transfer,
+    Verdict,
+    compare,
+    tell_document,
+)
+from shoal.train.snapshot import replica_state
+from shoal.train.state import empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.trainer import Trainer
 from shoal.train.trial import apply
 from shoal.train.tuning import Choice
@@ -48,6 +61,8 @@ class Membership:
     _retreated: int = 0
     _lasting: dict[str, Tensor] = field(default_factory=dict)
     _is_let_go: bool = False
+    # This machine's ledger lacks steps of the state that this rank has copied.
+    _owes_ledger: bool = False
 
     def regroup(self, error: Exception) -> None:
         """After an exchange failed, or all stopped at an edge. Returns when the training can go on; raises what has
@@ -72,7 +87,7 @@ class Membership:
         if isinstance(error, AtEdge):
             self.member.halted(fence.generation)
         elif not isinstance(error, Over) and not fence.is_over:
-            if not is_lost_peer(error):
+            if not is_lost_peer(error) and not isinstance(error, NoState):
                 raise error
             self.member.broken(fence.generation, _first_line(error))
         step, why = self.trainer.progress.step, _first_line(error)
@@ -124,9 +139,18 @@ class Membership:
         unform()
 
     def _take_part(self, world: World, enter: Enter) -> bool:
-        """Whether anybody had to copy."""
-        trainer, mine = self.trainer, self._stand(enter)
-        verdict = compare(world, mine)
+        """Makes this rank's state that of the furthest rank; whether any rank had to copy.
+
+        Until `_adopt` nothing of this rank is changed: when a peer is lost during the copy, the rank still has the
+        state, the records and the settings it came with, and says so to the next generation. `_adopt` is local, so a
+        rank has either its old state or the new one, whole. What follows it (exchanges, ledger) only adds to the new
+        one.
+        """
+        trainer = self.trainer
+        if enter.recovers:
+            self._recover(world)
+            return True
+        verdict = compare(world, self._stand(enter))
         if verdict.step < enter.state.step:
             raise RunFailed(
                 f"generation {enter.generation} begins with step {enter.state.step}, and nobody in it is further than "
@@ -135,36 +159,123 @@ class Membership:
                 fix=f"go on from the last checkpoint: shoal train --resume {self.run.path}",
             )
         training = self._training(verdict.step).tell(world, verdict.source)
-        books = Books(trainer, self.run.commits, self._retreated)
-        pending = books.share_pending(world, verdict)
-        trainer.recorder.hold(pending)
-        is_behind = world.rank in verdict.behind
-        if is_behind:
-            self.member.fence.lose_state()
-            self.has_state = False
+        pending = Books(trainer, self.run.commits, self._retreated).share_pending(world, verdict)
         history = tell_document(world, verdict.source, trainer.history)
-        trainer.history = tuple((lineage, step) for lineage, step in history)
-        self._settle_in(world, verdict.step, training)
-        if verdict.behind:
-            copy_from(world, verdict.source, weights(trainer.model).values())
-        self._make_exchanges(verdict, training)
-        self._bring_moments(verdict, training)
-        if verdict.behind:
-            _check_copies(world, self._state())
-        self.has_state, self._retreated = True, verdict.step
-        self.member.fence.moved(trainer.outer.common_step(verdict.step))
-        self._bring_ledger(world, verdict)
+        # A guest's own state belongs to another training: no generation goes on from it.
+        self.has_state &= enter.holds
+        received = self._receive(world, verdict, training)
+        with self.member.fence.replacing(verdict.step):
+            self._adopt(world, verdict, training, received)
+            trainer.history = tuple((lineage, step) for lineage, step in history)
+            trainer.recorder.hold(pending)
+        self._make_exchanges(verdict.step)
+        self._bring_ledger(world)
         trainer.recorder.begin_anew(world, pending)
         self._is_let_go = False
         return bool(verdict.behind)
 
-    def _bring_ledger(self, world: World, verdict: Verdict) -> None:
-        given_up = bring_ledger(world, verdict, self.run.commits, self.member.given_up())
+    def _receive(self, world: World, verdict: Verdict, training: Training) -> Replica:
+        """The source's state beside this rank's own, compared over the group: the last exchange before `_adopt`."""
+        trainer = self.trainer
+        is_outer = self.chooser.foresee(training.sync).is_outer
+        own = Replica(weights(trainer.model), self._lasting, moments(trainer.model, trainer.optimizer))
+        transfer = Transfer(world, verdict, is_outer, training.has_moments, lambda: empty_moments(trainer.model))
+        shapes = transfer.tell_shapes(own) if transfer.sends_common else {}
+        if transfer.sent_bytes(own, shapes):
+            trainer.recorder.event(
+                "copy",
+                generation=str(world.generation),
+                source=world.ids[verdict.source],
+                behind=[world.ids[rank] for rank in verdict.behind],
+                step=verdict.step,
+                bytes=transfer.sent_bytes(own, shapes),
+            )
+        try:
+            room = transfer.make_room(own, shapes, self.has_state)
+        except MemoryError as error:
+            self._give_up_own(error, is_behind=world.rank in verdict.behind)
+            room = transfer.make_room(own, shapes, has_state=False)
+        transfer.run(room)
+        if compared := transfer.compared(room):
+            _check_copies(world, compared)
+        return room
+
+    def _give_up_own(self, error: MemoryError, is_behind: bool) -> None:
+        """Without room for a second copy this rank receives in place, as a new rank does: if the source is lost during
+        the copy, another rank has to have a state, or the run goes back to a checkpoint. A rank that agrees with the
+        source risks its inner moments only, and those are copied again in the next generation."""
+        if is_behind:
+            self.member.fence.lose_state()
+            self.has_state = False
+        self.trainer.recorder.warn(
+            OutOfMemory(
+                f"no memory for a second copy of the state ({error}): it is overwritten while it is being received",
+                why="if the sending rank is lost during the copy, this rank has no state left",
+                fix="give the machine more memory, or use a smaller micro-batch: --set train.micro_batch=…",
+            )
+        )
+
+    def _adopt(self, world: World, verdict: Verdict, training: Training, received: Replica) -> None:
+        """Local: no other rank can interrupt it."""
+        trainer = self.trainer
+        self.has_state = False
+        if world.rank in verdict.behind:
+            trainer.recorder.forget_committed()
+            self._owes_ledger = True
+            load_weights(trainer.model, received.weights)
+        self._lasting = received.lasting
+        if training.has_moments:
+            load_moments(trainer.model, trainer.optimizer, received.moments, verdict.step)
+        self._settle_in(world, verdict.step, training)
+        self.has_state, self._retreated = True, verdict.step
+
+    def _recover(self, world: World) -> None:
+        """No rank has a state: all go back to the newest checkpoint that one of them has, or to the first step where
+        the run was lost before its first checkpoint. If that breaks, the next generation does it again."""
+        trainer, checkpoints = self.trainer, self._checkpoints()
+        self.member.fence.lose_state()
+        self.has_state = False
+        newest = checkpoints.newest() if world.keeps_files else None
+        own_last = ledger.last_step(self.run.commits) if world.keeps_files else 0
+        kept = gather(world, [newest is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)])
+        has_checkpoint, lost_step = any(row[0] for row in kept), max(row[1] for row in kept)
+        if not has_checkpoint and lost_step >= trainer.config.train.checkpoint_every:
+            raise _no_checkpoint(lost_step, self.run.path)
+        trainer.history = ()
+        trainer.begin_anew(world, 0, 0)
+        # Records of steps that are lost must not be committed again.
+        trainer.recorder.forget_committed()
+        trainer.recorder.begin_anew(world, [])
+        self.chooser.begin_anew()
+        trainer.config = trainer.config.model_copy(update={"sync": self.chooser.begun})
+        initialize(trainer)
+        found(trainer, self.chooser, self.run, has_checkpoint, tune=False)
+        trainer.evaluated_step = -1
+        self._compute_as(any(row[2] for row in kept), any(row[3] for row in kept))
+        with trainer.outer.common():
+            _check_copies(world, replica_state(trainer))
+        step = trainer.progress.step
+        self._lasting, self._retreated = trainer.outer.lasting(), trainer.outer.common_step(step)
+        self.member.fence.moved(self._retreated)
+        self.has_state, self._is_let_go = True, False
+        self._owes_ledger = own_last < lost_step
+        self._bring_ledger(world)
+        trainer.recorder.begin_anew(world, [])
+        redone = max(0, lost_step - step)
+        trainer.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
+        if world.is_main:
+            trainer.recorder.warn(_went_back(step, redone), step=step)
+
+    def _checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
+
+    def _bring_ledger(self, world: World) -> None:
+        given_up = bring_ledger(world, self._owes_ledger, self.run.commits, self.member.given_up())
+        self._owes_ledger = False
         self.member.forget_given_up(given_up)
         if world.keeps_files:
-            checkpoints = CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
             for each in given_up:
-                checkpoints.set_aside_lineage(str(each.lineage), each.shared_step)
+                self._checkpoints().set_aside_lineage(str(each.lineage), each.shared_step)
 
     def _stand(self, enter: Enter) -> Standing:
         if not self.has_state or not enter.holds:
@@ -194,7 +305,7 @@ class Membership:
             evaluated_step=trainer.evaluated_step,
             has_moments=bool(trainer.optimizer.state),
             compiled=trainer.compute.compiled,
-            bf16=trainer.compute.precision == "bf16",
+            bf16=_is_bf16(trainer),
             sync=self.chooser.tell(),
         )
 
@@ -209,33 +320,46 @@ class Membership:
         trainer.largest_micro_batch = training.micro_batch
         dealt = deal_anew(training.global_batch, training.micro_batch, shares, training.compiled)
         trainer.batches = deal_batches(trainer.config, self.run, world, dealt)
-        if training.compiled != trainer.compute.compiled or training.bf16 != (trainer.compute.precision == "bf16"):
-            trainer.compute = Choice(training.compiled, "bf16" if training.bf16 else "fp32", "as the others do")
+        self._compute_as(training.compiled, training.bf16)
+
+    def _compute_as(self, compiled: bool, bf16: bool) -> None:
+        trainer = self.trainer
+        if compiled != trainer.compute.compiled or bf16 != _is_bf16(trainer):
+            trainer.compute = Choice(compiled, "bf16" if bf16 else "fp32", "as the others do")
             apply(trainer.compute, trainer.model)
 
-    def _make_exchanges(self, verdict: Verdict, training: Training) -> None:
+    def _make_exchanges(self, step: int) -> None:
         trainer = self.trainer
         made = make_exchanges(trainer.config, trainer.model, trainer.world, trainer.batches.shard.deal)
         trainer.sync, trainer.outer, trainer.exchange = made.sync, made.outer, made.steps
-        trainer.outer.rewind(verdict.step, flying=0)
+        trainer.outer.rewind(step, flying=0)
         room = trainer.outer.lasting()
         for name, tensor in room.items():
             if (kept := self._lasting.get(name)) is not None:
                 tensor.copy_(kept)
-        copy_from(trainer.world, verdict.source, room.values())
         self._lasting = room
 
-    def _bring_moments(self, verdict: Verdict, training: Training) -> None:
-        """Those of replicas that parted differ anyway: all go on with the source's."""
-        trainer = self.trainer
-        if not training.has_moments:
-            return
-        if not trainer.optimizer.state:
-            load_moments(trainer.model, trainer.optimizer, empty_moments(trainer.model), verdict.step)
-        if verdict.behind or trainer.outer.drifts:
-            copy_from(trainer.world, verdict.source, moments(trainer.model, trainer.optimizer).values())
-        for state in trainer.optimizer.state.values():
-            state["step"].fill_(verdict.step)
+
+def _is_bf16(trainer: Trainer) -> bool:
+    return trainer.compute.precision == "bf16"
+
+
+def _went_back(step: int, redone: int) -> RunFailed:
+    where = f"the checkpoint of step {step}" if step else "the first step, since there was no checkpoint yet"
+    return RunFailed(
+        f"every rank that had the training's state was lost: the run goes on from {where}, "
+        f"and {redone} steps are done again",
+        why="ranks were lost within moments of each other, before one of the others had the state",
+        fix="nothing to do; to lose fewer steps next time, save more often: --set train.checkpoint_every=…",
+    )
+
+
+def _no_checkpoint(lost_step: int, run: Path) -> RunFailed:
+    return RunFailed(
+        f"every rank that had the training's state was lost after step {lost_step}, and no machine has a checkpoint",
+        why="the checkpoints are on a machine that is gone, or their files were removed or damaged",
+        fix=f"bring that machine or the files back, then: shoal train --resume {run}",
+    )
 
 
 def _check_copies(world: World, state: dict[str, Tensor]) -> None:

@@ -101,7 +101,9 @@ class Trainer:
 
     def at(self, step: int, cursor: int) -> Progress:
         lineage = self.world.lineage
-        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks)
+        # After going back to a checkpoint the history says of which step that was; the agents don't know it.
+        known = {name for name, _ in self.history}
+        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks if str(fork.lineage) not in known)
         return Progress(step, cursor, str(self.world.generation), str(lineage.name), (*self.history, *forks))
 
     def end_at_edge(self) -> None:

@@ -27,6 +27,8 @@ class Chair:
         self._scene: object = None
         self._sight: object = None
         self._calm_since = desk.now
+        # Since when no member that answers has a state.
+        self._stateless_since: float | None = None
 
     @property
     def needed_s(self) -> float:
@@ -37,6 +39,7 @@ class Chair:
         """A new generation, and everybody trains."""
         self.step_down()
         self._paused = False
+        self._stateless_since = None
 
     def step_down(self) -> None:
         self._round = self._need_since = None
@@ -132,7 +135,16 @@ class Chair:
             self._drop_round()
             return
         bound = None if desk.passed else round.bound_to(electorate, words)
-        outcome = bound or succeed(base, round.ballot, electorate, round.promises, view.guests(base), desk.rules)
+        gives_up_state = self._stateless_since is not None and (
+            desk.now - self._stateless_since > desk.rules.recover_after_s
+        )
+        outcome = bound or succeed(
+            base, round.ballot, electorate, round.promises, view.guests(base), desk.rules, gives_up_state
+        )
+        if outcome.why != "no state" and not (outcome.successor and outcome.successor.recovers):
+            self._stateless_since = None
+        elif self._stateless_since is None:
+            self._stateless_since = desk.now
         if outcome.successor is None:
             self._pause(round, outcome.why)
             return
@@ -161,7 +173,10 @@ class Chair:
         self._next_try = desk.now + _AGAIN_S
         if not self._paused:
             self._paused = True
-            text = sentences.paused(why, sorted(round.promises), round.base, desk.name, desk.rules.min_nodes)
+            rules = desk.rules
+            text = sentences.paused(
+                why, sorted(round.promises), round.base, desk.name, rules.min_nodes, rules.recover_after_s
+            )
             desk.actions.append(Pause(text))
 
     def _drop_round(self) -> None:

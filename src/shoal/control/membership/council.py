@@ -14,7 +14,7 @@ from shoal.control.membership.actions import Action
 from shoal.control.membership.chair import Chair
 from shoal.control.membership.desk import Desk
 from shoal.control.membership.elector import Elector
-from shoal.control.membership.generation import Ballot, Generation, Ranks, State, next_member
+from shoal.control.membership.generation import Ballot, Generation, Ranks, Seat, State, next_member
 from shoal.control.membership.messages import (
     Accept,
     Accepted,
@@ -32,6 +32,7 @@ from shoal.control.membership.ownranks import Phase
 from shoal.control.membership.promises import Promises
 from shoal.control.membership.rules import Rules
 from shoal.control.membership.sentences import Name
+from shoal.control.membership.succession import mutual, recover
 from shoal.control.membership.tenure import Tenure
 
 
@@ -41,7 +42,9 @@ class Council:
         self._elector = Elector(self._desk)
         self._chair = Chair(self._desk, self._elector)
         self._tenure = Tenure(self._desk)
-        self._leaving = self._over = False
+        self._over = False
+        # What a member without a vote saw of the others when it last looked for a state, and since when.
+        self._loss: tuple[object, float] = (None, now)
         # Whoever comes back has lost its state, and with it the right to say what follows.
         if self.votes:
             self._desk.voter.resign("restart")
@@ -54,6 +57,17 @@ class Council:
     def votes(self) -> bool:
         """Whether we have a say in what follows our generation."""
         return self._desk.voter.may_vote()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether our ranks have something to train on from, or are about to load it."""
+        return self.votes and (self._desk.ranks.holds or self._desk.ranks.phase is not Phase.STOPPED)
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether we go back to a checkpoint as soon as we have ranks."""
+        current = self.generation
+        return current is not None and not self.votes and self.asks is None and self._desk.is_state_lost(current)
 
     @property
     def asks(self) -> Ballot | None:
@@ -153,8 +167,12 @@ class Council:
         return self._resign("suspend", now)
 
     def leave(self, now: float) -> list[Action]:
-        self._leaving = True
+        self._desk.is_leaving = True
         return self._resign("leave", now)
+
+    def wind_up(self) -> None:
+        """The run ends, here or elsewhere: without a vote we go back to no checkpoint any more."""
+        self._desk.is_ending = True
 
     def finish(self) -> None:
         """Our ranks have passed the last barrier of the training: there is nothing left to agree on."""
@@ -232,6 +250,8 @@ class Council:
         desk, current = self._desk, self.generation
         if current is None or not self.votes or desk.asks is not None:
             self._chair.step_down()
+            if current is not None and not self.votes and desk.asks is None:
+                self._recover(current)
             return
         missing, due = desk.is_missing(current), self._elector.due
         if missing or due:
@@ -241,6 +261,30 @@ class Council:
             desk.tell_all(Announce(generation=decided))
             self._learn(desk.me, decided)
 
+    def _recover(self, last: Generation) -> None:
+        """All members of the newest generation have lost the state and their votes with it: the lowest that has ranks
+        goes back to a checkpoint with the others that are ready, as a lineage of its own. The next one does so when the
+        lowest has not for a while. A silent member may still have the state: then nothing happens here."""
+        desk, view = self._desk, self._desk.view
+        ready = desk.ready_to_recover(last)
+        if desk.me not in ready or desk.is_leaving or desk.is_ending or len(ready) < desk.rules.min_nodes:
+            self._loss = (None, desk.now)
+            return
+        if self._loss[0] != ready:
+            self._loss = (ready, desk.now)
+        turn_s = desk.rules.fork_after_s + sorted(ready).index(desk.me) * desk.rules.answer_s
+        if desk.now - self._loss[1] < turn_s:
+            return
+        self._loss = (None, desk.now)
+        inside = mutual({member: view.hears() if member == desk.me else view.beats[member].hears for member in ready})
+        if desk.me not in inside:
+            return
+        seats = tuple(Seat(member=member, ranks=ready[member]) for member in sorted(inside))[: desk.rules.max_nodes]
+        ballot = Ballot(desk.voter.record.highest + 1, desk.me)
+        decided = recover(last, ballot, seats)
+        desk.tell_all(Announce(generation=decided))
+        self._learn(desk.me, decided)
+
     def _choose_lineage(self) -> None:
         """Whether to ask somebody to let us in: always without a vote, and with one if others should stand."""
         desk, current = self._desk, self.generation
@@ -248,7 +292,7 @@ class Council:
         best = desk.view.best_lineage(mine if desk.ranks.holds else None, desk.ranks.committed)
         overtaken = mine is not None and desk.view.is_overtaken(mine)
         stays = mine is not None and not overtaken and best == mine.lineage.name
-        asks = None if stays or self._leaving else best
+        asks = None if stays or desk.is_leaving else best
         if asks != desk.asks:
             desk.asks = asks
             desk.beat()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.control.membership.actions import Action, Send, Tell
-from shoal.control.membership.generation import NEVER, Ballot, Generation
+from shoal.control.membership.generation import NEVER, Ballot, Generation, Ranks
 from shoal.control.membership.messages import Announce, Beat, Message
 from shoal.control.membership.ownranks import OwnRanks, Phase
 from shoal.control.membership.promises import Promises, Voter
@@ -28,7 +28,7 @@ class Desk:
         self.asks: Ballot | None = None
         self.passed: Generation | None = None
         self.unsure: set[int] = set()
-        self.alarm = self.formed = False
+        self.alarm = self.formed = self.is_leaving = self.is_ending = False
         self.inbox: list[Message] = []
         self.actions: list[Action] = []
         self._announced_at: dict[int, float] = {}
@@ -110,6 +110,26 @@ class Desk:
         more = set(self.ranks.numbers) > set(current.ranks_of(self.me))
         room = self.rules.most_ranks - current.world_size if len(current.members) < self.rules.max_nodes else 0
         return more or self.view.welcome(current, self.present(current), room)
+
+    def is_state_lost(self, last: Generation) -> bool:
+        """Whether no member of our last generation can have its state any more, as far as it is ours to say: a member
+        with a vote decides what follows, and one that was with the others for longer knows more."""
+        view = self.view
+        around = [beat for member, beat in view.beats.items() if view.usable(member)]
+        if any(beat.votes or (beat.generation is not None and beat.generation > last.id) for beat in around):
+            return False
+        return all(view.has_lost_state(member, last) for member in last.members if member != self.me)
+
+    def ready_to_recover(self, last: Generation) -> dict[int, Ranks]:
+        """Members without a state that have ranks, ourselves included, if no other can have it: every member of the
+        newest generation that any of them was in is gone or has lost it. Otherwise none."""
+        if not self.is_state_lost(last):
+            return {}
+        around = {member: beat for member, beat in self.view.beats.items() if self.view.usable(member)}
+        ready = {member: beat.ranks for member, beat in around.items() if beat.ranks and not beat.asks}
+        if self.ranks.phase is Phase.STOPPED and self.ranks.numbers:
+            ready[self.me] = self.ranks.numbers
+        return ready
 
     def _is_out(self, member: int, current: Generation) -> bool:
         view, beat = self.view, self.view.beats.get(member)

@@ -79,9 +79,16 @@ class Lineage(Plain):
         fork = Fork(lineage=self.name, generation=generation, step=step)
         return Lineage(name=name, forks=(*self.forks, fork)[-MOST_FORKS:])
 
+    def restart(self, name: Ballot, generation: Ballot) -> Lineage:
+        """A lineage that goes back to a checkpoint. Agents don't know of which step that is, nor of which lineage: what
+        it surely shares with each earlier one is nothing, which is never too much."""
+        branched = self.branch(name, generation, 0)
+        return Lineage(name=name, forks=tuple(fork.model_copy(update={"step": 0}) for fork in branched.forks))
+
 
 class Generation(Plain):
-    """`state` is what all members begin with; whoever has another one copies it from `source`."""
+    """`state` is what all members begin with; whoever has another one copies it from `source`. `recovers`: no member
+    has a state, and all begin with the newest checkpoint that one of them finds."""
 
     id: Ballot
     lineage: Lineage
@@ -89,6 +96,7 @@ class Generation(Plain):
     seats: Annotated[tuple[Seat, ...], Field(min_length=1, max_length=MOST_MEMBERS)]
     state: State
     source: Member
+    recovers: bool = False
 
     @property
     def members(self) -> tuple[int, ...]:

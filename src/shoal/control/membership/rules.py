@@ -14,7 +14,9 @@ class Rules:
     `answer_s`: how long a member that is there may take to stop its ranks and answer; `edge_s` the same where its ranks
     end their step first. `turn_s`: how long each member waits for the one before it to propose. `fork_after_s`: how
     long a connection that broke may take to be made again before somebody goes on as a lineage of its own.
-    `most_ranks`: every rank needs a sample of each batch.
+    `most_ranks`: every rank needs a sample of each batch. `recover_after_s`: how long members that have lost the state
+    wait for a silent member that may still have it, before they go back to a checkpoint; less than the time after which
+    an agent that reaches no state gives up (`launch.farewell`).
     """
 
     beat_s: float = 0.25
@@ -25,6 +27,7 @@ class Rules:
     edge_s: float = 60.0
     turn_s: float = 0.4
     fork_after_s: float = 0.3
+    recover_after_s: float = 45.0
     on_silent_tie: Literal["continue", "pause"] = "continue"
     min_nodes: int = 1
     max_nodes: int = 64

@@ -51,7 +51,17 @@ def admitted(after: Generation, me: int, name: Name) -> str:
     )
 
 
-def paused(why: str, present: Iterable[int], generation: Generation, name: Name, min_nodes: int) -> str:
+def recovering(after: Generation, me: int, name: Name) -> str:
+    alone = after.members == (me,)
+    return (
+        f"No machine has the training's state any more: {_all(after.members, name)} {'goes' if alone else 'go'} back "
+        f"to the newest checkpoint there, as generation {after.id.number}; the steps since then are done again."
+    )
+
+
+def paused(
+    why: str, present: Iterable[int], generation: Generation, name: Name, min_nodes: int, recover_after_s: float = 0.0
+) -> str:
     members = list(present)
     missing = [member for member in generation.members if member not in members]
     here = f"{_all(members, name) or 'This machine'} {'has' if len(members) < 2 else 'have'} paused"
@@ -60,8 +70,8 @@ def paused(why: str, present: Iterable[int], generation: Generation, name: Name,
         return f"{here}: fewer than the {min_nodes} machines asked for are left; {safe}."
     if why == "no state":
         return (
-            f"{here}: whoever had the state is gone ({_all(missing, name)}); bring one of them back, "
-            "or start from the last checkpoint with --resume."
+            f"{here}: no machine that answers has the training's state; {_all(missing, name)} may have it and cannot "
+            f"be heard. If none comes back within {recover_after_s:.0f} s, training goes on from the newest checkpoint."
         )
     return f"{here}: {_all(missing, name)} cannot be heard and may go on without us; {safe}."
 

@@ -97,7 +97,9 @@ def succeed(
     promises: Mapping[int, Promise],
     guests: Mapping[int, Guest],
     rules: Rules,
+    gives_up_state: bool = False,
 ) -> Outcome:
+    """`gives_up_state`: members that did not answer have had their time to come back with the state."""
     seats = _seats(base, promises, guests, rules)
     stay = frozenset(seat.member for seat in seats) & promises.keys()
     verdict = judge(electorate, frozenset(promises), rules.on_silent_tie)
@@ -109,12 +111,27 @@ def succeed(
         return Outcome(Verdict.PAUSE, why="min_nodes")
     best = _best(base, {member: promises[member] for member in stay})
     if best is None:
-        return Outcome(Verdict.PAUSE, why="no state")
+        if not gives_up_state and electorate.voters - electorate.away - promises.keys():
+            return Outcome(Verdict.PAUSE, why="no state")
+        return Outcome(Verdict.FORK, recover(base, ballot, seats), stay, len(stay))
     committed = max(promise.state.committed for promise in promises.values() if promise.state)
     successor = _generation(base, ballot, verdict, seats, best, committed)
     if verdict is Verdict.CONTINUE:
         return Outcome(verdict, successor, electorate.voters, electorate.quorum)
     return Outcome(verdict, successor, stay, len(stay))
+
+
+def recover(base: Generation, ballot: Ballot, seats: tuple[Seat, ...]) -> Generation:
+    """What follows when the state is lost: a lineage of its own, since committed steps are done again."""
+    return Generation(
+        id=ballot,
+        lineage=base.lineage.restart(ballot, base.id),
+        parent=base.id,
+        seats=seats,
+        state=State(step=0),
+        source=seats[0].member,
+        recovers=True,
+    )
 
 
 def _seats(

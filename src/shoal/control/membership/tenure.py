@@ -23,7 +23,8 @@ class Tenure:
         if desk.asks == generation.lineage.name:
             return True
         if current is None or not desk.voter.may_vote():
-            return False
+            # Without a state, a vote and a lineage to ask for there is nothing to lose by going back with the others.
+            return generation.recovers and desk.asks is None and not (desk.is_leaving or desk.is_ending)
         return generation.lineage.name == current.lineage.name or generation.parent == current.id
 
     def look_at(self, sender: int, generation: Generation) -> None:
@@ -43,9 +44,9 @@ class Tenure:
             self._account(before, generation, sought_s)
         desk.voter.enter(generation)
         # Others are to copy from us what we have lost since we promised it.
-        desk.alarm = generation.source == desk.me and not ranks.holds
+        desk.alarm = generation.source == desk.me and not ranks.holds and not generation.recovers
         # Whoever was let in has nothing to train on from before its copy has arrived; unless it missed nothing.
-        ranks.holds &= desk.asks is None or ranks.has(generation.state)
+        ranks.holds &= (desk.asks is None or ranks.has(generation.state)) and not generation.recovers
         ranks.phase, ranks.committed = Phase.TRAINING, generation.state.committed
         desk.unsure, desk.asks, desk.passed = set(), None, None
         desk.formed, desk.began_at = False, desk.now
@@ -67,6 +68,9 @@ class Tenure:
     def _account(self, before: Generation, after: Generation, sought_s: float) -> None:
         """What the user is told; and what our ledger gives up, where we change sides."""
         desk = self._desk
+        if after.recovers:
+            desk.say(sentences.recovering(after, desk.me, desk.name), after.id)
+            return
         if desk.asks is not None:
             self._give_up(before, after)
             desk.say(sentences.admitted(after, desk.me, desk.name), after.id)

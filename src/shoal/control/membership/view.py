@@ -38,6 +38,14 @@ class View:
     def has_resigned(self, member: int, generation: Generation) -> bool:
         return (member, generation.id) in self.resignations
 
+    def has_lost_state(self, member: int, generation: Generation) -> bool:
+        """By its own word, its connection's end, or because it came back without: not merely because it is silent."""
+        if self.watch.standing(member) is Standing.GONE or self.has_resigned(member, generation):
+            return True
+        beat = self.beats.get(member)
+        heard = self.watch.standing(member) is Standing.HERE
+        return heard and beat is not None and not (beat.votes and beat.holds)
+
     def is_elsewhere(self, member: int, generation: Generation) -> bool:
         """It is in another generation by now, or belongs to none any more."""
         beat = self.beats.get(member)

@@ -40,6 +40,10 @@ class Fence(Protocol):
     def moved(self, step: int) -> None:
         """The state that others may go on from is that of `step`, forward or back."""
 
+    def replacing(self, step: int) -> AbstractContextManager[None]:
+        """Around the local swap to another rank's state, which is that of `step`. Raises before anything is changed
+        when the generation is over: what was reported of the old state then still holds."""
+
     def lose_state(self) -> None:
         """Another one is about to be written over it: until it has `moved`, there is none to go on from."""
 
@@ -60,6 +64,9 @@ class OpenFence:
 
     def moved(self, step: int) -> None:
         pass
+
+    def replacing(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def lose_state(self) -> None:
         pass
@@ -114,6 +121,15 @@ class GenerationFence:
             was_holding, self._holds = self._holds, False
             yield
             self._step, self._holds = step, was_holding
+
+    @contextmanager
+    def replacing(self, step: int) -> Iterator[None]:
+        with self._changed:
+            self._refuse()
+            # A swap that fails in the middle leaves a replica of no step at all.
+            self._holds = False
+            yield
+            self.moved(step)
 
     def moved(self, step: int) -> None:
         with self._changed:

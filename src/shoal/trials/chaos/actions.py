@@ -43,6 +43,14 @@ class KillRank(Action):
         return self
 
 
+class KillSourceInCopy(Action):
+    """The rank whose state others copy, when the next copy since the action before has begun; an action before this one
+    has to bring it about, and a slow link make it last."""
+
+    do: Literal["kill-source-in-copy"] = "kill-source-in-copy"
+    within_s: Seconds = 90.0
+
+
 class KillAgent(Action):
     """Its ranks die with it."""
 
@@ -206,6 +214,7 @@ class Command(Action):
 
 AnyAction = Annotated[
     KillRank
+    | KillSourceInCopy
     | KillAgent
     | KillNode
     | KillRun

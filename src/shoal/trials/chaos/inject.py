@@ -20,7 +20,7 @@ from shoal.cluster.lab import changes
 from shoal.cluster.lab.changes import Change
 from shoal.cluster.lab.spec import Link
 from shoal.errors import LabError
-from shoal.events import EventLog
+from shoal.events import EventLog, EventTail
 from shoal.launch.found import AGENT, Found, find, find_keeper
 from shoal.runfolder import RunFolder
 from shoal.trials.chaos import actions
@@ -37,6 +37,8 @@ from shoal.units import parse_rate
 Deed = Callable[[], object]
 _COMMAND_S = 120.0
 _AGAIN_S = 0.3
+_POLL_S = 0.01
+_LOOK_AGAIN_S = 1.0
 
 
 class Silent:
@@ -51,6 +53,7 @@ class Injector:
     def __init__(self, name: str, run: RunFolder, ground: Ground, draw: random.Random) -> None:
         self._name, self._run, self._ground, self._draw = name, run, ground, draw
         self._log: EventLog | None = None
+        self._last_at = 0.0
         self.answers: list[Answer] = []
         self.joined: list[subprocess.Popen[bytes]] = []
 
@@ -58,7 +61,7 @@ class Injector:
         """What was done, and when: the line that the run folder gets, too."""
         deed = self._prepare(action)
         fields = {"scenario": self._name, "fault": describe(action), **action.model_dump(exclude_none=True)}
-        at = round(time.time(), 6)
+        at = self._last_at = round(time.time(), 6)
         deed()
         event = {"event": "injected", "time": at, "done": round(time.time(), 6), **fields}
         self._write(event)
@@ -82,6 +85,8 @@ class Injector:
         match action:
             case actions.KillRank(rank=rank, node=node, signal=name):
                 return self._signal(_rank_of(self._run.path, rank, node), f"SIG{name}")
+            case actions.KillSourceInCopy(within_s=within_s):
+                return self._signal(self._source_in_copy(within_s), "SIGKILL")
             case actions.KillNode(node=node, silent=False):
                 return self._kill_all(node)
             case actions.KillRun():
@@ -119,6 +124,23 @@ class Injector:
             case _:
                 change = _change(action)
                 return lambda: self._ground.need_lab().perform(change)
+
+    def _source_in_copy(self, within_s: float) -> Found:
+        """The sending rank, once a receiving one has written that a copy begins. To find processes takes a while, so
+        they are looked for before."""
+        tails: dict[Path, EventTail] = {}
+        deadline = time.monotonic() + within_s
+        ranks: list[Found] = []
+        looked_at = 0.0
+        while time.monotonic() < deadline:
+            if time.monotonic() - looked_at > _LOOK_AGAIN_S:
+                ranks, looked_at = find(self._run.path), time.monotonic()
+            for path in self._run.event_files().values():
+                for event in tails.setdefault(path, EventTail(path)).poll():
+                    if event.get("event") == "copy" and float(event["time"]) > self._last_at:
+                        return _oldest(ranks, f"rank-{event['source']}")
+            time.sleep(_POLL_S)
+        raise LabError(f"no copy began within {within_s:g} s", why="no rank came back, or none was behind")
 
     def _signal(self, found: Found, name: str, times: int = 1) -> Deed:
         def deed() -> None:
@@ -225,6 +247,12 @@ def _rank_of(run: Path, rank: int | None, node: str | None) -> Found:
     return _need(
         min(wanted, key=lambda found: found.started_at, default=None), f"rank {rank}" if node is None else node
     )
+
+
+def _oldest(ranks: list[Found], part: str) -> Found:
+    """The rank itself and not a process it started."""
+    wanted = (found for found in ranks if found.part == part)
+    return _need(min(wanted, key=lambda found: found.started_at, default=None), part)
 
 
 def _agent_of(run: Path, node: str) -> Found:
