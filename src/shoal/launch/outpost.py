@@ -143,15 +143,23 @@ class Freight:
             # No further than it is now: a rank that prints faster than the link carries must not starve the others.
             with path.open("rb") as file:
                 left = path.stat().st_size - file.seek(self._sent.get(name, 0))
-                while left > 0 and (piece := file.read(min(left, _PIECE))):
+                while left > 0 and (piece := _whole_lines(path, file.read(min(left, _PIECE)))):
                     self._put(name, self._sent.get(name, 0), piece)
                     self._sent[name] = self._sent.get(name, 0) + len(piece)
+                    file.seek(self._sent[name])
                     left -= len(piece)
 
     def _files(self) -> Iterator[Path]:
         for pattern in self._patterns:
             yield from sorted(path for path in self._run.path.glob(pattern) if path.is_file())
         yield from self._last
+
+
+def _whole_lines(path: Path, piece: bytes) -> bytes:
+    """Of a file of records: half a line, which a killed rank leaves, is cut off by the next writer of the file."""
+    if path.suffix != ".jsonl" or (len(piece) == _PIECE and b"\n" not in piece):
+        return piece
+    return piece[: piece.rfind(b"\n") + 1]
 
 
 def _put_piece(name: str, offset: int, piece: bytes) -> None:

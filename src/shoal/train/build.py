@@ -27,6 +27,7 @@ from shoal.sync.outer import EveryStep
 from shoal.sync.replicas import all_agree, copy_from
 from shoal.sync.timer import StepTimer, WholeStepTimer
 from shoal.sync.world import World
+from shoal.train.books import mend_ledger
 from shoal.train.checkpoint import CheckpointFolder, Progress
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import describe_exchanges, make_exchanges
@@ -88,6 +89,7 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool) -> N
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage)
+        mend_ledger(trainer, run.commits)
     trainer.tended_step = trainer.progress.step
     trainer.compute = _tune(trainer, run if resume else None)
 
