@@ -36,6 +36,7 @@ class RunFolder:
                     fix=f"choose another --out, or continue that run: shoal train --resume {shlex.quote(str(path))}",
                 )
             (path / "events").mkdir()
+            sync_path(path.parent)
         except OSError as error:
             raise UsageError(
                 f"cannot create the output folder {path}: {error.strerror}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,7 +109,8 @@ def deal_batches(config: Config, run: RunFolder, world: World, dealt: Deal) -> B
 def announce(trainer: Trainer, run: RunFolder, **process: object) -> None:
     """That this rank begins, and with what."""
     recorder, world, shard = trainer.recorder, trainer.world, describe_shard(trainer, run)
-    recorder.event("start", **process, **describe_start(trainer))
+    digest = hashlib.sha256(run.config.read_bytes()).hexdigest()
+    recorder.event("start", **process, **describe_start(trainer), config_sha256=digest)
     recorder.event("shard", **shard)
     with contextlib.suppress(OSError):
         # A full disk must not end a training because its log cannot grow.
