@@ -5,27 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shoal.events import EventLog, FileMark, FileMarker, Unreadable, has_mark, read_events
 from tests.programs import read_jsonl
-
-
-@contextlib.contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
-    """The kernel writes a part of what crosses the limit and refuses the rest, as it does on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.runs_checks import no_file_beyond
 
 
 def numbers(path: Path) -> list[int]:
