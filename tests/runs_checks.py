@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -71,3 +72,14 @@ def front(folder: Path, *words: str | Path) -> Iterator[Front]:
         if started.process.poll() is None:
             started.process.kill()
             started.process.wait()
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """The kernel writes a part of what crosses the limit and refuses the rest, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

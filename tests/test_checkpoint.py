@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
 import time
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.optim import AdamW
 
+from shoal.config.load import build_config, to_toml
 from shoal.config.schema import ModelConfig
+from shoal.data.tokenizer import build_tokenizer, save_tokenizer
 from shoal.errors import CheckpointError
+from shoal.events import FileMark
 from shoal.model.gpt import GPT
+from shoal.runfolder import RunFolder
+from shoal.sync.world import World
+from shoal.train import resume
 from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress, read_checkpoint
 from shoal.train.part import read_part, write_part
+from shoal.train.sample import write_sentences
 from shoal.train.state import load_moments, load_weights, moments, weights
-from tests.harness import FORKSERVER
+from tests.harness import FORKSERVER, run_ranks
 
 SHAPE = ModelConfig(layers=1, heads=1, width=8, seq_len=4, vocab_size=11)
 
@@ -273,3 +286,104 @@ def save_for_ever(path: Path, step: int) -> None:
 
 def newest(path: Path) -> int:
     return max((int(found.name[5:13]) for found in path.glob("step-????????")), default=0)
+
+
+# Nothing is left to chance when the power fails or the process is killed.
+
+
+def test_all_is_on_disk_before_the_name_is(folder: CheckpointFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def fsync(fd: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().relative_to(tmp_path)}")
+        sync(fd)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
+    model, optimizer = trained()
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    folder.begin(3)
+    folder.complete(Checkpoint(Progress(3, 30), weights(model), moments(model, optimizer)), ledger=FileMark(7, "ab"))
+    hidden = "checkpoints/.step-00000003.tmp"
+    files = ("model.safetensors", "optimizer.safetensors", "state.json", "ledger.json", "manifest.json")
+    place = done.index("rename .step-00000003.tmp step-00000003")
+    assert {f"sync {hidden}/{name}" for name in files} | {f"sync {hidden}"} <= set(done[:place])
+    assert done[place + 1 :] == ["sync checkpoints"]
+    mark = json.loads((tmp_path / "checkpoints" / "step-00000003" / "ledger.json").read_text())
+    assert mark == {"size": 7, "sha256": "ab"}
+
+
+@pytest.mark.parametrize("broken_at", [".step-00000003.tmp", "step-00000003"])
+def test_with_one_checkpoint_kept_a_kill_between_two_renames_leaves_it(
+    tmp_path: Path, monkeypatch: Any, broken_at: str
+) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    save(folder, 3)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == broken_at:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, 3)
+    monkeypatch.undo()
+    again = CheckpointFolder(tmp_path, keep=1)
+    assert again.load_latest().progress.step == 3
+    save(again, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_by_its_sums_the_newest_whole_one_is_named(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(folder, step)
+    newest = tmp_path / "step-00000002" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"!")
+    told: list[str] = []
+    found = folder.newest_whole(lambda error: told.append(error.seen))
+    assert found == Progress(1, 10)
+    assert told == [f"{newest} is damaged: its SHA-256 is not the one written"]
+    assert (tmp_path / "step-00000002.corrupt").is_dir()
+
+
+def choose(world: World, folders: Path) -> tuple[int, int]:
+    """Two machines: the first one's checkpoint of step 3 is damaged, and it has one of step 1; the second has one of
+    step 2."""
+    own = CheckpointFolder(folders / str(world.rank), keep=3)
+    for step in (1, 3) if world.rank == 0 else (2,):
+        save(own, step)
+    if world.rank == 0:
+        (folders / "0" / "step-00000003" / "optimizer.safetensors").write_bytes(b"damaged")
+    trainer: Any = SimpleNamespace(
+        world=replace(world, keeps_files=True), recorder=SimpleNamespace(warn=lambda error: None)
+    )
+    source, kept = resume._choose(trainer, own, "")
+    return source, kept[source].progress.step
+
+
+def test_a_damaged_checkpoint_does_not_hide_another_machines_good_one(tmp_path: Path) -> None:
+    assert run_ranks(choose, 2, tmp_path, tmp_path) == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("prompt", "begins"), [("", ""), ("sea", "sea")])
+def test_a_model_of_a_text_without_line_ends_writes_sentences(tmp_path: Path, prompt: str, begins: str) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    tokenizer = build_tokenizer("char", "she sells sea shells", bpe_vocab=300)
+    shape = ("layers=1", "heads=1", "width=8", "seq_len=4", f"vocab_size={tokenizer.vocab_size}")
+    config = build_config(sets=[f"model.{each}" for each in shape])
+    run.config.write_text(to_toml(config), encoding="utf-8")
+    save_tokenizer(tokenizer, run.tokenizer)
+    state = Checkpoint(Progress(1, 1), weights(GPT(config.model)), {})
+    CheckpointFolder(run.checkpoints, keep=1).save(state)
+    options = Namespace(prompt=prompt, count=3, length=6, temperature=1.0, seed=1)
+    sentences = write_sentences(run, options)
+    assert [len(each) for each in sentences] == [len(prompt) + 6] * 3
+    assert all(each.startswith(begins) and set(each) <= set("she sells sea shells") for each in sentences)

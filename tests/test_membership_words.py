@@ -12,6 +12,7 @@ from shoal.control.membership.promisefile import PromiseFile
 from shoal.control.membership.promises import Record, Voter
 from shoal.control.membership.sentences import Change
 from shoal.errors import ControlError
+from tests.runs_checks import no_file_beyond
 
 
 def seats(*members: int) -> tuple[Seat, ...]:
@@ -34,6 +35,19 @@ def test_votes_are_found_again(tmp_path: Path) -> None:
     assert voter.promise(Ballot(4, 2))
     assert Voter(PromiseFile(path)).record == voter.record
     assert [entry.name for entry in tmp_path.iterdir()] == ["votes.json"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 30])
+def test_a_vote_that_was_written_in_part_is_not_given(tmp_path: Path, size: int) -> None:
+    """A full disk takes a part of a write without an error."""
+    path = tmp_path / "votes.json"
+    voter = Voter(PromiseFile(path))
+    voter.enter(FIRST)
+    before = path.read_bytes()
+    with no_file_beyond(size), pytest.raises(OSError, match="File too large"):
+        voter.promise(Ballot(4, 2))
+    assert path.read_bytes() == before
+    assert Voter(PromiseFile(path)).record == voter.record
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"highest": -1}', '{"unknown": 1}', "[]"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from shoal.control.membership.generation import Ballot
@@ -108,3 +109,49 @@ def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
 def test_a_long_ledger_comes_in_pieces(tmp_path: Path) -> None:
     whole, brought = run_ranks(bring, 2, tmp_path, tmp_path)
     assert brought == whole
+
+
+def test_in_a_shared_folder_a_machine_counts_only_its_own_steps(tmp_path: Path) -> None:
+    """It would otherwise be told that the others' steps are abandoned when it comes back."""
+    both = [record(step, "1-0") | {"members": [0, 1]} for step in (1, 2, 3)]
+    alone = [record(step, "2-0", "2-0") | {"members": [0]} for step in range(4, 112)]
+    path = write(tmp_path / "commits.jsonl", *both, *alone)
+    assert ledger.last_step(path) == 111
+    assert [ledger.last_step(path, rank) for rank in (0, 1, 2)] == [111, 3, 0]
+
+
+def test_what_a_copy_lacks_is_named_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in (1, 2, 5, 9)))
+    assert ledger.lacking(path, 10) == [(3, 4), (6, 8), (10, 10)]
+    assert ledger.lacking(path, 5) == [(3, 4)]
+    ledger.record_holes(path, 0, [(3, 4)])
+    assert ledger.lacking(path, 10) == [(6, 8), (10, 10)]
+    assert ledger.lacking(tmp_path / "none", 2) == [(1, 2)]
+
+
+def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int], list[Any], list[str]]:
+    """A run resumed from step 10; each machine's ledger was cut to so many lines."""
+    path = folder / f"commits-{world.rank}.jsonl"
+    write(path, *[record(step, "1-0") for step in range(1, 11)][: sizes[world.rank]])
+    told: list[str] = []
+    recorder = SimpleNamespace(warn=lambda error: told.append(error.seen))
+    progress = SimpleNamespace(step=10)
+    trainer: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
+    books.mend_ledger(trainer, path)
+    records = read_jsonl(path)
+    holes = [each["hole"] for each in records if "hole" in each]
+    return [each["step"] for each in records if "step" in each], holes, told
+
+
+def test_a_ledger_that_was_cut_is_filled_in_from_another_machine(tmp_path: Path) -> None:
+    whole = (list(range(1, 11)), [], [])
+    assert run_ranks(mend, 2, tmp_path, tmp_path, (10, 4)) == [whole, whole]
+    assert run_ranks(mend, 2, tmp_path, tmp_path, (0, 10)) == [whole, whole]
+
+
+def test_what_no_machine_has_is_a_hole_and_the_user_is_told(tmp_path: Path) -> None:
+    for steps, holes, told in run_ranks(mend, 2, tmp_path, tmp_path, (4, 7)):
+        assert (steps, holes) == (list(range(1, 8)), [[8, 10]])
+        assert "lacks the lines of the steps 8 to 10, which the checkpoint of step 10 has behind it" in told[0]
+    report = check_ledger(read_jsonl(tmp_path / "commits-0.jsonl"))
+    assert (report.ok, report.last, report.holes) == (False, 7, [(8, 10)])

@@ -1,54 +1,158 @@
 """Events: one JSON line each, appended by one process to a file of its own.
 
-A line is one `write` on a descriptor opened for appending, so a reader never sees half of one from a live writer; a
-process killed in mid-write may leave a torn last line, and `read_events` passes over it.
+A line is one `write` on a descriptor opened for appending, so a reader never sees half of one from a live writer. A
+process killed in mid-write, or a power cut, may leave a torn last line: `read_events` passes over it, and the next
+writer of the file cuts it off. A line that cannot be written is kept in memory and written later.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import hashlib
 import json
 import math
 import os
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
 
+# Lines kept while a file cannot be written: some 15 MB of a ledger, 40 MB of a rank's events. At ten steps a second
+# that is nearly three hours of a full disk.
+MOST_KEPT = 100_000
+# How long `flush` tries at the end of a run before it gives up.
+FLUSH_S = 10.0
+_RETRY_S = 0.2
+_BLOCK_BYTES = 1 << 18
+# A reader of a live file may see half of a line for a moment: only what stays torn is cut off.
+_TORN_S = 0.05
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+# Logs with lines that wait to be written: a process that ends without closing them still tries.
+_waiting: set[EventLog] = set()
+
+
+def _to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"shoal: {text}\n")
+
 
 class EventLog:
-    """The one writer of one event file.
+    """Appends records to one file, in order.
 
-    A full or vanished disk must not end a training that could still checkpoint elsewhere: a failed append is reported
-    once on stderr and the event is dropped. `private`: only its owner can read the file, from its first moment on.
+    A full disk must not end a training, and must not lose a line either. A line that cannot be written is kept (at most
+    `most_kept`, then the oldest are dropped) and written before the next one. `tell` gets a sentence when writing
+    fails and another one when it works again. `private`: only its owner can read the file, from its first moment on.
     """
 
-    def __init__(self, path: Path, rank: int, private: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        tell: Callable[[str], None] = _to_stderr,
+        most_kept: int = MOST_KEPT,
+        private: bool = False,
+    ) -> None:
         self.path = path
+        self.dropped = 0
+        self._lock = threading.RLock()
+        self._delayed = 0
         self._rank = rank
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if private else 0o644)
-        if private:
-            # One that was there before, and whose mode was changed.
-            os.fchmod(self._fd, 0o600)
-        self._complained = False
-        self._end_torn_line()
+        self._tell = tell
+        self._most_kept = most_kept
+        self._private = private
+        self._kept: deque[bytes] = deque()
+        self._failed: OSError | None = None
+        self._fd: int | None = None
+        # Bytes of half a line that are in the file and could not be cut off.
+        self._is_torn = False
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._fail(error)
 
     def write(self, event: str, **fields: Any) -> None:
         record = {"event": event, "rank": self._rank, "time": round(time.time(), 6), **fields}
         self.append(record)
 
     def append(self, record: Event) -> None:
-        self._put((json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
+        line = (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+        with self._lock:
+            self._kept.append(line)
+            if not self.retry():
+                self._delayed += 1
+
+    def retry(self) -> bool:
+        """Writes what was kept, if that can be done now; whether nothing is left to write."""
+        if not self._kept and self._failed is None:
+            return True
+        with self._lock:
+            return self._write_kept()
+
+    @property
+    def kept(self) -> int:
+        """Lines that wait to be written."""
+        return len(self._kept)
+
+    @property
+    def missing(self) -> int:
+        """Lines that are not in the file and should be."""
+        return len(self._kept) + self.dropped
+
+    def flush(self, timeout_s: float = FLUSH_S) -> int:
+        """Tries for a while to write what was kept; returns how many lines are missing from the file."""
+        deadline = time.monotonic() + timeout_s
+        while not self.retry() and time.monotonic() < deadline:
+            time.sleep(_RETRY_S)
+        return self.missing
+
+    def sync(self) -> None:
+        """Returns when the file, and its name in the folder, would survive a power cut; raises OSError otherwise."""
+        if not self.retry():
+            raise self._failed or OSError(errno.EIO, "lines are not written yet", str(self.path))
+        if self._fd is not None:
+            os.fsync(self._fd)
+            sync_path(self.path.parent)
+
+    def cut_torn_line(self) -> None:
+        """Removes half a line at the end of the file, which another process left when it was killed.
+
+        Cut off instead of ended by a line's end: `shoal verify` counts lines that cannot be read.
+        """
+        if self._fd is None:
+            return
+        with contextlib.suppress(OSError):
+            size, torn = _torn_end(self.path)
+            if torn:
+                time.sleep(_TORN_S)
+                if _torn_end(self.path) == (size, torn):
+                    os.ftruncate(self._fd, size - torn)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Tries for a while to write what was kept, and says what is lost otherwise."""
+        self.flush()
+        _waiting.discard(self)
+        if self.missing:
+            self._tell(f"{self.path} lacks {self.missing} lines that could not be written: {_reason(self._failed)}")
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def is_removed(self) -> bool:
         """Whether the file was deleted or replaced: what is written now, no reader will find."""
+        if self._fd is None:
+            return False
         try:
             there, own = self.path.stat(), os.fstat(self._fd)
         except (FileNotFoundError, NotADirectoryError):
@@ -57,40 +161,186 @@ class EventLog:
             return False
         return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 
-    def _put(self, line: bytes) -> None:
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self._private else 0o644)
+        if self._private:
+            # One that was there before, and whose mode was changed.
+            os.fchmod(self._fd, 0o600)
+        self.cut_torn_line()
+
+    def _write_kept(self) -> bool:
+        """Whether nothing is left to write."""
         try:
-            os.write(self._fd, line)
+            while self._kept:
+                self._write_block()
         except OSError as error:
-            self._complain(error)
+            self._fail(error)
+            return False
+        if self._failed is not None:
+            self._failed, delayed = None, self._delayed
+            self._delayed = 0
+            _waiting.discard(self)
+            lost = f"; {self.dropped:,} older ones are lost" if self.dropped else ""
+            self._tell(
+                f"writing {self.path} works again; {delayed - self.dropped:,} lines were kept and are written{lost}"
+            )
+        return True
 
-    def _end_torn_line(self) -> None:
-        """A resumed run appends to the file of a killed one: its half line must not swallow our first."""
-        size = os.fstat(self._fd).st_size
-        if not size:
-            return
-        with self.path.open("rb") as file:
-            file.seek(size - 1)
-            torn = file.read(1) != b"\n"
-        if torn:
-            self._put(b"\n")
+    def _write_block(self) -> None:
+        """As many of the kept lines as fit into one write; raises OSError where not all of them could be written."""
+        if self._fd is None:
+            self._open()
+        assert self._fd is not None  # noqa: S101 - _open sets it or raises
+        lines: list[bytes] = []
+        size = 0
+        for line in self._kept:
+            if lines and size + len(line) > _BLOCK_BYTES:
+                break
+            lines.append(line)
+            size += len(line)
+        start = b"\n" if self._is_torn else b""
+        written = os.write(self._fd, start + b"".join(lines))
+        if written >= len(start):
+            self._is_torn = False
+        left = max(0, written - len(start))
+        for line in lines:
+            if left < len(line):
+                break
+            left -= len(line)
+            self._kept.popleft()
+        if written < len(start) + size:
+            # The disk took a part of the block: half a line must not stay in front of what comes next.
+            if left:
+                self._take_back(left)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def _complain(self, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"shoal: cannot write {self.path}: {error.strerror}; events are lost from here on\n")
+    def _take_back(self, count: int) -> None:
+        """Cuts off the bytes that were just written, unless another process has appended behind them."""
+        assert self._fd is not None  # noqa: S101 - something was written
+        self._is_torn = True
+        with contextlib.suppress(OSError):
+            end = os.lseek(self._fd, 0, os.SEEK_CUR)
+            if os.fstat(self._fd).st_size == end:
+                os.ftruncate(self._fd, end - count)
+                self._is_torn = False
+
+    def _fail(self, error: OSError) -> None:
+        is_news, self._failed = self._failed is None, error
+        _waiting.add(self)
+        if is_news:
+            self._tell(
+                f"cannot write {self.path}: {_reason(error)}; its lines are kept in memory and written later, "
+                f"up to {self._most_kept:,} of them"
+            )
+        while len(self._kept) > self._most_kept:
+            self._kept.popleft()
+            self.dropped += 1
+            if self.dropped == 1:
+                self._tell(f"{self.path} could not be written for too long: its oldest lines are dropped from now on")
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """Every whole record of a file, in order; what `parse_event` refuses is passed over."""
-    schema, cutter = schema_of(path), LineCutter(LONGEST_EVENT)
+@atexit.register
+def _flush_waiting() -> None:
+    for log in tuple(_waiting):
+        log.close()
+
+
+def _reason(error: OSError | None) -> str:
+    return (error.strerror or str(error)) if error is not None else "unknown"
+
+
+def _torn_end(path: Path) -> tuple[int, int]:
+    """The size of a file, and how many bytes stand behind its last line's end."""
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        size = position = file.seek(0, os.SEEK_END)
+        while position:
+            begin = max(0, position - _BLOCK_BYTES)
+            file.seek(begin)
+            place = file.read(position - begin).rfind(b"\n")
+            if place >= 0:
+                return size, size - (begin + place + 1)
+            position = begin
+        return size, size
+
+
+def sync_path(path: Path) -> None:
+    """Returns when the file's bytes, or the folder's names, would survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class FileMark:
+    """How long an append-only file was at some moment, and the SHA-256 of these bytes."""
+
+    size: int
+    sha256: str
+
+
+class FileMarker:
+    """Marks a file that grows, reading each byte once however often it is asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def mark(self) -> FileMark:
+        """Of the whole lines that the file has now."""
+        size, torn = _torn_end(self._path) if self._path.exists() else (0, 0)
+        if size - torn < self._size:
+            self._hash, self._size = hashlib.sha256(), 0
+        if size - torn > self._size:
+            with self._path.open("rb") as file:
+                file.seek(self._size)
+                while (left := size - torn - self._size) and (block := file.read(min(left, _BLOCK_BYTES))):
+                    self._hash.update(block)
+                    self._size += len(block)
+        return FileMark(self._size, self._hash.hexdigest())
+
+
+def has_mark(path: Path, mark: FileMark) -> bool:
+    """Whether the file still begins with the bytes that were marked."""
+    value, left = hashlib.sha256(), mark.size
+    try:
+        with path.open("rb") as file:
+            while left and (block := file.read(min(left, _BLOCK_BYTES))):
+                value.update(block)
+                left -= len(block)
+    except FileNotFoundError:
+        return mark.size == 0
+    return not left and value.hexdigest() == mark.sha256
+
+
+@dataclass
+class Unreadable:
+    """Counts the lines of a file that are no records."""
+
+    lines: int = 0
+
+
+def read_events(path: Path, unreadable: Unreadable | None = None) -> Iterator[Event]:
+    """Every whole record of a file, in order; what `parse_event` refuses is passed over, and counted in `unreadable`."""
+    schema = schema_of(path)
+    for line in _read_lines(path):
+        if (event := parse_event(line, schema)) is not None:
+            yield event
+        elif unreadable is not None:
+            unreadable.lines += 1
+
+
+def _read_lines(path: Path) -> Iterator[bytes]:
+    cutter = LineCutter(LONGEST_EVENT)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
             for line, _ in cutter.feed(block):
-                if (event := parse_event(line, schema)) is not None:
-                    yield event
-    if (event := parse_event(cutter.rest(), schema)) is not None:
-        yield event
+                yield line
+    if rest := cutter.rest():
+        yield rest
 
 
 def read_last_events(path: Path, most_bytes: int) -> list[Event]:
@@ -291,7 +541,6 @@ class LineCutter:
         self._returned = self.is_overwritten = False
 
 
-_BLOCK = 1 << 20
 # Of what a rank prints; nobody reads more of one line.
 LONGEST_LINE = 1 << 20
 # Of an event; ours have some kilobytes.
@@ -342,7 +591,7 @@ class LineTail:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                while block := file.read(_BLOCK):
+                while block := file.read(_BLOCK_BYTES):
                     yield block
         except (FileNotFoundError, NotADirectoryError):
             return

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import ControlError, DataError, RunFailed, UsageError
-from shoal.events import Event, read_events
+from shoal.events import Event, read_events, sync_path
 
 _EVENTS = re.compile(r"rank-(\d+)\.jsonl")
 _STATE = re.compile(r"state-rank-(\d+)\.safetensors")
@@ -77,6 +77,7 @@ class RunFolder:
                     fix=f"choose another --out, or continue that run: shoal train --resume {shlex.quote(str(path))}",
                 )
             (path / "events").mkdir()
+            sync_path(path.parent)
         except OSError as error:
             raise UsageError(
                 f"cannot create the output folder {path}: {error.strerror}",
@@ -325,11 +326,21 @@ def _enter(at: int, part: str, make: bool) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of either."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """A reader sees the old file or the new one, never half of either; after a power cut, too."""
+    write_durably(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}"), 0o666)
+
+
+def write_durably(path: Path, content: bytes, temporary: Path, mode: int) -> None:
+    """Replaces a file as a whole. Returns when that would survive a power cut; raises OSError where a byte could not
+    be written, and then the old file is still there."""
     try:
-        temporary.write_text(text, encoding="utf-8")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
+        sync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -64,6 +64,8 @@ def print_list(scenarios: Sequence[Scenario]) -> None:
 
 
 def where(scenario: Scenario) -> str:
+    if scenario.cuts_power:
+        return f"local:{scenario.nodes}"
     return f"lab:{scenario.nodes}" if scenario.needs_lab else f"lab:{scenario.nodes}, local:{scenario.nodes}"
 
 

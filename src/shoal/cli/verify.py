@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from shoal.cli.output import print_json, stdout_console
 from shoal.config.load import load_config
 from shoal.errors import ShoalError
-from shoal.report.finish import finish, read_commits
-from shoal.report.ledger import Fork, LedgerReport, check_ledger
-from shoal.report.replicas import ReplicaReport, judge_replicas
+from shoal.report.finish import finish
+from shoal.report.ledger import Fork, LedgerReport
+from shoal.report.replicas import ReplicaReport
+from shoal.report.verify import Verdict, verify_run
 from shoal.report.wording import count, join
 from shoal.runfolder import RunFolder
 
@@ -25,53 +28,74 @@ def verify(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
-    """Do all replicas agree, bit for bit? Was every sample used exactly once?
+    """Do all replicas agree, bit for bit? Was every sample used exactly once? Do all files of the run tell the same?
 
-    Exit code 0 when they do, 1 when they don't.
+    Ledger, events, checkpoints, final states, settings and manifest are compared with each other. A run that is not
+    finished is verified so far. Exit code 0 when all that could be checked agrees, 1 when something does not.
     """
     folder = RunFolder.open(run)
-    replicas = judge_replicas(folder)
-    ledger = check_ledger(read_commits(folder))
-    with contextlib.suppress(ShoalError):
-        # A read-only folder can be verified too; the verdict is then only printed.
-        finish(folder, replicas)
+    verdict = verify_run(folder)
+    if not any(finding.file == folder.manifest.name for finding in verdict.findings):
+        with contextlib.suppress(ShoalError):
+            # A read-only folder can be verified too; the verdict is then only printed.
+            finish(folder, verdict.replicas)
     if json:
-        print_json({**replicas.model_dump(mode="json"), "ledger": ledger.model_dump(mode="json")})
+        replicas = verdict.replicas.model_dump(mode="json") if verdict.replicas else {}
+        print_json({**replicas, **verdict.model_dump(mode="json", exclude={"replicas"})})
     else:
-        _print(replicas, ledger, load_config(folder.config).data.sharding)
-    if not (replicas.byte_equivalent and ledger.ok):
+        _print(verdict, _sharding(folder))
+    if not verdict.ok:
         raise typer.Exit(1)
 
 
-def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None:
+def _sharding(folder: RunFolder) -> str:
+    try:
+        return load_config(folder.config).data.sharding
+    except ShoalError:
+        return "cursor"
+
+
+def _print(verdict: Verdict, sharding: str) -> None:
     console = stdout_console()
-    if replicas.byte_equivalent:
+    if verdict.replicas is not None:
+        for text in replicas_verdict(verdict.replicas):
+            console.print(text, soft_wrap=True)
+    elif verdict.status != "finished":
         console.print(
-            f"[green]identical[/]: {count(replicas.ranks, 'replica')}{_tensors(replicas)}, equal to the bit "
-            f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})",
+            f"[yellow]{verdict.status}[/]: verified so far, up to step {verdict.step}; final states are compared when "
+            "the run has finished",
             soft_wrap=True,
         )
+    console.print(ledger_verdict(verdict.ledger, sharding), soft_wrap=True)
+    for fork in verdict.ledger.forked:
+        console.print(fork_verdict(fork), soft_wrap=True)
+    for finding in verdict.findings:
+        how = "[red]wrong[/]" if finding.is_wrong else "[yellow]not checked[/]"
+        console.print(f"{how}: {escape(finding.file)}: {escape(finding.text)}", soft_wrap=True)
+
+
+def replicas_verdict(replicas: ReplicaReport) -> Iterator[str]:
+    if replicas.byte_equivalent:
+        yield (
+            f"[green]identical[/]: {count(replicas.ranks, 'replica')}{_tensors(replicas)}, equal to the bit "
+            f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})"
+        )
     elif replicas.tensors is None:
-        console.print(
+        yield (
             f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
-            f"{min(replicas.digests)} by digest; the states are on the machines that wrote them",
-            soft_wrap=True,
+            f"{min(replicas.digests)} by digest; the states are on the machines that wrote them"
         )
     else:
         nearness = "within 1e-5" if replicas.equal else "not even within 1e-5"
-        console.print(
+        yield (
             f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
             f"{min(replicas.digests)}, first in {replicas.first_difference}; largest difference "
-            f"{replicas.max_abs_diff:.3g}, {nearness}",
-            soft_wrap=True,
+            f"{replicas.max_abs_diff:.3g}, {nearness}"
         )
     if replicas.left_out:
-        console.print(left_out_remark(replicas.left_out), soft_wrap=True)
+        yield left_out_remark(replicas.left_out)
     if replicas.elsewhere:
-        console.print(elsewhere_remark(replicas.elsewhere), soft_wrap=True)
-    console.print(ledger_verdict(ledger, sharding), soft_wrap=True)
-    for fork in ledger.forked:
-        console.print(fork_verdict(fork), soft_wrap=True)
+        yield elsewhere_remark(replicas.elsewhere)
 
 
 def elsewhere_remark(ranks: list[int]) -> str:
@@ -107,8 +131,22 @@ def ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
         f"twice, {count(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
-        f"{history_of(ledger)}"
+        f"{_lost_steps(ledger)}{history_of(ledger)}"
     )
+
+
+def _lost_steps(ledger: LedgerReport) -> str:
+    """Which steps nothing can be said of, and which samples are out of place."""
+    parts = [
+        f"the lines of step {_spans(ledger.holes)} were lost before the run was resumed" if ledger.holes else "",
+        f"step {_spans(ledger.missing)} is missing" if ledger.missing else "",
+        f"{len(ledger.misplaced)} steps do not begin where the one before ended" if ledger.misplaced else "",
+    ]
+    return "".join(f"; {part}" for part in parts if part)
+
+
+def _spans(ranges: list[tuple[int, int]]) -> str:
+    return join([str(first) if first == last else f"{first} to {last}" for first, last in ranges[:4]])
 
 
 def history_of(ledger: LedgerReport) -> str:

@@ -84,7 +84,8 @@ class GiveUp(Plain):
 
 
 class Here(Plain):
-    """This rank has imported everything and can take part; `committed`: the last step of the ledger it found."""
+    """This rank has imported everything and can take part; `committed`: the last step in the ledger
+    that it took part in itself; a folder that several nodes share has the others' steps, too."""
 
     type: Literal["here"] = "here"
     committed: Count

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from shoal.errors import RunFailed
 from shoal.launch.orders import Go, Meet, read_go, read_meet, to_line
-from shoal.runfolder import RunFolder
+from shoal.runfolder import RunFolder, write_durably
 
 
 def keep_orders(run: RunFolder, meet: Meet, go: Go) -> None:
-    """Readable by nobody else: the run's token is in it. Whole or not at all."""
+    """Readable by nobody else: the run's token is in it. Whole or not at all, and on disk before it is relied on."""
     path = run.orders(meet.node)
-    temporary = path.with_name(f".{path.name}.new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(to_line(meet) + to_line(go))
-    temporary.replace(path)
+    write_durably(path, to_line(meet) + to_line(go), path.with_name(f".{path.name}.new"), 0o600)
 
 
 def read_orders(run: RunFolder, node: str) -> tuple[Meet, Go]:

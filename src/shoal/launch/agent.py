@@ -203,6 +203,7 @@ class Agent:
                     # Who gives up because it reaches nobody has nothing to say to those it may yet reach.
                     await (self._end_alone() if self._elastic.may_return else self._fail())
             await self._say_when_done()
+            self._journal.retry()
             await asyncio.sleep(POLL_S)
 
     def _is_over(self) -> bool:

@@ -51,6 +51,8 @@ class Elastic:
         self._early: list[tuple[int, Message]] | None = []
         self._halting = Halting(self.crew, members.rules)
         self._give_up: rankline.GiveUp | None = None
+        # The last step that a rank of this node has in the ledger, as its ranks read it when they started.
+        self._found = 0
         self._ticked_at = boot_clock()
         self._asleep_at: float | None = None
         self._lease_at = 0.0
@@ -225,8 +227,9 @@ class Elastic:
         match message:
             case rankline.Here():
                 hand.here = True
+                self._found = max(self._found, message.committed)
                 if hand.inside is None and self.crew.all_here():
-                    self._do(self._council.ready(self.crew.ready(), now, message.committed))
+                    self._do(self._council.ready(self.crew.ready(), now, self._found))
             case rankline.Formed() if hand.inside == message.generation:
                 hand.formed = hand.holds = True
                 if self.crew.all_formed(message.generation):

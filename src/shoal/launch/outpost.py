@@ -182,9 +182,10 @@ class Freight:
     def _send(self, name: str, file: IO[bytes]) -> None:
         # No further than it is now: a rank that prints faster than the link carries must not starve the others.
         left = os.fstat(file.fileno()).st_size - file.seek(self._sent.get(name, 0))
-        while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
+        while left > 0 and (piece := _whole_lines(name, file.read(min(left, PIECE_BYTES)))):
             self._put(name, self._sent.get(name, 0), piece)
             self._sent[name] = self._sent.get(name, 0) + len(piece)
+            file.seek(self._sent[name])
             left -= len(piece)
 
     def _names(self) -> list[str]:
@@ -205,6 +206,13 @@ class Freight:
             return
         with file:
             yield file
+
+
+def _whole_lines(name: str, piece: bytes) -> bytes:
+    """Of a file of records: half a line, which a killed rank leaves, is cut off by the next writer of the file."""
+    if not name.endswith(".jsonl") or (len(piece) == PIECE_BYTES and b"\n" not in piece):
+        return piece
+    return piece[: piece.rfind(b"\n") + 1]
 
 
 def _put_piece(name: str, offset: int, piece: bytes) -> None:

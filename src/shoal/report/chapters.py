@@ -64,6 +64,8 @@ class Pages:
     chapters: list[Chapter] = field(default_factory=list)
     abandonments: list[Abandonment] = field(default_factory=list)
     generations: set[Ballot] = field(default_factory=set)
+    # Steps, first and last, whose lines a resumed run found to be lost.
+    holes: list[Range] = field(default_factory=list)
     unreadable: int = 0
 
     @property
@@ -76,6 +78,9 @@ def read_pages(records: Iterable[Event]) -> Pages:
     open_chapters: dict[Ballot, Chapter] = {}
     seen: set[tuple[int, Ballot, Range]] = set()
     for line, record in enumerate(records):
+        if "hole" in record and (hole := _range(record["hole"])) is not None:
+            pages.holes.append(hole)
+            continue
         found = _abandonment(record) if "abandoned" in record else _entry(line, record)
         match found:
             case None:

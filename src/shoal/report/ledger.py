@@ -33,7 +33,9 @@ class Fork(BaseModel):
 
 class LedgerReport(BaseModel):
     """`gaps` were skipped, `overlaps` were used by more than one step; both are `[first, end)` of global positions.
-    `redone` and `abandoned` count records that don't stand, `generations` and `lineages` all that wrote any."""
+    `redone` and `abandoned` count records that don't stand, `generations` and `lineages` all that wrote any. `last` is
+    the last step. Steps up to it that no record has are `missing`, first and last of each range; those that a resumed
+    run recorded as lost are `holes` instead. `misplaced` steps do not begin where the one before them ended."""
 
     steps: int
     samples: int
@@ -46,11 +48,16 @@ class LedgerReport(BaseModel):
     generations: int
     lineages: int
     unreadable: int
+    last: int = 0
+    missing: list[Range] = []
+    holes: list[Range] = []
+    misplaced: list[int] = []
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        return not (self.gaps or self.overlaps or self.doubles or self.forked or self.unreadable)
+        samples = self.gaps or self.overlaps or self.doubles or self.misplaced
+        return not (samples or self.forked or self.unreadable or self.missing or self.holes)
 
 
 @dataclass
@@ -88,6 +95,8 @@ def check_ledger(commits: Iterable[Event]) -> LedgerReport:
         for entry in chapter.entries:
             ledger.add(entry)
     gaps, overlaps = find_gaps_and_overlaps(ledger.ranges.values())
+    absent = sorted(set(range(1, max(ledger.ranges, default=0) + 1)) - ledger.ranges.keys())
+    lost = {step for first, last in pages.holes for step in range(first, last + 1)}
     return LedgerReport(
         steps=len(ledger.ranges),
         samples=sum(end - first for first, end in ledger.ranges.values()),
@@ -100,7 +109,27 @@ def check_ledger(commits: Iterable[Event]) -> LedgerReport:
         generations=generations,
         lineages=lineages,
         unreadable=pages.unreadable,
+        last=max(ledger.ranges, default=0),
+        missing=_ranges(step for step in absent if step not in lost),
+        holes=_ranges(sorted(lost - ledger.ranges.keys())),
+        misplaced=_misplaced(ledger.ranges),
     )
+
+
+def _misplaced(ranges: dict[int, Range]) -> list[int]:
+    """Steps whose samples do not follow those of the step before."""
+    return [step for step, (first, _) in ranges.items() if step - 1 in ranges and ranges[step - 1][1] != first]
+
+
+def _ranges(steps: Iterable[int]) -> list[Range]:
+    """Ascending steps as ranges of the first and the last."""
+    found: list[Range] = []
+    for step in steps:
+        if found and found[-1][1] == step - 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found
 
 
 def _give_up(pages: Pages, given: Abandonment) -> int:

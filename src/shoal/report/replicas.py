@@ -97,10 +97,11 @@ def final_digests(events: Iterable[Event]) -> dict[int, str]:
     """What each rank's state was when it ended; one that has started again since has none."""
     found: dict[int, str] = {}
     for event in events:
-        if event["event"] == "digest":
-            found[event["rank"]] = event["sha256"]
-        elif event["event"] == "start":
-            found.pop(event["rank"], None)
+        kind, rank = event.get("event"), event.get("rank")
+        if kind == "digest" and isinstance(rank, int) and isinstance(event.get("sha256"), str):
+            found[rank] = event["sha256"]
+        elif kind == "start" and isinstance(rank, int):
+            found.pop(rank, None)
     return found
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from shoal.control.rankline import GiveUp
+from shoal.errors import RunFailed
 from shoal.sync.replicas import gather
 from shoal.sync.world import World
 from shoal.train import ledger
@@ -80,6 +81,39 @@ def bring_ledger(world: World, is_behind: bool, path: Path, given_up: Sequence[G
         else:
             deque(records, maxlen=0)
     return list(everybodys)
+
+
+def mend_ledger(trainer: Trainer, path: Path) -> None:
+    """Fills in the steps before a resumed run's checkpoint that a copy of the ledger lacks, from the other copies.
+
+    A disk that lost what it had promised to keep, or a hand, can cut a ledger. What no copy has is recorded as a hole,
+    and the user is told: nothing can prove any more which samples these steps took.
+    """
+    world, step = trainer.world, trainer.progress.step
+    ranges = ledger.lacking(path, step) if world.keeps_files else []
+    copies = gather(world, [world.keeps_files, ranges[0][0] if ranges else 0])
+    firsts = [first for _, first in copies if first]
+    if not firsts:
+        return
+    whole = [rank for rank, (keeps, first) in enumerate(copies) if keeps and not first]
+    for source in whole[:1] or [rank for rank, (keeps, _) in enumerate(copies) if keeps]:
+        records = _in_pieces(world, source, ledger.after(path, min(firsts) - 1))
+        if ranges and world.rank != source:
+            ledger.amend(path, world.id, records)
+        else:
+            deque(records, maxlen=0)
+    if ranges and (lost := ledger.lacking(path, step)):
+        ledger.record_holes(path, world.id, lost)
+        trainer.recorder.warn(_lost_lines(path, lost, step))
+
+
+def _lost_lines(path: Path, lost: Sequence[tuple[int, int]], step: int) -> RunFailed:
+    steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in lost)
+    return RunFailed(
+        f"{path} lacks the lines of the steps {steps}, which the checkpoint of step {step} has behind it",
+        why="the file was cut or damaged since; no other machine of this run has these lines",
+        fix="the training goes on; shoal verify will say that these steps cannot be proven",
+    )
 
 
 def _in_pieces(world: World, source: int, records: Iterator[Record]) -> Iterator[Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from shoal.sync.outer import EveryStep
 from shoal.sync.replicas import all_agree, copy_from
 from shoal.sync.timer import StepTimer, WholeStepTimer
 from shoal.sync.world import World
+from shoal.train.books import mend_ledger
 from shoal.train.checkpoint import CheckpointFolder, Progress
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import describe_exchanges, make_exchanges
@@ -89,6 +91,7 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, tune
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage)
+        mend_ledger(trainer, run.commits)
     trainer.tended_step = trainer.progress.step
     if tune:
         trainer.compute = _tune(trainer, run if resume else None)
@@ -115,7 +118,8 @@ def deal_batches(config: Config, run: RunFolder, world: World, dealt: Deal) -> B
 def announce(trainer: Trainer, run: RunFolder, **process: object) -> None:
     """That this rank begins, and with what."""
     recorder, world, shard = trainer.recorder, trainer.world, describe_shard(trainer, run)
-    recorder.event("start", **process, **describe_start(trainer))
+    digest = hashlib.sha256(run.config.read_bytes()).hexdigest()
+    recorder.event("start", **process, **describe_start(trainer), config_sha256=digest)
     recorder.event("shard", **shard)
     with contextlib.suppress(OSError):
         # A full disk must not end a training because its log cannot grow.

@@ -1,11 +1,15 @@
 """Checkpoints: safetensors and JSON, a manifest of SHA-256 sums written last, put in place by one rename.
 
     checkpoints/step-00000050/
-        model.safetensors  optimizer.safetensors  state.json  manifest.json  [rank-0.safetensors …]
+        model.safetensors  optimizer.safetensors  state.json  ledger.json  manifest.json  [rank-0.safetensors …]
 
 Neither `torch.load` nor safetensors notices a flipped bit (measured: 0 of 40 each), so sums are checked before a byte
 is used. A folder that fails is set aside as `….corrupt` and the one before it is tried. Where replicas differ, every
-rank puts its own part beside what is common, in the folder of its own machine; see `train/part.py`.
+rank puts its own part beside what is common, in the folder of its own machine; see `train/part.py`. `ledger.json` says
+how long the ledger was, and its SHA-256: a ledger that was cut or changed later is noticed by it.
+
+Everything is on disk before the rename, and the rename before an older checkpoint goes: after a kill or a power cut at
+any moment the folder holds a whole checkpoint, if it ever held one.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,9 +29,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
+from shoal.events import FileMark, sync_path
 
 _NAME = re.compile(r"step-(\d{8})")
 _MODEL, _OPTIMIZER, _STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_LEDGER = "ledger.json"
 _FORMAT = 1
 Counts = TypeVar("Counts")
 
@@ -82,13 +87,16 @@ class CheckpointFolder:
         self._sweep()
         with self._as_unwritten(step):
             self.unfinished(step).mkdir(parents=True)
+            sync_path(self._path.parent)
 
-    def complete(self, checkpoint: Checkpoint, may: Callable[[], None] = lambda: None) -> Path:
+    def complete(
+        self, checkpoint: Checkpoint, may: Callable[[], None] = lambda: None, ledger: FileMark | None = None
+    ) -> Path:
         """Whole or not at all: a kill at any point leaves the older checkpoints and at most a hidden leftover. `may`
-        raises if it must not be put in place any more."""
+        raises if it must not be put in place any more. `ledger` is what the ledger was when it was put on disk."""
         step = checkpoint.progress.step
         with self._as_unwritten(step):
-            _write(self.unfinished(step), checkpoint)
+            _write(self.unfinished(step), checkpoint, ledger)
             may()
             _put_in_place(self.unfinished(step), self.folder(step))
         self._drop_old()
@@ -120,9 +128,18 @@ class CheckpointFolder:
             fix="start anew: shoal train … --out NEW_FOLDER",
         )
 
-    def newest(self) -> Progress | None:
-        """How far the newest one has come that can be read; its sums are checked when it is loaded."""
-        return next((found for folder in self._newest_first() if (found := _peek(folder)) is not None), None)
+    def newest_whole(self, tell: Callable[[CheckpointError], None] = lambda error: None) -> Progress | None:
+        """How far the newest one has come whose files have the sums that were written; damaged ones are set aside."""
+        for folder in self._newest_first():
+            try:
+                check_sums(folder)
+                if (found := _peek(folder)) is not None:
+                    return found
+            except CheckpointError as error:
+                tell(error)
+                if isinstance(error, DamagedCheckpoint):
+                    _set_aside(folder, "corrupt")
+        return None
 
     def set_aside_lineage(self, lineage: str, after: int) -> None:
         """For a machine whose training was given up for another one's: what both had in common is common still."""
@@ -154,9 +171,21 @@ class CheckpointFolder:
     def _newest_first(self) -> list[Path]:
         if not self._path.is_dir():
             return []
+        with contextlib.suppress(OSError):
+            self._restore_replaced()
         return sorted((path for path in self._path.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
 
+    def _restore_replaced(self) -> None:
+        """After a kill between the two renames of `_put_in_place`."""
+        for replaced in self._path.glob(".step-*.old"):
+            final = self._path / replaced.name.removeprefix(".").removesuffix(".old")
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(final)
+
     def _drop_old(self) -> None:
+        """Only after the newest one is in place, with its name on disk."""
         for folder in self._newest_first()[self._keep :]:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -167,6 +196,15 @@ class CheckpointFolder:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Checks every sum, then reads. Any damage is one `DamagedCheckpoint` that names the file."""
+    check_sums(folder)
+    with _as_checkpoint_error(folder):
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        parts = _counted(Parts, state.pop("parts")) if "parts" in state else None
+        return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
+
+
+def check_sums(folder: Path) -> None:
+    """Raises `DamagedCheckpoint` unless the common files are what was written."""
     with _as_checkpoint_error(folder):
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
@@ -174,9 +212,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for name in (_MODEL, _OPTIMIZER, _STATE):
             if sha256_of(folder / name) != manifest["sha256"][name]:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
-        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        parts = _counted(Parts, state.pop("parts")) if "parts" in state else None
-        return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
 
 
 def _peek(folder: Path) -> Progress | None:
@@ -219,22 +254,29 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
 
 
-def _write(folder: Path, checkpoint: Checkpoint) -> None:
+def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None) -> None:
     save_file(checkpoint.model, folder / _MODEL)
     save_file(checkpoint.optimizer, folder / _OPTIMIZER)
     parts = {"parts": asdict(checkpoint.parts)} if checkpoint.parts else {}
     (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress) | parts))
+    if ledger is not None:
+        (folder / _LEDGER).write_text(json.dumps(asdict(ledger)))
     sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
     for file in folder.iterdir():
-        _sync(file)
+        sync_path(file)
+    sync_path(folder)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
+    """A checkpoint of the same step is moved aside first and removed last: a kill in between must not leave none."""
+    replaced = final.with_name(f".{final.name}.old")
     if final.exists():
-        shutil.rmtree(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     temporary.rename(final)
-    _sync(final.parent)
+    sync_path(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _set_aside(folder: Path, why: str) -> None:
@@ -247,11 +289,3 @@ def _set_aside(folder: Path, why: str) -> None:
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -67,7 +67,7 @@ def train_as_member(
     )
     if not resume:
         _warm_up(trainer, run)
-    member.here(ledger.last_step(run.commits))
+    member.here(ledger.last_step(run.commits, placement.rank))
     enter = member.await_enter()
     (_begin if enter.first else _join)(membership, enter, resume)
     finished = Loop(trainer, run, membership).run()

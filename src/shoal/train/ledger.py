@@ -14,9 +14,37 @@ from shoal.train.recorder import Record
 _END_BYTES = 1 << 20
 
 
-def last_step(path: Path) -> int:
-    """The last step that this copy has; 0 where there is none."""
-    return max((record["step"] for record in filter(_is_step, _all(path))), default=0)
+def last_step(path: Path, rank: int | None = None) -> int:
+    """The last step that this copy has, or that `rank` took part in; 0 where there is none.
+
+    Nodes that share a folder share a ledger: a node that comes back finds there what the others did without it.
+    """
+    steps = (record for record in _all(path) if _is_step(record))
+    return max((record["step"] for record in steps if rank is None or rank in record.get("members", [rank])), default=0)
+
+
+def lacking(path: Path, step: int) -> list[tuple[int, int]]:
+    """Ranges `(first, last)` of the steps up to `step` that this copy has no line of, and has not recorded as lost."""
+    known: set[int] = set()
+    for record in _all(path):
+        if _is_step(record):
+            known.add(record["step"])
+        elif (hole := _hole(record)) is not None:
+            known.update(range(hole[0], min(hole[1], step) + 1))
+    found: list[tuple[int, int]] = []
+    for number in range(1, step + 1):
+        if number in known:
+            continue
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
+def record_holes(path: Path, rank: int, ranges: Iterable[tuple[int, int]]) -> None:
+    """Writes down that the lines of these steps are lost: `shoal verify` then says so instead of guessing."""
+    _append(path, rank, ({"hole": list(each)} for each in ranges))
 
 
 def after(path: Path, step: int) -> Iterator[Record]:
@@ -65,7 +93,16 @@ def name_of(record: Record) -> tuple[int, str, str]:
     one once."""
     if _is_step(record):
         return record["step"], record.get("generation", ""), ""
+    if (hole := _hole(record)) is not None:
+        return hole[0], "hole", str(hole[1])
     return record.get("after", 0), record.get("abandoned", ""), record.get("standing", "")
+
+
+def _hole(record: Record) -> tuple[int, int] | None:
+    match record.get("hole"):
+        case [int(first), int(last)]:
+            return first, last
+    return None
 
 
 def _all(path: Path) -> Iterator[Record]:

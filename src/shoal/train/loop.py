@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from shoal.data.run_setup import read_facts
 from shoal.data.tokenfile import open_tokens
 from shoal.errors import RunFailed
+from shoal.events import FLUSH_S
 from shoal.runfolder import RunFolder
 from shoal.sync.world import barrier
 from shoal.train.checkpoint import CheckpointFolder
@@ -19,7 +20,7 @@ from shoal.train.comparing import Comparison
 from shoal.train.evaluate import evaluate
 from shoal.train.load import LoadMeter
 from shoal.train.regroup import Membership
-from shoal.train.saving import WRITE_TIMEOUT_S, Saver
+from shoal.train.saving import WRITE_TIMEOUT_S, Saver, write_patiently
 from shoal.train.snapshot import replica_state
 from shoal.train.state import digest
 from shoal.train.trainer import Trainer
@@ -113,6 +114,7 @@ class Loop:
         if finished and trainer.evaluated_step != step:
             self._evaluate(step)
         self._checkpoint(must=True)
+        trainer.recorder.finish()
         if finished:
             self._save_state(step)
         barrier(trainer.world, timeout_s=WRITE_TIMEOUT_S)
@@ -124,12 +126,16 @@ class Loop:
         trainer = self._trainer
         state = replica_state(trainer)
         path = self._run.state(trainer.world.id)
-        try:
-            save_file(state, path)
-        except (OSError, SafetensorError) as error:
-            raise RunFailed(
-                f"the training is done, but its state cannot be written to {path}: {error}",
-                why="the disk is full or read-only",
-                fix=f"free space (df -h {path.parent}), then resume the run",
-            ) from error
+
+        def write() -> None:
+            try:
+                save_file(state, path)
+            except (OSError, SafetensorError) as error:
+                raise RunFailed(
+                    f"the training is done, but its state cannot be written to {path}: {error}",
+                    why="the disk is full or read-only",
+                    fix=f"free space (df -h {path.parent}), then resume the run",
+                ) from error
+
+        write_patiently(write, FLUSH_S)
         trainer.recorder.event("digest", step=step, sha256=digest(state))

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from shoal.errors import ShoalError
-from shoal.events import EventLog
+from shoal.errors import CheckpointError, RunFailed, ShoalError
+from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker
 from shoal.runfolder import RunFolder
 from shoal.sync.membership.member import Member
 from shoal.sync.world import World, without_group
@@ -30,7 +30,9 @@ class Recorder:
         self._run = run
         self._member = member
         self._events = EventLog(run.events(world.id), world.id)
+        # Once opened it stays open: lines that could not be written yet must not be lost with a generation.
         self._ledger: EventLog | None = None
+        self._marker = FileMarker(run.commits)
         self._pending: list[Record] = []
         self._committed: deque[Record] = deque(maxlen=_REMEMBERED)
         self._enter(world)
@@ -40,8 +42,10 @@ class Recorder:
         self._world = world
         self._wire = WireCounter(world.interface) if world.is_node_main else None
         if self._ledger is not None:
-            self._ledger.close()
-        self._ledger = EventLog(self._run.commits, world.id) if world.keeps_files else None
+            # The rank that kept the ledger in between may have been killed in the middle of a line.
+            self._ledger.cut_torn_line()
+        elif world.keeps_files:
+            self._ledger = EventLog(self._run.commits, world.id, self._tell_of_ledger)
 
     def begin_anew(self, world: World, pending: list[Record]) -> None:
         """In another world, with what all of it has done and nobody may have committed."""
@@ -112,9 +116,11 @@ class Recorder:
             return
         if self._member is not None:
             self._member.fence.await_lease()
-        if self._ledger is not None:
+        if self._ledger is not None and self._world.keeps_files:
             for pending in ready:
                 self._ledger.append(pending)
+        elif self._ledger is not None:
+            self._ledger.retry()
         self._pending = self._pending[len(ready) :]
         self._committed.extend(ready)
         if self._member is not None:
@@ -123,10 +129,45 @@ class Recorder:
     def warn(self, error: ShoalError, **fields: Any) -> None:
         self._events.write("warning", **error.as_dict(), **fields)
 
+    def secure(self, timeout_s: float = 0.0) -> FileMark:
+        """Returns when events and ledger would survive a power cut; the mark is that of the ledger.
+
+        Before every checkpoint: a run that is resumed from it skips the steps that the ledger must have.
+        """
+        try:
+            self._events.flush(timeout_s)
+            self._events.sync()
+            if self._ledger is None:
+                return FileMark(0, "")
+            self._ledger.flush(timeout_s)
+            self._ledger.sync()
+            return self._marker.mark()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self._run.commits} and {self._run.events(self._world.id)} to disk: "
+                f"{error.strerror or error}",
+                why="a checkpoint relies on them, so none is written now; older checkpoints are untouched",
+                fix=f"free space or fix the folder: df -h {self._run.path}",
+            ) from error
+
+    def finish(self) -> None:
+        """At the end of the training. Raises where a part of the ledger could not be written, then or ever."""
+        if self._ledger is not None and (missing := self._ledger.flush(FLUSH_S)):
+            raise RunFailed(
+                f"the training has ended, but {missing:,} lines of its ledger could not be written: "
+                f"{self._run.commits} is incomplete",
+                why="the disk was full or not writable for too long",
+                fix=f"free space (df -h {self._run.path}), then resume the run from its newest checkpoint",
+            )
+
     def close(self) -> None:
-        self._events.close()
         if self._ledger is not None:
             self._ledger.close()
+        self._events.close()
+
+    def _tell_of_ledger(self, text: str) -> None:
+        """To the user, as a warning of this rank."""
+        self.warn(RunFailed(text, why="the disk is or was full", fix=f"look at it: df -h {self._run.path}"))
 
 
 class WireCounter:

@@ -34,10 +34,8 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
     """One rank's checkpoint is chosen, the furthest, and everybody copies what is common. `reached` is told which step
     it is of, and whether replicas had parted by then, before anything of it is loaded. `lineage` is the one to go on
     with, where machines trained apart."""
-    source, kept = _choose(trainer.world, folder, lineage)
-    checkpoint = None
-    if trainer.world.rank == source:
-        checkpoint = folder.load_latest(set_aside=True, tell=lambda error: trainer.recorder.warn(_passed_over(error)))
+    source, kept = _choose(trainer, folder, lineage)
+    checkpoint = folder.load_latest() if trainer.world.rank == source else None
     found = _tell(trainer.world, source, checkpoint)
     chosen = kept[source].progress
     trainer.history = (*chosen.history, (chosen.lineage, found.progress.step))
@@ -60,8 +58,11 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
     return trainer.progress
 
 
-def _choose(world: World, folder: CheckpointFolder, wanted: str) -> tuple[int, dict[int, Kept]]:
-    newest = folder.newest() if world.keeps_files else None
+def _choose(trainer: Trainer, folder: CheckpointFolder, wanted: str) -> tuple[int, dict[int, Kept]]:
+    """By checkpoints whose sums are right: a damaged one must not hide another machine's good one."""
+    world, newest = trainer.world, None
+    if world.keeps_files:
+        newest = folder.newest_whole(lambda error: trainer.recorder.warn(_passed_over(error)))
     told = gather_documents(world, {"node": world.node, "progress": asdict(newest)} if newest else {})
     kept = {rank: Kept(each["node"], read_progress(each["progress"])) for rank, each in enumerate(told) if each}
     return choose(kept, wanted), kept

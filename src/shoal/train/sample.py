@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from shoal.config.load import load_config
-from shoal.data.tokenizer import load_tokenizer
-from shoal.errors import ShoalError
+from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.errors import ShoalError, UsageError
 from shoal.model.gpt import GPT
 from shoal.runfolder import RunFolder
 from shoal.train.checkpoint import CheckpointFolder
@@ -44,17 +44,28 @@ def main() -> int:
 
 
 def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
-    """Each begins at a line's start and ends at the first line's end, or after `length` tokens."""
+    """Each begins at a line's start and ends at the first line's end, or after `length` tokens. A text without line
+    ends has no such start: there the first token of the vocabulary stands in its place and is not shown."""
     config = load_config(run.config)
     checkpoint = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints).load_latest()
     model = GPT(config.model).eval()
     load_weights(model, checkpoint.model)
     tokenizer = load_tokenizer(run.tokenizer)
-    start = torch.from_numpy(tokenizer.encode("\n" + options.prompt).astype("int64"))
+    ids = tokenizer.encode(_line_start(tokenizer) + options.prompt).astype("int64").tolist()
+    hidden = 0 if ids else 1
+    start = torch.tensor(ids or [0], dtype=torch.int64)
     generator = torch.Generator().manual_seed(options.seed)
     rows = model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator)
-    texts = (tokenizer.decode(row.tolist()).removeprefix("\n") for row in rows)
+    texts = (tokenizer.decode(row.tolist()[hidden:]).removeprefix("\n") for row in rows)
     return [printable(text.split("\n")[0]) for text in texts]
+
+
+def _line_start(tokenizer: Tokenizer) -> str:
+    try:
+        tokenizer.encode("\n")
+    except UsageError:
+        return ""
+    return "\n"
 
 
 def printable(text: str) -> str:

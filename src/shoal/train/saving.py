@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
 
+from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError
+from shoal.events import FLUSH_S, FileMark
 from shoal.sync.replicas import gather
 from shoal.sync.world import barrier
 from shoal.train.checkpoint import CheckpointFolder, Parts
@@ -19,6 +22,7 @@ from shoal.train.trainer import Trainer
 # Raise this when a checkpoint takes more than ten minutes to write.
 WRITE_TIMEOUT_S = 600.0
 _MARK_BITS = 62
+_RETRY_S = 0.2
 
 
 class Saver:
@@ -26,6 +30,7 @@ class Saver:
         self._trainer = trainer
         self._folder = folder
         self._saved_step = saved_step
+        self._ledger: FileMark | None = None
 
     def save(self, must: bool = False) -> None:
         """A full disk does not end a training that may still be saved later; one that `must` be saved it does."""
@@ -45,11 +50,11 @@ class Saver:
 
     def _write(self, own: dict[str, Tensor], parts: Parts | None, must: bool) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
-        stages: list[Callable[[], object]] = [lambda: self._begin(step)]
+        stages: list[Callable[[], object]] = [lambda: self._begin(step, must)]
         if parts is not None:
             folder, rank, mark = self._folder.unfinished(step), trainer.world.rank, parts.mark
             stages.append(lambda: write_part(folder, rank, own, mark))
-        stages.append(lambda: self._complete(parts))
+        stages.append(lambda: self._complete(parts, must))
         began = time.perf_counter()
         problem = self._together(stages)
         if problem is not None:
@@ -61,15 +66,29 @@ class Saver:
         if trainer.world.keeps_files:
             trainer.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, must: bool) -> None:
+        """The ledger is on disk before the checkpoint that relies on it; so are every rank's events."""
+        recorder = self._trainer.recorder
         if self._trainer.world.keeps_files:
-            self._folder.begin(step)
+            self._ledger = recorder.secure(FLUSH_S if must else 0.0)
+            write_patiently(lambda: self._folder.begin(step), FLUSH_S if must else 0.0)
+        else:
+            with contextlib.suppress(CheckpointError):
+                recorder.secure()
 
-    def _complete(self, parts: Parts | None) -> None:
-        if self._trainer.world.keeps_files:
+    def _complete(self, parts: Parts | None, must: bool) -> None:
+        if not self._trainer.world.keeps_files:
+            return
+
+        def write() -> None:
             # Written in minutes, perhaps: a rank that slept meanwhile must not put an old state in the newest's place.
-            fence = self._trainer.fence
-            self._folder.complete(common_state(self._trainer, parts), may=fence.await_lease)
+            fence, state = self._trainer.fence, common_state(self._trainer, parts)
+            if not self._folder.unfinished(state.progress.step).is_dir():
+                self._folder.begin(state.progress.step)
+            self._folder.complete(state, may=fence.await_lease, ledger=self._ledger)
+
+        # A failed try removes the folder, and with it the parts that other ranks have put there.
+        write_patiently(write, FLUSH_S if must and parts is None else 0.0)
 
     def _together(self, stages: list[Callable[[], object]]) -> CheckpointError | None:
         """The first that goes wrong here is the last that is tried; everybody goes through all the same."""
@@ -83,3 +102,16 @@ class Saver:
             except CheckpointError as error:
                 problem = error
         return problem
+
+
+def write_patiently(write: Callable[[], object], for_s: float) -> None:
+    """Tries again for a while: a disk that is full now may have room in some seconds."""
+    deadline = time.monotonic() + for_s
+    while True:
+        try:
+            write()
+            return
+        except ShoalError as error:
+            if not isinstance(error.__cause__, (OSError, SafetensorError)) or time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)

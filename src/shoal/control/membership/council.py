@@ -122,7 +122,8 @@ class Council:
         return self._take(now, begin)
 
     def ready(self, ranks: Ranks, now: float, committed: int = 0) -> list[Action]:
-        """These ranks of ours train or wait to be let in; `committed` is the last step of the ledger new ones found."""
+        """These ranks of ours train or wait to be let in; `committed` is the last step that new ones
+        found in the ledger as their own."""
 
         def offer() -> None:
             self._desk.ranks.numbers = ranks

@@ -34,7 +34,7 @@ class PromiseFile:
         temporary = self._path.with_name(f".{self._path.name}.new")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.write(fd, record.model_dump_json().encode())
+            _write_all(fd, record.model_dump_json().encode())
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -44,3 +44,9 @@ class PromiseFile:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    """A full disk takes a part of a write without an error; the next one raises OSError, and no vote is given."""
+    while content:
+        content = content[os.write(fd, content) :]

@@ -172,6 +172,13 @@ class FreeDisk(Action):
     do: Literal["free-disk"] = "free-disk"
 
 
+class CutPower(Action):
+    """The power of this machine fails: every process of the run ends, and of its files only what was put on disk is
+    left. The scenario says how large that disk is (`disk_mb`), and that it holds the run (`disk_holds = "run"`)."""
+
+    do: Literal["cut-power"] = "cut-power"
+
+
 class SignalKeeper(Action):
     """What Ctrl-C, `kill` or a crash of the launcher does; `twice` is the impatient user."""
 
@@ -233,6 +240,7 @@ AnyAction = Annotated[
     | CorruptMemory
     | FillDisk
     | FreeDisk
+    | CutPower
     | SignalKeeper
     | Stop
     | CorruptCheckpoint

@@ -22,11 +22,13 @@ from shoal.trials.chaos.spec import Scenario
 
 @dataclass(frozen=True)
 class Ground:
-    """`on` is what the training gets; `lab` is None on this machine itself; `disk` is the one that can be filled."""
+    """`on` is what the training gets; `lab` is None on this machine itself; `disk` is the one that can be filled, or
+    lose its power; `holds_run`: the whole run folder lies on it."""
 
     on: str
     lab: Lab | None = None
     disk: Path | None = None
+    holds_run: bool = False
 
     def need_lab(self) -> Lab:
         if self.lab is None:
@@ -41,8 +43,30 @@ class Ground:
 
     def before(self, run: RunFolder) -> None:
         """The run's checkpoints go to the small disk."""
-        if self.disk is not None:
+        if self.disk is not None and not self.holds_run:
             run.checkpoints.symlink_to(self.disk)
+
+    def run_folder(self, kept: Path) -> Path:
+        """Where the run is made that will be `kept` there."""
+        return self.disk / "run" if self.disk is not None and self.holds_run else kept
+
+    def keep_run(self, kept: Path) -> None:
+        """What the small disk holds stays when the disk goes."""
+        folder = self.run_folder(kept)
+        if folder != kept and folder.is_dir():
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+
+    def cut_power(self) -> None:
+        """What the kernel has not put on disk is lost. The image is copied as it is now, and the copy is mounted: its
+        file system repairs itself as after a real power cut."""
+        disk = self.disk
+        if disk is None or not _image(disk).is_file():
+            raise LabError("there is no disk that could lose its power", fix='disk_mb = 64, disk_holds = "run"')
+        after = _image(disk).with_suffix(".after")
+        shutil.copyfile(_image(disk), after)
+        _run_as_root("umount", "--lazy", str(disk))
+        after.replace(_image(disk))
+        _mount_image(disk)
 
 
 def why_not(scenario: Scenario, on: str) -> str:
@@ -50,6 +74,8 @@ def why_not(scenario: Scenario, on: str) -> str:
     match parse_on(on):
         case LabSpec(nodes=nodes):
             count, kind = len(nodes), "nodes"
+            if scenario.cuts_power:
+                return "it needs the disk of this machine itself: --on local:2"
         case LocalSpec(ranks=count):
             kind = "ranks"
             if scenario.needs_lab:
@@ -65,33 +91,65 @@ def why_not(scenario: Scenario, on: str) -> str:
 def opened(scenario: Scenario, on: str, folder: Path, number: int) -> Iterator[Ground]:
     """Gone with us, whatever ends us. The disk stands before the lab does: nodes see the mounts of their beginning."""
     with contextlib.ExitStack() as stack:
-        disk = (
-            stack.enter_context(_small_disk(folder / f"disk-{number}", scenario.disk_mb)) if scenario.disk_mb else None
-        )
+        disk, holds_run = None, scenario.disk_holds == "run"
+        if scenario.disk_mb:
+            place = folder / f"disk-{scenario.name}-{number}"
+            disk = stack.enter_context(_small_disk(place, scenario.disk_mb, scenario.cuts_power))
         match parse_on(on):
             case LabSpec() as spec:
                 own = {"name": f"chaos-{os.getpid()}-{number}", "nodes": spec.nodes[: scenario.nodes]}
                 lab = up(spec.model_copy(update=own), owner=os.getpid())
                 stack.callback(lab.close)
-                yield Ground(f"lab:{lab.name}", lab, disk)
+                yield Ground(f"lab:{lab.name}", lab, disk, holds_run)
             case _:
-                yield Ground(f"local:{scenario.nodes}", None, disk)
+                yield Ground(f"local:{scenario.nodes}", None, disk, holds_run)
 
 
 @contextlib.contextmanager
-def _small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
+def _small_disk(folder: Path, size_mb: int, can_lose_power: bool) -> Iterator[Path]:
     folder.mkdir(parents=True)
-    mount = ("mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "shoal-chaos", str(folder))
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
+    try:
+        if can_lose_power:
+            _make_image(folder, size_mb)
+            _mount_image(folder)
+        else:
+            _run_as_root("mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "shoal-chaos", str(folder))
+    except LabError:
         folder.rmdir()
-        raise LabError("cannot make a small disk", why=done.stderr.strip(), fix="run as root, outside a container")
+        _image(folder).unlink(missing_ok=True)
+        raise
     try:
         yield folder
     finally:
         unmount = ("umount", "--lazy", str(folder))
         subprocess.run(unmount, check=False, capture_output=True)
         shutil.rmtree(folder, ignore_errors=True)
+        _image(folder).unlink(missing_ok=True)
+
+
+def _image(folder: Path) -> Path:
+    """The file that holds the disk mounted at `folder`."""
+    return folder.with_name(f"{folder.name}.image")
+
+
+def _make_image(folder: Path, size_mb: int) -> None:
+    with _image(folder).open("wb") as file:
+        file.truncate(size_mb << 20)
+    _run_as_root("mkfs.ext4", "-q", "-F", str(_image(folder)))
+
+
+def _mount_image(folder: Path) -> None:
+    """The kernel puts nothing on this disk by itself for five minutes: all that is there was asked for by fsync."""
+    _run_as_root("mount", "-o", "loop,commit=300", str(_image(folder)), str(folder))
+
+
+def _run_as_root(*words: str) -> None:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LabError(f"cannot make a small disk: there is no {words[0]}", fix="install e2fsprogs") from None
+    if done.returncode:
+        raise LabError("cannot make a small disk", why=done.stderr.strip(), fix="run as root, outside a container")
 
 
 def keep_checkpoints(run: RunFolder, disk: Path | None) -> None:

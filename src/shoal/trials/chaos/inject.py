@@ -109,6 +109,8 @@ class Injector:
                 return lambda: fill(self._disk())
             case actions.FreeDisk():
                 return lambda: free(self._disk())
+            case actions.CutPower():
+                return self._cut_power()
             case actions.CorruptCheckpoint(how=how):
                 return lambda: corrupt_newest(self._run.checkpoints, how, self._draw)
             case actions.Stop():
@@ -178,6 +180,19 @@ class Injector:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(found.pid, signal.SIGKILL)
                 left = find(self._run.path)
+
+        return deed
+
+    def _cut_power(self) -> Deed:
+        kill = self._kill_run()
+
+        def deed() -> None:
+            kill()
+            if self._log is not None:
+                # It lies on the disk, too.
+                self._log.close()
+                self._log = None
+            self._ground.cut_power()
 
         return deed
 

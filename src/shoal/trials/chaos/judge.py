@@ -119,6 +119,10 @@ def _invariants(scenario: Scenario, measured: Measured, ending: Ending) -> Itera
     name = f"the ledger has {least} steps" + ("" if scenario.ends_by_itself and code == 0 else " or more")
     yield Assertion(name=name, ok=measured.committed >= least, seen=str(measured.committed))
     yield Assertion(name="every sample used once", ok=measured.ledger_ok, seen="yes" if measured.ledger_ok else "no")
+    if expect.verified:
+        wrong = ending.verified
+        seen = "not asked" if wrong is None else "; ".join(wrong) or "yes"
+        yield Assertion(name="shoal verify passes", ok=wrong == (), seen=seen)
     if code in (0, _STOPPED):
         said = {True: f"{ending.replicas} equal", False: f"{ending.replicas} differ", None: "nothing to compare"}
         equal = ending.replicas_equal

@@ -54,4 +54,6 @@ class Ending:
     torn: tuple[str, ...] = ()
     stop_s: float | None = None
     answers: tuple[Answer, ...] = ()
+    # What `shoal verify` found wrong; None where it was not asked.
+    verified: tuple[str, ...] | None = None
     trouble: str = ""

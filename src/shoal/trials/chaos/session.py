@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict
 from shoal.errors import Interrupted, ShoalError
 from shoal.launch.found import await_end, find
 from shoal.report.replicas import compare_replicas
+from shoal.report.verify import verify_run
 from shoal.runfolder import RunFolder
-from shoal.trials.chaos.actions import Resume, Stop, describe
+from shoal.trials.chaos.actions import CutPower, Resume, Stop, describe
 from shoal.trials.chaos.ground import Ground, keep_checkpoints, opened
 from shoal.trials.chaos.inject import Injector, Silent
 from shoal.trials.chaos.judge import Assertion, judge
@@ -57,11 +58,12 @@ def play(scenario: Scenario, on: str, out: Path, number: int, seed: int, show: S
     began = time.monotonic()
     folder = out / f"{scenario.name}-{number}"
     with opened(scenario, on, out, number) as ground:
-        stage = Stage(scenario, ground, folder, random.Random(f"{seed}/{number}/harm"), show)
+        stage = Stage(scenario, ground, ground.run_folder(folder), random.Random(f"{seed}/{number}/harm"), show)
         try:
             ending = stage.act(plan_injections(scenario.steps, seed, number))
         finally:
             stage.clear()
+            ground.keep_run(folder)
     measured = measure(stage.record)
     return Played(
         scenario=scenario.name,
@@ -128,6 +130,8 @@ class Stage:
             self._await(injection, last)
             self.show(describe(injection.action))
             self.record.injected.append(self.injector.inject(injection.action))
+            if isinstance(injection.action, CutPower):
+                self.watch.begin_again()
             last = time.monotonic()
 
     def _await(self, injection: Injection, last: float) -> None:
@@ -213,8 +217,18 @@ class Stage:
             torn=tuple(sorted(path.name for path in self.run.checkpoints.glob(".step-*"))),
             stop_s=stop_s,
             answers=tuple(self.injector.answers),
+            verified=self._verify() if self.scenario.expect.verified else None,
             trouble=trouble,
         )
+
+    def _verify(self) -> tuple[str, ...]:
+        """What `shoal verify` finds wrong."""
+        try:
+            verdict = verify_run(self.run)
+        except ShoalError as error:
+            return (error.seen,)
+        wrong = [f"{finding.file}: {finding.text}" for finding in verdict.findings if finding.is_wrong]
+        return tuple(wrong) or (() if verdict.ok else ("ledger or replicas are not in order",))
 
 
 def _replicas(run: RunFolder, record: Record, every: int) -> tuple[bool | None, int]:

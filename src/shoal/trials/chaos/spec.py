@@ -6,7 +6,7 @@ import re
 import tomllib
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -14,7 +14,7 @@ from shoal.config.load import merge, validate
 from shoal.config.presets import did_you_mean, preset
 from shoal.config.schema import Config
 from shoal.errors import ConfigError, UsageError
-from shoal.trials.chaos.actions import AnyAction, Command, FillDisk, Seconds, describe, kinds, needs_nodes
+from shoal.trials.chaos.actions import AnyAction, Command, CutPower, FillDisk, Seconds, describe, kinds, needs_nodes
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 
@@ -36,7 +36,7 @@ class Expect(BaseModel):
     A training's ledger must be whole, its replicas equal to the bit and nothing left of it 5 s after its end, whatever
     stands here; nor a checkpoint that was only begun, unless its ranks are killed at the end (`whole_checkpoints`).
     `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop; `kept = false`
-    says that the keeper is killed, so that nobody is left who could give one.
+    says that the keeper is killed, so that nobody is left who could give one. `verified`: `shoal verify` passes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,6 +64,7 @@ class Expect(BaseModel):
     command_code: int | None = None
     command_says: str | None = None
     command_within_s: Seconds | None = None
+    verified: bool = False
 
     @field_validator("sentence", "command_says")
     @classmethod
@@ -87,6 +88,7 @@ class Scenario(BaseModel):
     trains: bool = True
     training: dict[str, dict[str, Any]] = Field(default_factory=dict)
     disk_mb: Annotated[int, Field(ge=1)] | None = None
+    disk_holds: Literal["checkpoints", "run"] = "checkpoints"
     watch_s: Seconds = 4.0
     deadline_s: Annotated[float, Field(gt=0)] = 300.0
     steps: Annotated[tuple[AnyAction, ...], Field(min_length=1)]
@@ -95,6 +97,10 @@ class Scenario(BaseModel):
     @property
     def needs_lab(self) -> bool:
         return any(map(needs_nodes, self.steps))
+
+    @property
+    def cuts_power(self) -> bool:
+        return any(isinstance(step, CutPower) for step in self.steps)
 
     @property
     def ends_by_itself(self) -> bool:
@@ -135,6 +141,8 @@ class Scenario(BaseModel):
             raise ValueError("expect.sentence_within_steps needs a sentence")
         if any(isinstance(step, FillDisk) for step in self.steps) and self.disk_mb is None:
             raise ValueError("fill-disk needs a disk that can be filled: say how large, disk_mb = 4")
+        if self.cuts_power and (self.disk_mb is None or self.disk_holds != "run"):
+            raise ValueError('cut-power needs a disk of its own for the run: disk_mb = 64, disk_holds = "run"')
         return self
 
 

@@ -16,6 +16,12 @@ class Watch:
         self.record = Record()
         self.furthest_step = 0
 
+    def begin_again(self) -> None:
+        """After a power cut: files may be shorter than what was read of them, and are read from their start."""
+        self._tails.clear()
+        self.record.ranks, self.record.agents, self.record.commits, self.record.keeper = [], [], [], []
+        self.furthest_step = 0
+
     def poll(self) -> None:
         for path in self._run.event_files().values():
             news = self._news(path)
