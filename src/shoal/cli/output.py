@@ -42,7 +42,7 @@ def command(*words: str) -> str:
     if shutil.which("shoal"):
         return shlex.join(["shoal", *words])
     if started.name == "__main__.py":
-        return shlex.join([sys.executable, "-m", "shoal", *words])
+        return shlex.join([sys.executable, "-P", "-m", "shoal", *words])
     return shlex.join([shown(started.absolute()), *words])
 
 

@@ -39,6 +39,7 @@ def run(
     """Start anybody's torchrun-style script on every slot of the cluster.
 
     It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. Ends with the script's exit code.
+    Modules come from the script's own folder first; with -m from the current folder, unless others can write to it.
     """
     argv, name = script_command(script)
     validate({"run": {"on": on, "threads": threads}}, "the command line")

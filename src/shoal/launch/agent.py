@@ -20,6 +20,7 @@ from typing import Any
 from shoal.control.channel import Message
 from shoal.control.machine import boot_clock
 from shoal.control.membership.promisefile import PromiseFile
+from shoal.control.private import torch_caches
 from shoal.control.process import unmark
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -124,6 +125,8 @@ class Agent:
         said, self._script_port = await get_ready(self._orders, self._run, self._mesh)
         self._orders = replace(self._orders, port=said["port"])
         self._write("ready", **said)
+        if note := torch_caches().note:
+            self._note(note)
 
     async def _begin(self, go: Go) -> None:
         if self._orders.member >= len(go.roster):

@@ -14,6 +14,10 @@ from shoal.errors import ConfigError
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
+# Modules are never searched in the current folder, where another user may have put a `numpy.py`. `-P` holds for one
+# process, the variable also for those it starts: torchrun's ranks, torch's compiler processes.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+
 TRAINING = "shoal.train.worker"
 
 # Where a node has the run folder.
@@ -64,6 +68,9 @@ def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[Comm
 def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
     """Anybody's script on every slot, with the variables it would get from torchrun; `words` are what Python gets.
 
+    Python searches modules in the script's own folder first. PYTHONSAFEPATH is not set: it would take that folder away,
+    and also that of every script which this one starts.
+
     It makes torch's own store: rank 0 serves that on the meeting's port, which its agent holds for it.
     """
     commands = []
@@ -75,7 +82,7 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
         if node.cpu_only:
             # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
-        first = node.project.moved(words[0]) if node.project and words[0] != "-m" else words[0]
+        first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
@@ -86,8 +93,8 @@ def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words:
         f"rank-{place.rank}",
         node,
         (place.rank,),
-        (node.python, "-m", module, *words),
-        {**_common_env(run, node), **KEEP_MEMORY, **place.to_env()},
+        (node.python, "-P", "-m", module, *words),
+        {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, **place.to_env()},
         uses_agent_store=True,
     )
 
@@ -134,15 +141,16 @@ def _only(nodes: list[Node], launcher: str) -> Node:
 def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
     worker = ("-m", TRAINING, *_arguments(folder(node), resume))
     flags = ("--standalone", f"--nproc-per-node={node.slots}")
-    argv = (node.python, "-m", "torch.distributed.run", *flags, *worker)
-    env = {**_common_env(run, node), **KEEP_MEMORY, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
+    argv = (node.python, "-P", "-m", "torch.distributed.run", *flags, *worker)
+    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
     return Command("torchrun", node, tuple(range(node.slots)), argv, env)
 
 
 def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
     flags = ("--ranks", str(node.slots), *_arguments(folder(node), resume))
-    argv = (node.python, "-m", "shoal.train.spawn", *flags)
-    return Command("spawn", node, tuple(range(node.slots)), argv, {**_common_env(run, node), **KEEP_MEMORY})
+    argv = (node.python, "-P", "-m", "shoal.train.spawn", *flags)
+    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH}
+    return Command("spawn", node, tuple(range(node.slots)), argv, env)
 
 
 def _arguments(folder: str, resume: bool) -> tuple[str, ...]:

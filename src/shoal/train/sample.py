@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from shoal.config.load import load_config
+from shoal.control.private import use_private_caches
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.model.gpt import GPT
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
+        use_private_caches()
         sentences = write_sentences(RunFolder.open(options.run), options)
     except ShoalError as error:
         return say(error)
