@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from shoal.cli.output import print_json, stdout_console
 from shoal.config.load import load_config
@@ -61,7 +62,7 @@ def _print(replicas: ReplicaReport, ledger: LedgerReport, sharding: str) -> None
         nearness = "within 1e-5" if replicas.equal else "not even within 1e-5"
         console.print(
             f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
-            f"{min(replicas.digests)}, first in {replicas.first_difference}; largest difference "
+            f"{min(replicas.digests)}, first in {escape(str(replicas.first_difference))}; largest difference "
             f"{replicas.max_abs_diff:.3g}, {nearness}",
             soft_wrap=True,
         )

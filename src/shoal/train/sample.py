@@ -16,12 +16,14 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.model.gpt import GPT
 from shoal.runfolder import RunFolder
+from shoal.terminal import protect_terminal
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.process import say
 from shoal.train.state import load_weights
 
 
 def main() -> int:
+    protect_terminal()
     parser = argparse.ArgumentParser(prog="python -m shoal.train.sample")
     parser.add_argument("run", type=Path)
     parser.add_argument("--prompt", default="")
