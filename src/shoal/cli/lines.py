@@ -41,4 +41,4 @@ def process_lines(processes: Iterable[Found]) -> Iterator[str]:
 
 
 def print_note(text: str) -> None:
-    make_console(stderr=True, soft_wrap=True).print(Text("note: ", style="yellow") + Text(text))
+    make_console(stderr=True, soft_wrap=True).print(Text("note: ", style="yellow") + Text(printable(text)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.errors import MarkupError
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
@@ -51,7 +52,13 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(_TAG.sub(_keep_own_tag, text), **options)
+        # Before rich takes single characters out of a sequence.
+        text = printable(text)
+        try:
+            return super().render_str(_TAG.sub(_keep_own_tag, text), **options)
+        except MarkupError:
+            # A foreign `[/]` that closes nothing.
+            return super().render_str(text, **{**options, "markup": False})
 
 
 def _keep_own_tag(tag: re.Match[str]) -> str:

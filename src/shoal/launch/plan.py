@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import RunConfig
@@ -18,7 +19,11 @@ KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 # process, the variable also for those it starts: torchrun's ranks, torch's compiler processes.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
+# torch before 2.6 asks for them when the launcher serves the store.
+_NO_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+
 TRAINING = "shoal.train.worker"
+SCRIPT_STORE = "shoal.sync.script_store"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
@@ -71,14 +76,15 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
     Python searches modules in the script's own folder first. PYTHONSAFEPATH is not set: it would take that folder away,
     and also that of every script which this one starts.
 
-    It makes torch's own store: rank 0 serves that on the meeting's port, which its agent holds for it.
+    Its ranks meet at torch's own store, which the agent of the first node serves at the meeting's address and nowhere
+    else. Left alone, rank 0 would serve it on every address of its machine.
     """
     commands = []
     for node, place in _places(nodes, meeting):
         # By its presence Lightning sees that a launcher like torchrun made the world. Without it, it believes its own
         # arguments and waits for ranks that nobody starts, or inside a Slurm job takes its rank from there.
         run_id = {"TORCHELASTIC_RUN_ID": f"shoal-{meeting.port}"}
-        env = {**_common_env(run, node), **place.to_env(), **run_id}
+        env = {**_common_env(run, node), **replace(place, store_is_served=True).to_env(), **run_id, **_NO_RESTARTS}
         if node.cpu_only:
             # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
@@ -86,6 +92,11 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
+
+
+def script_store_command(address: str, port: int, fd: int) -> tuple[str, ...]:
+    """What the first node's agent starts beside its ranks."""
+    return (sys.executable, "-P", "-m", SCRIPT_STORE, f"--address={address}", f"--port={port}", f"--fd={fd}")
 
 
 def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words: str) -> Command:
