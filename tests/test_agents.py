@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from shoal.control.process import marks
-from shoal.launch.found import find
+from shoal.launch.found import find, is_alive
 from shoal.launch.orders import END, Go, Start
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
@@ -160,14 +160,25 @@ def test_a_taken_port_is_named_with_its_owner(tmp_path: Path) -> None:
     assert "pytest" in refused["why"]
 
 
-def test_a_script_gets_the_port_that_was_held_for_it(tmp_path: Path) -> None:
-    """Also one that somebody has just left: connections of its own may still be winding up there."""
-    serve = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print(s.getsockname()[1])"
+_SET_AND_GET = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+store.set("key", "value")
+print(store.get("key").decode())
+"""
+
+
+def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> None:
     with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
         port = agent.first("ready")["script_port"]
-        go([agent], [Start("rank-0", (0,), (sys.executable, "-I", "-c", serve, str(port)), {})])
-        assert agent.code() == 0
-    assert log_of(agent, 0) == f"{port}\n"
+        (store,) = [found for found in find(tmp_path) if found.part == "store"]
+        go([agent], [Start("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
+        assert agent.code(60) == 0
+    assert log_of(agent, 0) == "value\n"
+    assert not is_alive(store)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
 def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.node import LOOPBACK, Meeting, Node, local_node, reserve_port, start_process
+from shoal.cluster.node import LOOPBACK, Meeting, Node, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
 from shoal.launch.joined import RollCall, Socket, is_at, lonely, observe, read_table, who_is_alone
-from shoal.launch.plan import Command, plan_script
+from shoal.launch.plan import Command, plan_script, script_store_command
 from tests.lab_checks import standing_lab
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -144,12 +144,26 @@ def running(
 
 
 @contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
 def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[RollCall, dict[int, int]]]:
+    listener = listen_at(LOOPBACK, 0)
+    port = listener.getsockname()[1]
+    words_of_store = script_store_command(LOOPBACK, port, listener.fileno())
+    store = start_process(words_of_store, {}, folder / "store.log", (listener.fileno(),))
+    listener.close()
     with (
-        reserve_port(LOOPBACK, 0) as holder,
+        ended(store),
         running(
             [local_node(2)],
-            Meeting(LOOPBACK, holder.getsockname()[1]),
+            Meeting(LOOPBACK, port),
             lambda command, log: start_process(command.argv, command.env, log),
             folder,
             text,
@@ -164,11 +178,13 @@ def three_in_a_lab(folder: Path, text: str) -> Iterator[tuple[RollCall, dict[int
     with standing_lab(3) as lab:
         with lab.listen("node1") as listener:
             meeting = Meeting(*listener.getsockname())
+            words = script_store_command(meeting.address, meeting.port, listener.fileno())
+            store = lab.start("node1", words, {}, folder / "store.log", (listener.fileno(),))
 
         def start(command: Command, log: Path) -> subprocess.Popen[bytes]:
             return lab.start(command.node.name, command.argv, command.env, log)
 
-        with running(lab.nodes, meeting, start, folder, text) as found:
+        with ended(store), running(lab.nodes, meeting, start, folder, text) as found:
             yield found
 
 

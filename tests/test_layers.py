@@ -23,7 +23,7 @@ CHAINS = (
     "cli → trials → launch, net, report → cluster, data, cost → control → config → base",
     "train → sync, model, data → cost, control → config → base",
 )
-BASE = {"errors", "units", "events", "runfolder", "__init__"}
+BASE = {"errors", "units", "events", "runfolder", "terminal", "__init__"}
 WORKER_HALF = {"train", "sync", "model"}
 
 

@@ -7,6 +7,7 @@ resolved on first use, so that `import shoal` alone does not import torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -33,6 +34,22 @@ _HOME = {
 }
 
 __all__ = ["__version__", *_HOME]
+
+
+def _leave_out_current_folder() -> None:
+    """`python -m shoal.…` without `-P` searches the current folder first, where another user may have put a `numpy.py`.
+
+    shoal itself starts all its processes with `-P`. This covers the rest of the imports when a person, or torchrun,
+    started one without it. A script that imports shoal keeps its own search path.
+    """
+    words = getattr(sys, "orig_argv", [])
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    # While Python looks for the module, this is its name for the program.
+    if sys.argv[:1] == ["-m"] and module.partition(".")[0] == "shoal" and not sys.flags.safe_path:
+        del sys.path[0]
+
+
+_leave_out_current_folder()
 
 
 def __getattr__(name: str) -> Any:

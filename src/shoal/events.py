@@ -324,7 +324,7 @@ class Unreadable:
 
 
 def read_events(path: Path, unreadable: Unreadable | None = None) -> Iterator[Event]:
-    """Every whole record of a file, in order; what `parse_event` refuses is passed over, and counted in `unreadable`."""
+    """Every whole record of a file, in order. What `parse_event` refuses is counted in `unreadable`."""
     schema = schema_of(path)
     for line in _read_lines(path):
         if (event := parse_event(line, schema)) is not None:

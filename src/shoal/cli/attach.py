@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from shoal.cli.lines import make_line_printer, print_note
-from shoal.cli.output import command, print_json, print_run, shown
+from shoal.cli.output import command, make_console, print_json, print_run, shown
 from shoal.cli.progress import make_display
 from shoal.runfolder import RunFolder
 from shoal.trials.attaching import attach_script, attach_training
@@ -28,7 +27,7 @@ def attach(
     folder = RunFolder.find(run)
     try:
         if not folder.config.is_file():
-            attach_script(folder, make_line_printer(Console(highlight=False, soft_wrap=True)), print_note)
+            attach_script(folder, make_line_printer(make_console(soft_wrap=True)), print_note)
             return
         attach_training(folder, make_display)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from shoal.cli.output import stdout_console
+from shoal.cli.output import make_console, stdout_console
 from shoal.trials.chaos.figures import Spread, spreads
 from shoal.trials.chaos.rows import ROWS, Row
 from shoal.trials.chaos.spec import Scenario
@@ -37,7 +37,7 @@ Done = Callable[["Played"], None]
 @contextlib.contextmanager
 def progress() -> Iterator[tuple[Callable[[str], None], Done]]:
     """On stderr: what is going on, on a terminal in one line that changes; a line for every run that is done."""
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True)
     with console.status("") as status:
         yield lambda text: status.update(escape(text)), lambda played: _print_done(console, played)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 
 from shoal.cli.bench import scaling_document
-from shoal.cli.output import command, print_json, print_scaling, run_rows, shown, stdout_console
+from shoal.cli.output import command, make_console, print_json, print_scaling, run_rows, shown, stdout_console
 from shoal.cli.progress import make_display
 from shoal.config.load import build_config
 from shoal.trials.scaling import ScalingResult, measure_scaling
@@ -26,7 +26,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """The main job: one rank, then two, trained, measured, verified and explained."""
-    Console(stderr=True, highlight=False).print(
+    make_console(stderr=True).print(
         "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
     )
     # By gloo, so that there is an exchange to see: ranks of one machine would do without one, through shared memory.
@@ -45,7 +45,7 @@ def _print(result: ScalingResult) -> None:
     print_scaling(result.points)
     console.print("\n[bold]two ranks[/]")
     for name, value in run_rows(result.manifest):
-        console.print(f"  {name:12} {value}", soft_wrap=True)
+        console.print(f"  {name:12} {escape(value)}", soft_wrap=True)
     two_ranks = result.runs[2]
     typer.echo(
         f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from shoal.cli.output import print_json, stdout_console
+from shoal.cli.output import make_console, print_json, stdout_console
 from shoal.net.finding import Finding, Severity
 from shoal.trials.doctor import Diagnosis, examine
 
@@ -30,9 +30,9 @@ def doctor(
 
     Exit code 1 when something would stop a run or slow it badly.
     """
-    status = Console(stderr=True)
+    status = make_console(stderr=True)
     with status.status("") as spinner:
-        found = examine(on, lambda text: spinner.update(text), port, prove=not no_proof)
+        found = examine(on, lambda text: spinner.update(escape(text)), port, prove=not no_proof)
     if json:
         print_json(as_json(found))
     elif fix_commands:
@@ -63,7 +63,7 @@ def print_findings(found: Diagnosis) -> None:
     console = stdout_console()
     for finding in found.findings:
         _print_one(console, finding)
-    names = ", ".join(node.name for node in found.scene.nodes)
+    names = escape(", ".join(node.name for node in found.scene.nodes))
     failed = any(finding.id.startswith("proof.") for finding in found.findings)
     went = "gloo failed" if failed else "gloo exchanged between every pair"
     proof = went if found.proved else "gloo was not tried"
@@ -73,7 +73,7 @@ def print_findings(found: Diagnosis) -> None:
 
 def _print_one(console: Console, finding: Finding) -> None:
     colour = _COLOURS[finding.severity]
-    where = f" on {finding.node}" if finding.node else ""
+    where = f" on {escape(finding.node)}" if finding.node else ""
     console.print(f"[{colour}]{finding.severity}[/] {finding.id}{where}: {escape(finding.evidence)}", soft_wrap=True)
     console.print(f"  means: {escape(finding.meaning)}", soft_wrap=True)
     for label, text in (("fix", finding.fix), ("again", finding.retest)):

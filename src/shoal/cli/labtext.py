@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import stdout_console
@@ -51,7 +52,7 @@ def _condition(lab: Lab, state: LabState, node: str) -> str:
 def print_lab(document: dict[str, Any]) -> None:
     console = stdout_console()
     how = "in a user namespace" if document["rootless"] else "as root"
-    console.print(f"lab [bold]{document['name']}[/], {how}, in {document['folder']}", soft_wrap=True)
+    console.print(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for title in ("node", "address", "link", "cpu", "state", "runs"):
         table.add_column(title)
@@ -65,7 +66,7 @@ def print_lab(document: dict[str, Any]) -> None:
 def _row(node: dict[str, Any]) -> tuple[str, ...]:
     runs = "\n".join(f"{process['pid']} {process['command'][:60]}" for process in node["processes"])
     cpu = "–" if node["cpu"] is None else f"{node['cpu']:g}"
-    return node["name"], node["address"], node["link"], cpu, node["state"], runs or "–"
+    return node["name"], node["address"], node["link"], cpu, node["state"], escape(runs) or "–"
 
 
 def _below(document: dict[str, Any]) -> list[str]:
@@ -77,5 +78,5 @@ def _below(document: dict[str, Any]) -> list[str]:
             for node in walled
         ),
         *([f"ssh: shoal lab exec switch -- ssh -F {document['ssh_config']} node1"] if document["ssh_config"] else []),
-        *(f"[yellow]note[/]: {note}" for note in document["notes"]),
+        *(f"[yellow]note[/]: {escape(note)}" for note in document["notes"]),
     ]

@@ -8,8 +8,10 @@ from functools import cache
 from rich.console import Console
 from rich.text import Text
 
+from shoal.cli.output import make_console
 from shoal.launch.found import Found
 from shoal.launch.logs import LogLine
+from shoal.terminal import printable
 from shoal.units import format_duration
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -24,8 +26,9 @@ def make_line_printer(console: Console) -> Callable[[LogLine], None]:
         return drawn.get()
 
     def show(line: LogLine) -> None:
-        # Past rich, which would turn tabs into spaces, drop what moves the cursor, and take ten times as long.
-        console.file.write(f"{label(line.node, line.rank)}{line.text}\n")
+        # Past rich, which would turn tabs into spaces and take ten times as long.
+        for part in printable(line.text).splitlines() or [""]:
+            console.file.write(f"{label(line.node, line.rank)}{part}\n")
         console.file.flush()
 
     return show
@@ -38,4 +41,4 @@ def process_lines(processes: Iterable[Found]) -> Iterator[str]:
 
 
 def print_note(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text("note: ", style="yellow") + Text(text))
+    make_console(stderr=True, soft_wrap=True).print(Text("note: ", style="yellow") + Text(printable(text)))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from shoal.cli.lines import make_line_printer, print_note
+from shoal.cli.output import make_console
 from shoal.errors import UsageError
 from shoal.events import EventTail
 from shoal.launch.found import find
@@ -33,7 +33,7 @@ def logs(
     folder = RunFolder.find(run)
     follower, keeper = LogFollower(folder, rank), EventTail(folder.keeper)
     keeper.skip_to_end()
-    show = make_line_printer(Console(highlight=False, soft_wrap=True))
+    show = make_line_printer(make_console(soft_wrap=True))
     count = 0
     while True:
         over = not follow or not find(folder.path)

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from shoal.config.presets import did_you_mean
 from shoal.errors import Interrupted, ShoalError, UsageError
+from shoal.terminal import protect_terminal, styled_output
 
 VERBS = {
     "demo": "The main job: one rank, then two, trained, measured, verified and explained.",
@@ -57,11 +58,26 @@ class Verbs(TyperGroup):
         if self._listing:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
         module = importlib.import_module(f"shoal.cli.{cmd_name}")
-        return typer.main.get_command(module.app)
+        return _with_styled_help(typer.main.get_command(module.app))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._listing = True
-        super().format_help(ctx, formatter)
+        with styled_output():
+            super().format_help(ctx, formatter)
+
+
+def _with_styled_help(command: Any) -> Any:
+    """Help is our own text, and typer styles it with a console of its own."""
+    plain = command.format_help
+
+    def format_help(ctx: Any, formatter: Any) -> None:
+        with styled_output():
+            plain(ctx, formatter)
+
+    command.format_help = format_help
+    for child in getattr(command, "commands", {}).values():
+        _with_styled_help(child)
+    return command
 
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
@@ -81,6 +97,7 @@ def shoal(
 
 
 def main() -> None:
+    protect_terminal()
     arguments, debug = take_debug(sys.argv[1:])
     code: int | str | None
     try:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.errors import MarkupError
+from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from shoal.runfolder import RunFolder
+from shoal.terminal import printable, printable_json, raw_stream
 from shoal.units import format_si
 
 if TYPE_CHECKING:
@@ -20,12 +26,56 @@ if TYPE_CHECKING:
     from shoal.report.scaling import ScalingPoint
 
 
+# The only tags that are markup here. Any other, such as a link, is text.
+_STYLES = {"bold", "dim", "red", "green", "yellow", "cyan"}
+_TAG = re.compile(r"(?<!\\)\[([a-z#/@][^\[]*?)\]")
+
+
+class SafeConsole(Console):
+    """A console on which foreign text stays text: its control sequences are removed before our own styles are added.
+
+    Text that is known to be foreign goes through `rich.markup.escape` all the same: a forgotten one costs a colour.
+    """
+
+    @property
+    def file(self) -> IO[str]:
+        """Behind the protection of stdout and stderr, which would remove our own styles too."""
+        stream: IO[str] = raw_stream(Console.file.fget(self))  # type: ignore[attr-defined]
+        return stream
+
+    @file.setter
+    def file(self, stream: IO[str]) -> None:
+        Console.file.fset(self, stream)  # type: ignore[attr-defined]
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # Before rich takes single characters out of a sequence.
+        text = printable(text)
+        try:
+            return super().render_str(_TAG.sub(_keep_own_tag, text), **options)
+        except MarkupError:
+            # A foreign `[/]` that closes nothing.
+            return super().render_str(text, **{**options, "markup": False})
+
+
+def _keep_own_tag(tag: re.Match[str]) -> str:
+    return tag[0] if tag[1].removeprefix("/") in {"", *_STYLES} else "\\" + tag[0]
+
+
+def make_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
+    """The only way to make a console, which a test checks."""
+    return SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, emoji=False)
+
+
 def stdout_console() -> Console:
-    return Console(highlight=False)
+    return make_console()
 
 
 def print_json(document: Any) -> None:
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(printable_json(document, indent=2) + "\n")
 
 
 def shown(path: Path) -> str:
@@ -42,7 +92,7 @@ def command(*words: str) -> str:
     if shutil.which("shoal"):
         return shlex.join(["shoal", *words])
     if started.name == "__main__.py":
-        return shlex.join([sys.executable, "-m", "shoal", *words])
+        return shlex.join([sys.executable, "-P", "-m", "shoal", *words])
     return shlex.join([shown(started.absolute()), *words])
 
 
@@ -50,7 +100,7 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
     console = stdout_console()
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in run_rows(manifest):
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
     folder = shown(run.path)
     nexts = "   ".join(command(verb, folder) for verb in ("report", "sample"))

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from shoal.cli.output import print_json, shown
+from shoal.cli.output import make_console, print_json, shown
 from shoal.cli.probetext import print_profile
 from shoal.config.load import build_config
 from shoal.config.presets import depth_overrides
@@ -38,7 +37,7 @@ def probe(
     """Measure links, gloo and machines; writes a profile, and probe.png beside it."""
     check_writable(output)
     models = {name: model_called(name) for name in model or []}
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True)
     with console.status("") as spinner:
         profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
     write_profile(profile, output)

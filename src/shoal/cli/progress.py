@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from shoal.cli.output import make_console
 from shoal.config.schema import Config
 from shoal.control.membership.generation import NEVER
 from shoal.events import Event
@@ -98,7 +99,7 @@ class BarDisplay:
 
 
 def make_display(config: Config, quiet: bool = False) -> Display:
-    console = Console(stderr=True, quiet=quiet, highlight=False)
+    console = make_console(stderr=True, quiet=quiet)
     kind = BarDisplay if console.is_terminal else PlainDisplay
     return kind(console, config.train.steps, config.run.preset)
 

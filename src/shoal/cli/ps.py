@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.lines import process_lines
@@ -52,7 +53,8 @@ def print_runs(states: list[RunState]) -> None:
     for state in states:
         step = "–" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
         age, count = format_duration(state.age_s), str(len(state.processes))
-        table.add_row(shown(state.run), state.what, state.on, state.state, step, age, count)
+        texts = (shown(state.run), state.what, state.on, state.state, step, age, count)
+        table.add_row(*map(escape, texts))
     console = stdout_console()
     if not console.is_terminal:
         # A folder's name is one word for whoever reads the pipe.

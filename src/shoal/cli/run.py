@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from shoal.cli.leftovers import clear_leftovers
 from shoal.cli.lines import make_line_printer, print_note
-from shoal.cli.output import print_detached
+from shoal.cli.output import make_console, print_detached
 from shoal.config.load import validate
 from shoal.errors import UsageError
 from shoal.trials.scripts import run_anything
@@ -39,12 +38,13 @@ def run(
     """Start anybody's torchrun-style script on every slot of the cluster.
 
     It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. Ends with the script's exit code.
+    Modules come from the script's own folder first; with -m from the current folder, unless others can write to it.
     """
     argv, name = script_command(script)
     validate({"run": {"on": on, "threads": threads}}, "the command line")
     clear_leftovers(clean)
     out = out or default_out(name)
-    show = make_line_printer(Console(highlight=False, soft_wrap=True))
+    show = make_line_printer(make_console(soft_wrap=True))
     folder = run_anything(argv, on, out, threads, port, detach, show, print_note)
     if detach:
         print_detached(folder, json=False)

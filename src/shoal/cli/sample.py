@@ -27,6 +27,6 @@ def sample(
     """Let a trained model write a few sentences, from its newest checkpoint."""
     folder = RunFolder.open(run)
     # A process of its own, because this half never imports torch.
-    argv = [sys.executable, "-m", "shoal.train.sample", str(folder.path), f"--prompt={prompt}"]
+    argv = [sys.executable, "-P", "-m", "shoal.train.sample", str(folder.path), f"--prompt={prompt}"]
     argv += [f"--count={count}", f"--temperature={temperature}", f"--length={length}", f"--seed={seed}"]
     raise typer.Exit(subprocess.run(argv + (["--json"] if json else []), check=False).returncode)

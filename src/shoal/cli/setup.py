@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from shoal.cli.lines import print_note
-from shoal.cli.output import command, print_json, shown, stdout_console
+from shoal.cli.output import command, make_console, print_json, shown, stdout_console
 from shoal.cluster.hosts.each import on_each, values_or_raise
 from shoal.cluster.hosts.files import project_of, say_left_out
 from shoal.cluster.hosts.setup import Outcome, make_order, set_up
@@ -97,7 +96,7 @@ def _cells(result: Outcome | ShoalError) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _display(spec: HostsSpec) -> Iterator[Callable[[Host, str], None]]:
     """A line for each host on a terminal, rewritten as it goes; elsewhere a line for each thing that is done."""
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True)
     if not console.is_terminal:
         yield lambda host, text: console.print(escape(f"{host.name}: {text}"), soft_wrap=True)
         return

@@ -89,7 +89,7 @@ def replicas_verdict(replicas: ReplicaReport) -> Iterator[str]:
         nearness = "within 1e-5" if replicas.equal else "not even within 1e-5"
         yield (
             f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
-            f"{min(replicas.digests)}, first in {replicas.first_difference}; largest difference "
+            f"{min(replicas.digests)}, first in {escape(str(replicas.first_difference))}; largest difference "
             f"{replicas.max_abs_diff:.3g}, {nearness}"
         )
     if replicas.left_out:

@@ -22,6 +22,8 @@ from shoal.errors import RunFailed
 from shoal.units import format_duration
 
 LOOPBACK = "127.0.0.1"
+# All ranks of a large world connect at once, before the store is there.
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a script find each other: rank 0 serves torch's own store there."""
+    """Where the ranks of a script find each other: the first node's agent serves torch's own store there."""
 
     address: str
     port: int
@@ -94,6 +96,13 @@ def start_process(
             pass_fds=pass_fds,
             preexec_fn=tie_to(os.getpid()),
         )
+
+
+def listen_at(address: str, wanted: int) -> socket.socket:
+    """A listening socket on one address, port 0 for any. Connections wait in it until a process serves them."""
+    holder = reserve_port(address, wanted)
+    holder.listen(_BACKLOG)
+    return holder
 
 
 def reserve_port(address: str, wanted: int) -> socket.socket:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.control.private import user_cache
 from shoal.data.tokenfile import open_tokens
 from shoal.errors import DataError, UsageError
 
@@ -31,8 +32,7 @@ def cache_root(configured: Path | None) -> Path:
     try:
         if configured is not None:
             return configured.expanduser().absolute()
-        named = os.environ.get("XDG_CACHE_HOME", "")
-        return (Path(named) if named.startswith("/") else Path.home() / ".cache") / "shoal"
+        return user_cache(os.environ)
     except RuntimeError:
         raise UsageError(
             "cannot tell where your cache folder is: there is no home folder",

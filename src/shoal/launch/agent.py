@@ -20,6 +20,7 @@ from typing import Any
 from shoal.control.channel import Message
 from shoal.control.machine import boot_clock
 from shoal.control.membership.promisefile import PromiseFile
+from shoal.control.private import torch_caches
 from shoal.control.process import unmark
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -102,6 +103,7 @@ class Agent:
             self._ranks.kill()
             for ended in self._ranks.reap():
                 self._report(ended)
+            self._workplace.close()
             await self._mesh.close()
             if self._sponsor is not None:
                 self._sponsor.close()
@@ -123,9 +125,14 @@ class Agent:
                 self._keep_orders(self._go.at(self._mesh.places.of_others(self._orders.member)))
 
     async def _get_ready(self) -> None:
-        said, self._script_port = await get_ready(self._orders, self._run, self._mesh)
+        said, listener = await get_ready(self._orders, self._run, self._mesh)
+        if listener is not None:
+            # At once: importing torch takes it seconds, and meanwhile the agents meet.
+            self._workplace.serve_script_store(listener)
         self._orders = replace(self._orders, port=said["port"])
         self._write("ready", **said)
+        if note := torch_caches().note:
+            self._note(note)
 
     async def _begin(self, go: Go) -> None:
         if self._orders.member >= len(go.roster):

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shlex
 import signal
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from shoal.control.process import PART_MARK, RUN_MARK
+from shoal.terminal import printable
 
 KEEPER = "keeper"
 AGENT = "agent"
@@ -41,7 +44,7 @@ class Found:
 
 
 def find(run: Path | None = None) -> list[Found]:
-    """Of this user, or of everybody for root; those of one run, or of all."""
+    """Of this user, and for root also of other users' own runs; those of one run, or of all."""
     return [found for found in _look_at_all() if run is None or found.run == run]
 
 
@@ -117,8 +120,27 @@ def _look_at(pid: int) -> Found | None:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         variables = process.environ()
-        if RUN_MARK in variables and process.status() != psutil.STATUS_ZOMBIE:
-            part, node = variables.get(PART_MARK, ""), variables.get("SHOAL_NODE", "")
-            command = shlex.join(process.cmdline())
-            return Found(pid, Path(variables[RUN_MARK]), part, node, command, process.create_time())
+        if RUN_MARK not in variables or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        run = Path(variables[RUN_MARK])
+        if not _may_belong(process, run):
+            return None
+        part, node = (printable(variables.get(name, "")) for name in (PART_MARK, "SHOAL_NODE"))
+        command = printable(shlex.join(process.cmdline()))
+        found = Found(pid, run, part, node, command, process.create_time())
+        # All of the above was read from one process, and not from the next with its number.
+        return found if process.is_running() else None
     return None
+
+
+def _may_belong(process: psutil.Process, run: Path) -> bool:
+    """Any process can carry the name of any run in its environment: only those of this user or of the folder's owner
+    are believed.
+
+    A set-user-ID program such as sudo runs as root with the environment of the user who typed it.
+    """
+    owners = set(process.uids())
+    if owners != {os.geteuid()} and owners != {run.stat().st_uid}:
+        return False
+    program = Path(f"/proc/{process.pid}/exe").stat() if sys.platform == "linux" else None
+    return program is None or not program.st_mode & (stat.S_ISUID | stat.S_ISGID)

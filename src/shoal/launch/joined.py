@@ -1,7 +1,7 @@
 """Which ranks never came to the meeting, told from outside: by their TCP sockets, without a word from the script.
 
-With torch's own store, rank 0 listens on MASTER_PORT and every rank, rank 0 too, keeps a connection to it open for as
-long as its process group lives. A rank that has neither is alone, or meets the others elsewhere (a file, MPI, an
+With torch's own store, every rank keeps a connection to MASTER_PORT open for as long as its process group lives; where
+rank 0 serves it, it listens there. A rank that has neither is alone, or meets the others elsewhere (a file, MPI, an
 address written in the script), which sockets cannot tell: so this is a warning, never an error. Nor do they show the
 opposite case, a rank that joins the group and then trains without it.
 

@@ -51,7 +51,7 @@ MOST_PLACES = 4096
 @dataclass(frozen=True)
 class Meet:
     """`launch` tells this launch of a run from earlier ones; `launched_at` is the launcher's clock, the base of all
-    times in the logs. `script_port` is where rank 0 of somebody's script will serve torch's own store: 0 for any.
+    times in the logs. `script_port` is where the agent serves torch's own store for a script: 0 for any.
     `life`: how often this agent was started again; `port`: where it listened before that."""
 
     folder: str

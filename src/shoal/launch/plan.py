@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import RunConfig
@@ -14,7 +15,15 @@ from shoal.errors import ConfigError
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
+# Modules are never searched in the current folder, where another user may have put a `numpy.py`. `-P` holds for one
+# process, the variable also for those it starts: torchrun's ranks, torch's compiler processes.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+
+# torch before 2.6 asks for them when the launcher serves the store.
+_NO_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+
 TRAINING = "shoal.train.worker"
+SCRIPT_STORE = "shoal.sync.script_store"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
@@ -64,21 +73,30 @@ def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[Comm
 def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
     """Anybody's script on every slot, with the variables it would get from torchrun; `words` are what Python gets.
 
-    It makes torch's own store: rank 0 serves that on the meeting's port, which its agent holds for it.
+    Python searches modules in the script's own folder first. PYTHONSAFEPATH is not set: it would take that folder away,
+    and also that of every script which this one starts.
+
+    Its ranks meet at torch's own store, which the agent of the first node serves at the meeting's address and nowhere
+    else. Left alone, rank 0 would serve it on every address of its machine.
     """
     commands = []
     for node, place in _places(nodes, meeting):
         # By its presence Lightning sees that a launcher like torchrun made the world. Without it, it believes its own
         # arguments and waits for ranks that nobody starts, or inside a Slurm job takes its rank from there.
         run_id = {"TORCHELASTIC_RUN_ID": f"shoal-{meeting.port}"}
-        env = {**_common_env(run, node), **place.to_env(), **run_id}
+        env = {**_common_env(run, node), **replace(place, store_is_served=True).to_env(), **run_id, **_NO_RESTARTS}
         if node.cpu_only:
             # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
-        first = node.project.moved(words[0]) if node.project and words[0] != "-m" else words[0]
+        first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
         argv = (node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
+
+
+def script_store_command(address: str, port: int, fd: int) -> tuple[str, ...]:
+    """What the first node's agent starts beside its ranks."""
+    return (sys.executable, "-P", "-m", SCRIPT_STORE, f"--address={address}", f"--port={port}", f"--fd={fd}")
 
 
 def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words: str) -> Command:
@@ -86,8 +104,8 @@ def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words:
         f"rank-{place.rank}",
         node,
         (place.rank,),
-        (node.python, "-m", module, *words),
-        {**_common_env(run, node), **KEEP_MEMORY, **place.to_env()},
+        (node.python, "-P", "-m", module, *words),
+        {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, **place.to_env()},
         uses_agent_store=True,
     )
 
@@ -134,15 +152,16 @@ def _only(nodes: list[Node], launcher: str) -> Node:
 def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
     worker = ("-m", TRAINING, *_arguments(folder(node), resume))
     flags = ("--standalone", f"--nproc-per-node={node.slots}")
-    argv = (node.python, "-m", "torch.distributed.run", *flags, *worker)
-    env = {**_common_env(run, node), **KEEP_MEMORY, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
+    argv = (node.python, "-P", "-m", "torch.distributed.run", *flags, *worker)
+    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
     return Command("torchrun", node, tuple(range(node.slots)), argv, env)
 
 
 def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
     flags = ("--ranks", str(node.slots), *_arguments(folder(node), resume))
-    argv = (node.python, "-m", "shoal.train.spawn", *flags)
-    return Command("spawn", node, tuple(range(node.slots)), argv, {**_common_env(run, node), **KEEP_MEMORY})
+    argv = (node.python, "-P", "-m", "shoal.train.spawn", *flags)
+    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH}
+    return Command("spawn", node, tuple(range(node.slots)), argv, env)
 
 
 def _arguments(folder: str, resume: bool) -> tuple[str, ...]:

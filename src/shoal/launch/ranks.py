@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.node import start_process
+from shoal.control.private import torch_caches
 from shoal.launch.orders import Start
 from shoal.runfolder import RunFolder
 
@@ -45,7 +46,8 @@ class Ranks:
         log = self._run.log(self._node, start.name)
         # Both before it runs: it may have printed or starved by the time we look.
         clock, starved_before = LogClock(log, self._now), kills_for_memory()
-        process = start_process(start.argv, {**start.env, **env}, log, pass_fds)
+        # The one place that every rank of every launcher passes, on its own machine.
+        process = start_process(start.argv, {**start.env, **env, **torch_caches().variables}, log, pass_fds)
         self._running.append(_Running(start, process, clock, starved_before))
         return process.pid
 

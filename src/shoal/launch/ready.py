@@ -9,11 +9,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.node import reserve_port
+from shoal.cluster.node import listen_at
 from shoal.control.devices import this_machine_is_cpu_only
 from shoal.control.hello import introduce
 from shoal.control.machine import physical_cores
 from shoal.control.membership.promisefile import PromiseFile
+from shoal.control.private import torch_caches
 from shoal.control.route import interface_for
 from shoal.errors import RunFailed
 from shoal.launch.found import KEEPER, MESSENGER, find
@@ -23,13 +24,15 @@ from shoal.runfolder import RunFolder
 
 
 async def get_ready(orders: Meet, run: RunFolder, mesh: Mesh) -> tuple[dict[str, Any], socket.socket | None]:
-    """What the launcher is told, and the port that is held for a script of somebody's."""
+    """What the launcher is told, and the socket at which the store of a user's script will be served."""
     refuse_leftovers(run.path, orders.node, is_new=orders.life == 0)
+    # Refused here, before any rank is started.
+    torch_caches()
     interface = interface_for(orders.address, orders.interface, orders.node)
     mark = secrets.token_hex(16)
     me = introduce(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
     port = await mesh.listen(orders.address, me, orders.token, orders.port)
-    held = None if orders.script_port is None else reserve_port(orders.address, orders.script_port)
+    held = None if orders.script_port is None else listen_at(orders.address, orders.script_port)
     said = {
         "node": orders.node,
         "mark": mark,

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import shlex
 import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from shoal.cluster.node import start_process
 from shoal.control.membership.generation import read_ballot
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
 from shoal.control.process import marks
@@ -23,6 +25,7 @@ from shoal.launch.keystore import read_request, to_frame
 from shoal.launch.lines import RankLine
 from shoal.launch.orders import Start
 from shoal.launch.places import Places
+from shoal.launch.plan import SAFE_PATH, script_store_command
 from shoal.launch.ranks import Ended, Ranks
 from shoal.runfolder import RunFolder
 
@@ -42,6 +45,7 @@ class Workplace:
         self._keys = keys
         self._places = places
         self._serving: set[asyncio.Task[None]] = set()
+        self._store: subprocess.Popen[bytes] | None = None
         self.write = write
 
     def start(self, start: Start, alone_with_folder: bool) -> None:
@@ -68,6 +72,32 @@ class Workplace:
             line = RankLine(ours, lambda message: hear(hand, message), refuse)
             hand.begin(line)
             self._keep(line.listen())
+
+    def serve_script_store(self, listener: socket.socket) -> None:
+        """Starts the process that serves torch's own store, which needs torch: it is imported beside the ranks.
+
+        Tied to this agent, and ended by `close` once every rank of all nodes has ended."""
+        address, port = listener.getsockname()[:2]
+        command = script_store_command(address, port, listener.fileno())
+        env = {**marks(self._run.path, "store"), **SAFE_PATH, "SHOAL_NODE": self._node}
+        log = self._run.journal(self._node).with_suffix(".store.log")
+        try:
+            self._store = start_process(command, env, log, (listener.fileno(),))
+        except OSError as error:
+            raise RunFailed(
+                f"cannot start the store of the script's ranks on {self._node}: {error.strerror}",
+                why="the machine is out of processes or memory, or the run folder is not writable",
+                fix="check there: ulimit -u; df -h",
+            ) from error
+        finally:
+            # Only the store keeps it: ranks are refused, and do not wait for ever, if it dies.
+            listener.close()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+            self._store = None
 
     def kill(self, name: str) -> None:
         self._ranks.end(name)

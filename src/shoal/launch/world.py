@@ -114,8 +114,8 @@ class World:
         meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
         if head["script_port"] and len(nodes) > 1:
             self._note(
-                f"the script's store is torch's own: it listens on every address of {nodes[0].name}, port "
-                f"{meeting.port}, and whoever reaches it can write into it. Use a network you trust."
+                f"the script's store is torch's own and asks for no token: any program that reaches {meeting.address} "
+                f"port {meeting.port} can write into it. Use a network you trust."
             )
         self.commands = plan(nodes, meeting)
         self.is_elastic = members is not None

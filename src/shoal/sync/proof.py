@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.control.placement import Placement
+from shoal.control.private import use_private_caches
 from shoal.errors import ForeignConnection, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     try:
+        use_private_caches()
         placement = Placement.from_env(os.environ)
     except ShoalError as error:
         sys.stderr.write(error.render())

@@ -20,6 +20,7 @@ import torch
 
 from shoal.config.schema import ModelConfig
 from shoal.control.placement import Placement
+from shoal.control.private import use_private_caches
 from shoal.errors import ShoalError
 from shoal.events import EventLog
 from shoal.runfolder import RunFolder
@@ -47,6 +48,7 @@ def main() -> int:
         # There is nothing to save, and a rank that waits in gloo would not hear of Python's own handler.
         signal.signal(signum, signal.SIG_DFL)
     try:
+        use_private_caches()
         placement = Placement.from_env(os.environ)
         log = EventLog(RunFolder(options.folder).events(placement.rank), placement.rank)
         models = {name: ModelConfig(**shape) for name, shape in options.models.items()}

@@ -11,16 +11,19 @@ from pathlib import Path
 import torch
 
 from shoal.config.load import load_config
+from shoal.control.private import use_private_caches
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.errors import ShoalError, UsageError
 from shoal.model.gpt import GPT
 from shoal.runfolder import RunFolder
+from shoal.terminal import protect_terminal
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.process import say
 from shoal.train.state import load_weights
 
 
 def main() -> int:
+    protect_terminal()
     parser = argparse.ArgumentParser(prog="python -m shoal.train.sample")
     parser.add_argument("run", type=Path)
     parser.add_argument("--prompt", default="")
@@ -31,6 +34,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
+        use_private_caches()
         sentences = write_sentences(RunFolder.open(options.run), options)
     except ShoalError as error:
         return say(error)

@@ -18,8 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shoal.control.placement import Placement
+from shoal.control.private import use_private_caches
 from shoal.control.process import tie_to
+from shoal.errors import ShoalError
 from shoal.train import worker
+from shoal.train.process import say
 
 
 def main() -> int:
@@ -29,6 +32,10 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     tie_to(os.getppid())()
+    try:
+        use_private_caches()
+    except ShoalError as error:
+        return say(error)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(

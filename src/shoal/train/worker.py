@@ -27,6 +27,7 @@ from shoal.config.load import build_config, load_config, to_toml
 from shoal.config.schema import Config
 from shoal.control.machine import physical_cores
 from shoal.control.placement import Placement
+from shoal.control.private import use_private_caches
 from shoal.control.process import tie_to
 from shoal.control.rankline import LINE_FD
 from shoal.cost.relief import RELIEF, relief
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopWish()
     catch_stop_signals(stop, is_elastic=LINE_FD in os.environ)
     try:
+        use_private_caches()
         placement = Placement.from_env(os.environ)
     except ShoalError as error:
         return say(error)
@@ -120,7 +122,7 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
         leave(world)
     if not placement.launcher and world.is_main:
         # Nobody else is there to sum up: plain torchrun started us.
-        subprocess.run([sys.executable, "-m", "shoal.report.finish", str(run.path)], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "shoal.report.finish", str(run.path)], check=True)
     return 0 if finished else Interrupted.exit_code
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.files import project_of
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
+from shoal.control.private import find_danger
 from shoal.control.process import marks, unmark
 from shoal.data.run_setup import read_facts, to_json
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
@@ -137,7 +138,8 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
 
     if job.script:
         with open_cluster(job.on, Cargo(project=_project(job)), note) as cluster:
-            run_script(RunConfig(on=job.on, threads=job.threads), job.script, run, cluster, log, job.port)
+            words = python_words(job.script, Path.cwd(), note)
+            run_script(RunConfig(on=job.on, threads=job.threads), words, run, cluster, log, job.port)
         return
     config = load_config(run.config)
     try:
@@ -164,6 +166,18 @@ def training_cargo(run: RunFolder) -> Cargo:
         return {path.name: path.read_text(encoding="utf-8") for path in whole} | {run.data.name: to_json(there)}
 
     return Cargo(files={names["train"]: Path(facts.train), names["val"]: Path(facts.val)}, texts=texts)
+
+
+def python_words(script: tuple[str, ...], folder: Path, note: Callable[[str], None]) -> tuple[str, ...]:
+    """With `-m MODULE`, Python searches the current folder first: not where other users can put modules into it."""
+    danger = find_danger(folder) if script[0] == "-m" else ""
+    if not danger:
+        return script
+    note(
+        f"modules are not searched in the current folder: {danger}. "
+        f"If you trust what is in it: PYTHONPATH={shlex.quote(str(folder))} shoal run -m {shlex.quote(script[1])} …"
+    )
+    return ("-P", *script)
 
 
 def _project(job: Job) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from shoal.errors import ShoalError
 from shoal.events import read_last_events
 from shoal.launch.found import AGENT, Found, find, is_kept
 from shoal.runfolder import RunFolder
+from shoal.terminal import printable_json
 from shoal.trials.keeper import read_job
 
 _TAIL_BYTES = 16384
@@ -110,4 +110,4 @@ def as_json(states: list[RunState]) -> str:
         }
         for state in states
     ]
-    return json.dumps({"runs": document}, indent=2, ensure_ascii=False)
+    return printable_json({"runs": document}, indent=2)

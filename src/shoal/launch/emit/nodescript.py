@@ -27,6 +27,8 @@ def node_script(job: Job, number: str, count: str, shape: list[str]) -> str:
         [
             "set -eu",
             f"python={shlex.quote(job.python)}",
+            "# Python must not import from the current folder, which other users may be able to write to.",
+            "export PYTHONSAFEPATH=1",
             f"NODE_RANK={number}",
             *shape,
             f'interface=$("$python" -c {shlex.quote(FIND_INTERFACE)} "$MASTER_ADDR")',

@@ -84,7 +84,7 @@ def _meeting(job: Job) -> list[str]:
         "export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))",
         "if ((${#hosts[@]} > 1)); then",
         "    # We are on the first node, where its own name may mean 127.0.1.1: take its address towards the second.",
-        f'    MASTER_ADDR=$({shlex.quote(job.python)} -c {shlex.quote(_OWN_ADDRESS)} "${{hosts[1]}}")',
+        f'    MASTER_ADDR=$({shlex.quote(job.python)} -P -c {shlex.quote(_OWN_ADDRESS)} "${{hosts[1]}}")',
         "fi",
     ]
 

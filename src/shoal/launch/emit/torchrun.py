@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.cluster.node import Node
 from shoal.launch.emit.job import Job, comment, needs, summary, threads_on, worker_words
 from shoal.launch.emit.nodescript import FIND_INTERFACE
+from shoal.launch.plan import SAFE_PATH
 
 _SHARED = "this folder, on a file system that all nodes share, at the same path"
 
@@ -54,7 +55,13 @@ def _command(job: Job, port: int, node_rank: int, node: Node) -> str:
         "master-addr": job.nodes[0].address,
         "master-port": port,
     }
-    torchrun = [job.python, "-m", "torch.distributed.run", *(f"--{flag}={value}" for flag, value in flags.items())]
+    torchrun = [
+        job.python,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        *(f"--{flag}={value}" for flag, value in flags.items()),
+    ]
     worker = ["-m", "shoal.train.worker", *worker_words(job), "--out", str(job.out)]
     # The worker counts the machine's cores itself unless told; a node may be only a part of the machine.
     limit = [] if threads is None else ["--set", f"run.threads={threads}"]
@@ -64,6 +71,7 @@ def _command(job: Job, port: int, node_rank: int, node: Node) -> str:
 def _variables(job: Job, node_rank: int, node: Node) -> str:
     threads = threads_on(job, node)
     env = {
+        **SAFE_PATH,
         "SHOAL_NODE": node.name,
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         **({} if node.link_mbps is None else {"SHOAL_LINK_MBPS": str(node.link_mbps)}),
@@ -79,5 +87,5 @@ def _interface(job: Job, node: Node) -> str:
     if node.interface:
         name = shlex.quote(node.interface)
         return f"GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-    find = shlex.join([job.python, "-c", FIND_INTERFACE, job.nodes[0].address])
+    find = shlex.join([job.python, "-P", "-c", FIND_INTERFACE, job.nodes[0].address])
     return f'interface=$({find}) && GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface"'

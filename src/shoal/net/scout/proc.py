@@ -6,6 +6,7 @@ import contextlib
 import os
 import pwd
 import shlex
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def variables(pid: int) -> dict[str, str]:
     """Those it was started with."""
     entries = (entry.partition("=") for entry in read(PROC / str(pid) / "environ").split("\0"))
     return {name: value for name, _, value in entries if name}
+
+
+def owner_of(pid: int) -> int | None:
+    """The user it runs as; None for a set-user-ID program, whose environment is that of another user."""
+    lines = read(PROC / str(pid) / "status").splitlines()
+    numbers = next((set(line.split()[1:4]) for line in lines if line.startswith("Uid:")), set())
+    program = (PROC / str(pid) / "exe").stat()
+    if len(numbers) != 1 or program.st_mode & (stat.S_ISUID | stat.S_ISGID):
+        return None
+    return int(numbers.pop())
 
 
 def describe(pid: int) -> dict[str, Any]:

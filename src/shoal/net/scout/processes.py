@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.net.scout.ports import listeners
-from shoal.net.scout.proc import describe, is_orphan, pids, user_name, variables
+from shoal.net.scout.proc import describe, is_orphan, owner_of, pids, user_name, variables
 
 _RUN, _PART = "SHOAL_RUN", "SHOAL_PART"
 _RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -42,7 +42,7 @@ def workers() -> dict[str, list[dict[str, Any]]]:
         # It may end while we look at it.
         with contextlib.suppress(ProcessLookupError):
             own = variables(pid)
-            if _is_another(own, (_RUN,)):
+            if _is_another(own, (_RUN,)) and _is_owners(pid, own):
                 marked.append({**describe(pid), **_mark(own), "orphan": is_orphan(pid)})
             elif _is_another(own, _RANK) and is_orphan(pid):
                 strays.append({**describe(pid), **{name.lower(): own[name] for name in _RANK}})
@@ -52,6 +52,15 @@ def workers() -> dict[str, list[dict[str, Any]]]:
 def _is_another(own: Mapping[str, str], names: tuple[str, ...]) -> bool:
     """Variables that we have too say nothing: in the container of a job, everybody has its rank."""
     return all(name in own for name in names) and any(own[name] != os.environ.get(name) for name in names)
+
+
+def _is_owners(pid: int, own: Mapping[str, str]) -> bool:
+    """Any process can carry the name of any run: those of this user, or of the run folder's owner, are believed."""
+    try:
+        owner = owner_of(pid)
+        return owner is not None and (owner == os.geteuid() or owner == Path(own[_RUN]).stat().st_uid)
+    except OSError:
+        return False
 
 
 def _mark(own: Mapping[str, str]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shoal.control.private import make_private, user_cache
+
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (
     "-O3",
@@ -82,7 +84,8 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """Takes a second or two where nobody has built them before; ranks that build at once each bring their own file."""
     try:
-        return Kernels(ctypes.CDLL(str(_obtain(_cache_folder()))))
+        # A library that another user put there would run as this one.
+        return Kernels(ctypes.CDLL(str(_obtain(make_private(user_cache(os.environ) / "kernels")))))
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
 
@@ -128,8 +131,3 @@ def _cpu() -> str:
     """A home folder may be shared by machines whose processors are not the same."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(_CPU_KEYS)})) + os.uname().machine
-
-
-def _cache_folder() -> Path:
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(named) if named.startswith("/") else Path.home() / ".cache") / "shoal" / "kernels"

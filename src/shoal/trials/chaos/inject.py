@@ -205,14 +205,14 @@ class Injector:
         lab = self._ground.need_lab()
         if not lab.is_alive(node):
             lab.perform(changes.restart(node))
-        words = (sys.executable, "-m", "shoal", "join", str(self._run.path), "--node", node)
+        words = (sys.executable, "-P", "-m", "shoal", "join", str(self._run.path), "--node", node)
         log = self._run.log(node, "join")
         self.joined.append(lab.start(node, words, {}, log))
 
     def _ask(self, words: tuple[str, ...]) -> Answer:
         said = [word.format(on=self._ground.on, run=self._run.path) for word in words]
         began = time.monotonic()
-        argv = [sys.executable, "-m", "shoal", *said]
+        argv = [sys.executable, "-P", "-m", "shoal", *said]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
         except subprocess.TimeoutExpired:

@@ -61,7 +61,7 @@ def garbage(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable
 
 def knock(places: list[str], connections: int, idle: int, enter: Callable[[list[str]], list[str]]) -> None:
     """`enter` makes the command one that runs on the node."""
-    argv = enter([sys.executable, "-c", _PROGRAM, str(connections), str(idle), *places])
+    argv = enter([sys.executable, "-P", "-c", _PROGRAM, str(connections), str(idle), *places])
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,40 @@
+"""`python -P -m shoal.sync.script_store`: serves torch's own store to the ranks of a user's script.
+
+By default rank 0 of a script serves the store itself, and torch then listens on every address of the machine. Here an
+agent hands over a socket that listens on the run's address only, and every rank connects as a client. torchrun does
+the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m shoal.sync.script_store")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket that listens there")
+    options = parser.parse_args()
+    # The agent ends this process after the last rank of all nodes: a Ctrl-C is for the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = TCPStore(
+        options.address,
+        options.port,
+        is_master=True,
+        master_listen_fd=options.fd,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
+    signal.pause()
+    del store
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What may reach a terminal: text without control sequences.
+
+Names of machines, log lines, process lists and error texts of other programs are foreign text. An escape sequence in
+it could rewrite the screen, the window title or the clipboard of whoever looks at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+# Whole sequences first, so that no half of one stays behind as text: OSC, DCS, SOS, PM and APC up to their terminator,
+# then CSI, then the short ones. An unfinished string loses only its introducer.
+_SEQUENCES = re.compile(
+    r"(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)"
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|\x1b[ -/]+[0-~]"
+    r"|\x1b[@-~]?"
+)
+# C0 controls but tab and newline, DEL, C1 controls, the characters that reorder text on the screen, and halves of
+# surrogate pairs, which stand for undecodable bytes and cannot be written.
+_FORBIDDEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_CONTROLS = re.compile(f"[{_FORBIDDEN}]")
+
+
+def printable(text: str) -> str:
+    """The text without escape sequences, control characters and characters that change the direction of writing.
+
+    A carriage return becomes a newline: the part before it was meant to be overwritten, and must not hide what follows.
+    """
+    if _CONTROLS.search(text) is None:
+        return text
+    text = _SEQUENCES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _CONTROLS.sub("", text)
+
+
+def printable_json(document: Any, indent: int | None = None) -> str:
+    """The same characters in a JSON document are written as `\\u` escapes, so that nothing is lost."""
+    text = json.dumps(document, indent=indent, ensure_ascii=False)
+    return re.sub(f"[{_FORBIDDEN}]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class PrintableStream:
+    """A text stream that writes everything through `printable`; all else is the stream's behind it."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        self.raw.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def protect_terminal() -> None:
+    """From here on nothing written to stdout and stderr can steer the terminal, whoever writes it.
+
+    Consoles that style text themselves clean it before they add their own sequences, and write to `raw_stream`.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, PrintableStream):
+            setattr(sys, name, PrintableStream(stream))
+
+
+def raw_stream(stream: Any) -> Any:
+    """The stream behind a protected one, for text that is known to be clean."""
+    return stream.raw if isinstance(stream, PrintableStream) else stream
+
+
+@contextlib.contextmanager
+def styled_output() -> Iterator[None]:
+    """For a library that styles texts of ours only, such as the help of the command line."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = raw_stream(sys.stdout), raw_stream(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
