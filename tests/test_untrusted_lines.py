@@ -152,24 +152,30 @@ sys.stdout.buffer.write(open(f"{folder}/life-{{min(count, {len(lives) - 1})}}", 
 """
     )
     program.chmod(0o755)
+    return make_link(folder, str(program))
+
+
+def make_link(here: Path, python: str, **errand: Any) -> tuple[SshLink, list[str]]:
+    """A link to a messenger on this machine, which a shell starts here as SSH starts it elsewhere."""
     host = Host(host="localhost", name="den")
     about: dict[str, Any] = {"interface": "lo", "cores": 1, "link_mbps": None, "project": None, "files": {}}
+    path = str(Path(shoal.__file__).parent.parent)
     ready = ReadyHost(
         host,
         True,
         "127.0.0.1",
         **about,
-        python=str(program),
-        pythonpath="",
-        runs=str(folder / "d/runs"),
+        python=python,
+        pythonpath=path,
+        runs=str(here / "d/runs"),
         facts=None,  # type: ignore[arg-type]
     )
-    errand = {"folder": "/nowhere", "node": "den", "ranks": [1], "texts": {}, "keeps": False, "follow": False}
+    common = {"folder": "/nowhere", "node": "den", "ranks": [1], "texts": {}, "keeps": False, "follow": False}
     notes: list[str] = []
-    run = folder / "run"
+    run = here / "run"
     (run / "events").mkdir(parents=True, exist_ok=True)
-    spec = HostsSpec(path=folder / "hosts.toml", hosts=(host,))
-    return SshLink(ready, spec, run, None, {**errand, "discard": False}, notes.append), notes
+    spec = HostsSpec(path=here / "hosts.toml", hosts=(host,))
+    return SshLink(ready, spec, run, None, {**common, "discard": False, **errand}, notes.append), notes
 
 
 def head(**fields: Any) -> bytes:
@@ -220,6 +226,39 @@ def test_pieces_that_a_messenger_may_not_send_are_left_out(tmp_path: Path) -> No
         link.close()
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == ["rank-1.jsonl"]
     assert len([note for note in notes if "into the run folder" in note]) == len(names), "each once"
+
+
+def test_a_messenger_brings_home_what_its_own_ranks_wrote(tmp_path: Path) -> None:
+    """The real one, in a folder that several nodes share: others' files stay, and the checkpoint comes whole."""
+    there = RunFolder(tmp_path / "there")
+    contents = {
+        "agents/den.jsonl": "journal\n",
+        "agents/den.orders": "token\n",
+        "agents/other.jsonl": "other\n",
+        "events/rank-0.jsonl": "other\n",
+        "events/rank-1.jsonl": "first\nsecond\n",
+        "logs/den/rank-1.log": "x" * (PIECE_BYTES + 5),
+        "logs/other/rank-0.log": "other\n",
+        "commits.jsonl": "ledger\n",
+        "checkpoints/step-00000001/manifest.json": "old",
+        "checkpoints/step-00000002/manifest.json": "new",
+        "checkpoints/step-00000002/model.safetensors": "weights",
+    }
+    for name, text in contents.items():
+        (there.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (there.path / name).write_text(text)
+    (tmp_path / "run/events").mkdir(parents=True)
+    (tmp_path / "run/events/rank-1.jsonl").write_text("first\n")
+    link, notes = make_link(tmp_path, sys.executable, folder=str(there.path), keeps=True, follow=True)
+    try:
+        assert wait_until(link.ended, 60, why=lambda: notes) == "its agent ended"
+    finally:
+        link.close()
+    home = tmp_path / "run"
+    came = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()}
+    own = ("agents/den.jsonl", "events/rank-1", "logs/den", "commits", "checkpoints/step-00000002")
+    assert came == {name: text for name, text in contents.items() if name.startswith(own)}
+    assert not [note for note in notes if "refused" in note]
 
 
 # A journal that lies
