@@ -80,7 +80,10 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
 def test_texts_of_a_run_cannot_run(tmp_path: Path) -> None:
     shard = {"event": "shard", "rank": 0, "size": 1, "total": 1, "first": EVIL}
     fault = {"event": "fault", "rank": 1, "error": EVIL, "seen": EVIL, "why": EVIL, "fix": EVIL}
-    events = [start(0, node=EVIL, device=EVIL), start(1), shard, step(1), step(1, 1), fault]
+    warning = {"event": "warning", "rank": 1, "seen": EVIL, "why": EVIL, "fix": EVIL}
+    note = {"event": "note", "rank": 0, "text": EVIL}
+    lost = {"event": "lost", "rank": 0, "node": EVIL, "how": EVIL}
+    events = [start(0, node=EVIL, device=EVIL), start(1), shard, step(1), step(1, 1), fault, warning, note, lost]
     page = page_of(tmp_path, events, f"data.path={json.dumps(EVIL)}")
     assert len(page.scripts) == 3, "the figures, plotly and the page's own script"
     assert not [tag for tag, _ in page.tags if tag == "img"]
