@@ -285,3 +285,15 @@ def test_texts_checkpoints_and_replicas_are_read_without_unpickling(tmp_path: Pa
     """The hook ends the program at the first class that anything unpickles, which its last lines prove."""
     said = python(WORK_WITHOUT_PICKLE, str(tmp_path), tokenizer)
     assert said == "tripped: unpickled ('collections', 'OrderedDict')\n"
+
+
+def test_process_groups_are_made_in_one_module() -> None:
+    """`sync/groups.py` proves every pair of a group; a group made elsewhere would accept foreign connections."""
+    makers = {"init_process_group", "new_group", "new_subgroups", "split_group", "ProcessGroupGloo"}
+    calls = {
+        module_name(path)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+    }
+    assert calls == {"shoal.sync.groups"}

@@ -37,7 +37,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "gloo_stranger.py"
 @contextlib.contextmanager
 def stranger(mode: str) -> Iterator[str]:
     """The attacking process; yields the name by which it is sent ports."""
-    name = f"shoal-test-{secrets.token_hex(8)}"
+    name = f"stranger-{secrets.token_hex(8)}"
     with subprocess.Popen([sys.executable, str(SCRIPT), name, mode], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

@@ -410,6 +410,27 @@ def form_second_group(forming: Forming, ranks: list[int] | None, timeout_s: floa
     return group
 
 
+def form_nccl_group(forming: Forming, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """torch's default group, over NCCL. Its connections are not proved: NCCL has its own bootstrap, and no such race is
+    known of it."""
+    dist.init_process_group(
+        "nccl",
+        store=forming.store,
+        rank=forming.rank or 0,
+        world_size=forming.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+    )
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - init_process_group has just made it
+    return group
+
+
+def form_second_nccl_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=timeout_s), "nccl")
+    return group
+
+
 def form_bare_group(forming: Forming) -> Any:
     """gloo itself without a place in torch's list of groups, for a try."""
 

@@ -20,7 +20,9 @@ from shoal.sync.groups import (
     Forming,
     Warn,
     form_main_group,
+    form_nccl_group,
     form_second_group,
+    form_second_nccl_group,
     pair_key,
     warn_in_log,
 )
@@ -180,17 +182,7 @@ def form_group(forming: Forming, device: torch.device, backend: str, timeout_s: 
         torch.cuda.set_device(device)
     if backend == "gloo":
         return form_main_group(forming, timeout_s)
-    dist.init_process_group(
-        backend,
-        store=forming.store,
-        rank=forming.rank or 0,
-        world_size=forming.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device,
-    )
-    group = dist.group.WORLD
-    assert group is not None  # noqa: S101 - init_process_group has just made it
-    return group
+    return form_nccl_group(forming, device, timeout_s)
 
 
 def beside(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -> World:
@@ -204,7 +196,7 @@ def beside(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -
     if world.backend == "gloo":
         group = form_second_group(_forming_beside(world, members, rank, timeout_s), members, timeout_s)
     else:
-        group = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=world.backend)
+        group = form_second_nccl_group(members, timeout_s)
     return replace(world, rank=world.rank if rank is None else rank, size=len(members), group=group)
 
 

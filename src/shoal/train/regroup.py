@@ -235,7 +235,7 @@ class Membership:
         trainer, checkpoints = self.trainer, self._checkpoints()
         self.member.fence.lose_state()
         self.has_state = False
-        newest = checkpoints.newest() if world.keeps_files else None
+        newest = checkpoints.newest_whole() if world.keeps_files else None
         own_last = ledger.last_step(self.run.commits) if world.keeps_files else 0
         kept = gather(world, [newest is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)])
         has_checkpoint, lost_step = any(row[0] for row in kept), max(row[1] for row in kept)
