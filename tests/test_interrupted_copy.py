@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from shoal.sync.world import World, barrier, nowhere
 from shoal.train import elastic
 from shoal.train.build import make_trainer
 from shoal.train.choosing import Chooser
+from shoal.train.handover import Replica, Transfer, Verdict
 from shoal.train.recorder import Recorder
 from shoal.train.regroup import Membership
 from shoal.train.state import moments, weights
@@ -232,6 +235,43 @@ def check_chain(tmp_path: Path, way: str, deaths: list[int]) -> None:
     ledger = check_ledger(read_jsonl(folder / "commits.jsonl"))
     assert ledger.ok, ledger
     assert ledger.steps >= begun
+
+
+def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
+    """Rank 0 sends; rank 1 has another state, rank 2 the same one."""
+    verdict = Verdict(source=0, step=5, behind=(1,))
+    own = Replica(named("model.", world.rank % 2), {}, named("optimizer.", world.rank % 2))
+    before = digest_of(own)
+    transfer = Transfer(world, verdict, False, True, lambda: named("optimizer.", 7))
+    if not has_memory:
+        setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))  # noqa: B010 - mypy minds the rest
+    refused = False
+    try:
+        room = transfer.make_room(own, {}, has_state=True)
+    except MemoryError:
+        refused = True
+        room = transfer.make_room(own, {}, has_state=False)
+    transfer.run(room)
+    return {"refused": refused, "before": before, "own": digest_of(own), "received": digest_of(room)}
+
+
+def named(prefix: str, value: int) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": torch.full((size,), float(value)) for name, size in (("a", 1000), ("b", 70_000))}
+
+
+def digest_of(replica: Replica) -> int:
+    return combined(tensor_digests({**replica.weights, **replica.moments}))
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_second_copy_is_taken_only_where_a_state_would_be_lost_and_memory_suffices(
+    has_memory: bool, tmp_path: Path
+) -> None:
+    source, behind, same = run_ranks(transfer_to, 3, tmp_path, has_memory)
+    assert source["received"] == behind["received"] == same["received"] == source["before"]
+    assert (behind["own"] == behind["before"]) == has_memory, "its own state is kept unless there is no room"
+    # Neither the source nor a rank with the same bits needs memory.
+    assert [life["refused"] for life in (source, behind, same)] == [False, not has_memory, False]
 
 
 # A dying rank before each of these exchanges: a regroup of the tiny model has about 25.

@@ -160,6 +160,7 @@ def lose_all(agent: ScriptedAgent, at_step: int, ids: tuple[int, ...]) -> None:
         ),
     ],
 )
+@pytest.mark.timeout(400)
 def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path: Path) -> None:
     """Twice: the second time to a checkpoint of the lineage that had gone back itself."""
     run = make_run(tmp_path / "run", *WAYS[way], "train.checkpoint_every=10", ranks=2)
@@ -186,6 +187,7 @@ def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_before_the_first_checkpoint_they_begin_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "train.checkpoint_every=40", ranks=2)
     with ScriptedAgent(run, 2) as agent:
@@ -202,6 +204,7 @@ def test_before_the_first_checkpoint_they_begin_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> None:
     """To begin again would silently throw away more than was ever at risk."""
     run = make_run(tmp_path / "run", "train.checkpoint_every=10", ranks=2)

@@ -65,7 +65,8 @@ class Council:
 
     @property
     def can_recover(self) -> bool:
-        """Whether we go back to a checkpoint as soon as we have ranks."""
+        """Whether we, or members that were with the others for longer, go back to a checkpoint as soon as there are
+        ranks."""
         current = self.generation
         return current is not None and not self.votes and self.asks is None and self._desk.is_state_lost(current)
 

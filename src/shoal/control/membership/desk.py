@@ -112,20 +112,19 @@ class Desk:
         return more or self.view.welcome(current, self.present(current), room)
 
     def is_state_lost(self, last: Generation) -> bool:
-        """Whether no member of our last generation can have its state any more, as far as it is ours to say: a member
-        with a vote decides what follows, and one that was with the others for longer knows more."""
-        view = self.view
-        around = [beat for member, beat in view.beats.items() if view.usable(member)]
-        if any(beat.votes or (beat.generation is not None and beat.generation > last.id) for beat in around):
-            return False
-        return all(view.has_lost_state(member, last) for member in last.members if member != self.me)
+        """Whether no other member of our last generation has its state any more, as far as is known here."""
+        return all(self.view.has_lost_state(member, last) for member in last.members if member != self.me)
 
     def ready_to_recover(self, last: Generation) -> dict[int, Ranks]:
         """Members without a state that have ranks, ourselves included, if no other can have it: every member of the
         newest generation that any of them was in is gone or has lost it. Otherwise none."""
+        around = {member: beat for member, beat in self.view.beats.items() if self.view.usable(member)}
+        if any(beat.votes or (beat.generation is not None and beat.generation > last.id) for beat in around.values()):
+            # A member with a vote decides what follows. One that was with the others for longer knows better who may
+            # have the state.
+            return {}
         if not self.is_state_lost(last):
             return {}
-        around = {member: beat for member, beat in self.view.beats.items() if self.view.usable(member)}
         ready = {member: beat.ranks for member, beat in around.items() if beat.ranks and not beat.asks}
         if self.ranks.phase is Phase.STOPPED and self.ranks.numbers:
             ready[self.me] = self.ranks.numbers
