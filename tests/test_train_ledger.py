@@ -144,7 +144,7 @@ def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int],
 
 
 def test_a_ledger_that_was_cut_is_filled_in_from_another_machine(tmp_path: Path) -> None:
-    whole = (list(range(1, 11)), [], [])
+    whole: tuple[list[int], list[Any], list[str]] = (list(range(1, 11)), [], [])
     assert run_ranks(mend, 2, tmp_path, tmp_path, (10, 4)) == [whole, whole]
     assert run_ranks(mend, 2, tmp_path, tmp_path, (0, 10)) == [whole, whole]
 
