@@ -31,7 +31,8 @@ from shoal.report.ledger import check_ledger
 from shoal.runfolder import RunFolder
 from shoal.sync import replicas
 from shoal.sync.digests import combined, tensor_digests
-from shoal.sync.membership.forming import Place, unform
+from shoal.sync.groups import unform
+from shoal.sync.membership.forming import Place
 from shoal.sync.membership.line import AgentLine
 from shoal.sync.membership.member import Member
 from shoal.sync.world import World, barrier, nowhere
