@@ -193,6 +193,7 @@ print(torch.compile(lambda x: x * 2 + 1)(torch.ones(4)).sum().item())
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_planted_pickles_in_the_predictable_cache_never_run(tmp_path: Path, as_root: None) -> None:
     """The other user knows what is compiled: he has run the same script, and replaces everything that it cached."""
     need_tool("g++")
@@ -202,6 +203,7 @@ def test_planted_pickles_in_the_predictable_cache_never_run(tmp_path: Path, as_r
     planted = temporary / "torchinductor_root"
     # Whose name is in the folder's name, torch reads from these.
     env = {**os.environ, "TMPDIR": str(temporary), "LOGNAME": "root", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
     def output_of(*words: str) -> str:
