@@ -104,3 +104,19 @@ def test_keys_of_no_generation_are_the_first_members() -> None:
         assert await first.ask({"op": "get", "key": "a"}) == {"value": None}
 
     play(scene)
+
+
+def test_a_key_for_ranks_depends_on_the_token_and_crosses_no_network() -> None:
+    async def scene(pair: Pair) -> None:
+        pair.enter(generation(3, 1, 2))
+        pair.deaf = True
+        one, two = [await ring.ask({"op": "derive", "label": "gen-3-1"}) for ring in pair.rings.values()]
+        assert one == two
+        assert len(one["value"]) == 44
+        assert await pair.rings[1].ask({"op": "derive", "label": "gen-4-1"}) != one
+        stranger = Keyring(1, pair.rings[1]._tell, "another token")
+        assert await stranger.ask({"op": "derive", "label": "gen-3-1"}) != one
+        # Another agent that asks for it gets an error, whatever it asks for.
+        assert "error" in await pair.rings[1].answer({"op": "derive", "label": "gen-3-1"})
+
+    play(scene)

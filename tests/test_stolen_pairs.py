@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,6 +23,7 @@ from shoal.errors import ForeignConnection, ShoalError
 from shoal.sync import groups, proof
 from shoal.sync import world as worlds
 from shoal.sync.groups import Forming, Report, explain, foreign_ends, form_main_group, pair_digest, unform
+from shoal.sync.membership.fence import Over
 from shoal.sync.membership.forming import Place, form
 from shoal.sync.waiting import Release
 from shoal.sync.world import World, barrier, beside
@@ -110,7 +112,7 @@ def form_attacked(world: World, name: str, times: int) -> tuple[float, float, li
     return total(formed), time.monotonic() - began, [warning.seen for warning in warnings]
 
 
-@pytest.mark.parametrize("mode", ["silent", "close", "garbage", "digest"])
+@pytest.mark.parametrize("mode", ["silent", "close", pytest.param("garbage", marks=pytest.mark.long), "digest"])
 def test_a_group_whose_places_were_taken_is_formed_again(mode: str, tmp_path: Path) -> None:
     with stranger(mode) as name:
         answers = run_ranks(form_attacked, 2, tmp_path, name, 1)
@@ -141,6 +143,7 @@ def never_form(world: World, name: str) -> tuple[str, str, str]:
     return raised.value.seen, raised.value.why, raised.value.fix
 
 
+@pytest.mark.long
 def test_the_error_after_the_last_attempt_says_what_to_do(tmp_path: Path) -> None:
     with stranger("silent") as name:
         for seen, why, fix in run_ranks(never_form, 2, tmp_path, name):
@@ -210,6 +213,7 @@ def take_several(world: World, name: str) -> tuple[float, list[str]]:
     return form_attacked(world, name, 1)[::2]
 
 
+@pytest.mark.long
 def test_every_connection_of_a_pair_is_proved(tmp_path: Path) -> None:
     with stranger("silent") as name:
         answers = run_ranks(take_several, 2, tmp_path, name)
@@ -236,10 +240,6 @@ def test_a_peer_with_another_key_is_foreign(tmp_path: Path) -> None:
 
 def be_released(world: World) -> float:
     """Rank 1 connects and sends nothing; rank 0's generation is over meanwhile."""
-    import threading
-
-    from shoal.sync.membership.fence import Over
-
     groups._PROOF_S = 30.0
     barrier(world)
     unform()
@@ -255,9 +255,9 @@ def be_released(world: World) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_for_a_proof_is_freed_with_its_generation(tmp_path: Path) -> None:
-    waited_s = run_ranks(be_released, 2, tmp_path, dying=[0, 1])
-    assert waited_s[0] is None or waited_s[0] < 4
+    assert run_ranks(be_released, 2, tmp_path, dying=[1])[0] < 20
 
 
 def test_a_digest_depends_on_everything_that_tells_connections_apart() -> None:

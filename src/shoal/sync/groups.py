@@ -361,7 +361,8 @@ def _is_unreachable(reports: list[Report]) -> bool:
 
 
 def _first_error(reports: list[Report]) -> str:
-    return next((report.error for report in reports if report.error), "it was closed")
+    """Its first sentence: gloo adds advice that is not about this."""
+    return next((report.error.split(". ")[0] for report in reports if report.error), "it was closed")
 
 
 def _name(forming: Forming, rank: int) -> str:
