@@ -126,3 +126,18 @@ def test_a_mark_is_of_whole_lines_and_notices_any_change(tmp_path: Path) -> None
     for changed in (content[: mark.size - 1], b"[" + content[1:], b""):
         path.write_bytes(changed)
         assert not has_mark(path, mark)
+
+
+def test_a_log_may_record_its_own_trouble(tmp_path: Path) -> None:
+    """A rank's warning that its events cannot be written is one of these events."""
+    log: EventLog
+
+    def tell(text: str) -> None:
+        log.append({"n": text.split(" ")[0]})
+
+    log = EventLog(tmp_path / "log.jsonl", 0, tell)
+    with no_file_beyond(0):
+        for n in range(3):
+            log.append({"n": n})
+    log.close()
+    assert [record["n"] for record in read_jsonl(log.path)] == [0, "cannot", 1, 2, "writing"]

@@ -28,8 +28,8 @@ Event = dict[str, Any]
 # Lines kept while a file cannot be written: some 15 MB of a ledger, 40 MB of a rank's events. At ten steps a second
 # that is nearly three hours of a full disk.
 MOST_KEPT = 100_000
-# How long `flush` tries at the end of a run before it gives up.
-FLUSH_S = 10.0
+# How long a process tries at its end, over all its files, before it gives up.
+FLUSH_S = 5.0
 _RETRY_S = 0.2
 _BLOCK_BYTES = 1 << 18
 # A reader of a live file may see half of a line for a moment: only what stays torn is cut off.
@@ -37,11 +37,18 @@ _TORN_S = 0.05
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+class _Patience:
+    """Seconds that this process may still wait for disks: ten files on a full disk must not add up to a minute."""
+
+    left_s = FLUSH_S
+
+
+_patience = _Patience()
 # Logs with lines that wait to be written: a process that ends without closing them still tries.
 _waiting: set[EventLog] = set()
 
 
-def _to_stderr(text: str) -> None:
+def to_stderr(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"shoal: {text}\n")
 
@@ -58,7 +65,7 @@ class EventLog:
         self,
         path: Path,
         rank: int,
-        tell: Callable[[str], None] = _to_stderr,
+        tell: Callable[[str], None] = to_stderr,
         most_kept: int = MOST_KEPT,
         private: bool = False,
     ) -> None:
@@ -112,9 +119,11 @@ class EventLog:
 
     def flush(self, timeout_s: float = FLUSH_S) -> int:
         """Tries for a while to write what was kept; returns how many lines are missing from the file."""
-        deadline = time.monotonic() + timeout_s
-        while not self.retry() and time.monotonic() < deadline:
+        timeout_s = min(timeout_s, _patience.left_s)
+        began = time.monotonic()
+        while not self.retry() and time.monotonic() - began < timeout_s:
             time.sleep(_RETRY_S)
+        _patience.left_s = FLUSH_S if not self._kept else _patience.left_s - (time.monotonic() - began)
         return self.missing
 
     def sync(self) -> None:

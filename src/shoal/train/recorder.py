@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from shoal.errors import CheckpointError, RunFailed, ShoalError
-from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker
+from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker, to_stderr
 from shoal.runfolder import RunFolder
 from shoal.sync.membership.member import Member
 from shoal.sync.world import World, without_group
@@ -29,7 +29,7 @@ class Recorder:
     def __init__(self, run: RunFolder, world: World, member: Member | None = None) -> None:
         self._run = run
         self._member = member
-        self._events = EventLog(run.events(world.id), world.id)
+        self._events = EventLog(run.events(world.id), world.id, self._tell)
         # Once opened it stays open: lines that could not be written yet must not be lost with a generation.
         self._ledger: EventLog | None = None
         self._marker = FileMarker(run.commits)
@@ -45,7 +45,7 @@ class Recorder:
             # The rank that kept the ledger in between may have been killed in the middle of a line.
             self._ledger.cut_torn_line()
         elif world.keeps_files:
-            self._ledger = EventLog(self._run.commits, world.id, self._tell_of_ledger)
+            self._ledger = EventLog(self._run.commits, world.id, self._tell)
 
     def begin_anew(self, world: World, pending: list[Record]) -> None:
         """In another world, with what all of it has done and nobody may have committed."""
@@ -165,9 +165,11 @@ class Recorder:
             self._ledger.close()
         self._events.close()
 
-    def _tell_of_ledger(self, text: str) -> None:
-        """To the user, as a warning of this rank."""
-        self.warn(RunFailed(text, why="the disk is or was full", fix=f"look at it: df -h {self._run.path}"))
+    def _tell(self, text: str) -> None:
+        """To the user, as a warning of this rank; and to its log, which may lie on another disk."""
+        to_stderr(text)
+        if hasattr(self, "_events"):
+            self.warn(RunFailed(text, why="the disk is or was full", fix=f"look at it: df -h {self._run.path}"))
 
 
 class WireCounter:
