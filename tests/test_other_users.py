@@ -112,7 +112,8 @@ def test_an_earlier_folder_of_ours_becomes_private(tmp_path: Path) -> None:
 
 def test_the_compiler_cache_is_a_private_folder_of_the_user(tmp_path: Path) -> None:
     caches = choose_caches({"XDG_CACHE_HOME": str(tmp_path)})
-    assert caches.variables == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shoal/torch/inductor")}
+    root = tmp_path / "shoal/torch"
+    assert caches.variables == {"TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"), "TMPDIR": str(root / "tmp")}
     assert caches.note == ""
     assert stat.S_IMODE((tmp_path / "shoal/torch/inductor").stat().st_mode) == 0o700
 
@@ -139,7 +140,7 @@ def test_without_a_safe_home_the_caches_are_temporary_and_removed(tmp_path: Path
     done = subprocess.run([sys.executable, "-P", "-c", program], env=env, capture_output=True, text=True, check=True)
     note, *folders, mode = done.stdout.splitlines()
     assert note.endswith(f"other users can write to {tmp_path / 'home'}")
-    assert len(folders) == 3
+    assert len(folders) == 4
     assert all(folder.startswith(f"{tmp_path}/shoal-torch-") for folder in folders)
     assert mode == "700"
     assert not list(tmp_path.glob("shoal-torch-*"))

@@ -48,23 +48,27 @@ def use_private_caches() -> None:
     shoal's agents set the same variables for every process they start. This covers torchrun typed by hand.
     """
     os.environ.update(torch_caches().variables)
+    # Python remembers the folder of its first look.
+    tempfile.tempdir = None
 
 
 def choose_caches(env: Mapping[str, str]) -> TorchCaches:
     for name in CACHE_VARIABLES:
         if env.get(name):
             _refuse_danger(name, Path(env[name]))
-    if env.get(_INDUCTOR):
-        return TorchCaches({})
     try:
-        folder = make_private(user_cache(env) / "torch" / "inductor")
+        root = make_private(user_cache(env) / "torch")
+        # torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever its variable says.
+        variables = {"TMPDIR": str(make_private(root / "tmp"))}
+        if not env.get(_INDUCTOR):
+            variables[_INDUCTOR] = str(make_private(root / "inductor"))
     except (OSError, RuntimeError) as error:
         note = f"torch's compiler cache is not kept after this run: {error}"
         # Triton and C++ extensions default to folders in the same home.
         root = _make_temporary()
         variables = {name: str(root / name.split("_")[0].lower()) for name in CACHE_VARIABLES if not env.get(name)}
-        return TorchCaches(variables, note)
-    return TorchCaches({_INDUCTOR: str(folder)})
+        return TorchCaches({**variables, "TMPDIR": str(root)}, note)
+    return TorchCaches(variables)
 
 
 def user_cache(env: Mapping[str, str]) -> Path:
