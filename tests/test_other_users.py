@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import pickle
 import re
@@ -111,11 +112,19 @@ def test_an_earlier_folder_of_ours_becomes_private(tmp_path: Path) -> None:
 
 
 def test_the_compiler_cache_is_a_private_folder_of_the_user(tmp_path: Path) -> None:
-    caches = choose_caches({"XDG_CACHE_HOME": str(tmp_path)})
-    root = tmp_path / "shoal/torch"
-    assert caches.variables == {"TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"), "TMPDIR": str(root / "tmp")}
+    caches = choose_caches({"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert caches.variables == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shoal/torch/inductor")}
     assert caches.note == ""
     assert stat.S_IMODE((tmp_path / "shoal/torch/inductor").stat().st_mode) == 0o700
+    claimed = tmp_path / f"torchinductor_{getpass.getuser()}"
+    assert stat.S_IMODE(claimed.stat().st_mode) == 0o700, "torch keeps headers here whatever the variable says"
+
+
+def test_temporary_files_go_elsewhere_when_another_user_could_write_torchs_default_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path / f"torchinductor_{getpass.getuser()}", 0o777)
+    caches = choose_caches({"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert caches.variables["TMPDIR"] == str(tmp_path / "shoal/torch/tmp")
+    assert "other users can write to" in caches.note
 
 
 @pytest.mark.parametrize("name", CACHE_VARIABLES)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import getpass
 import os
 import pwd
+import re
 import shutil
 import stat
 import tempfile
@@ -32,7 +34,8 @@ class TorchCaches:
     """Where the ranks of this machine keep what torch compiles."""
 
     variables: dict[str, str]
-    # Why the folder is a temporary one, so that every run compiles anew; empty when it is kept.
+    # What the user should know of it: that it is a temporary one, so that every run compiles anew, or that temporary
+    # files go elsewhere; empty otherwise.
     note: str = ""
 
 
@@ -58,8 +61,10 @@ def choose_caches(env: Mapping[str, str]) -> TorchCaches:
             _refuse_danger(name, Path(env[name]))
     try:
         root = make_private(user_cache(env) / "torch")
-        # torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever its variable says.
-        variables = {"TMPDIR": str(make_private(root / "tmp"))}
+        variables, note = {}, ""
+        if danger := _claim_default(env):
+            variables["TMPDIR"] = str(make_private(root / "tmp"))
+            note = f"temporary files of ranks go to {variables['TMPDIR']}: {danger}"
         if not env.get(_INDUCTOR):
             variables[_INDUCTOR] = str(make_private(root / "inductor"))
     except (OSError, RuntimeError) as error:
@@ -68,7 +73,22 @@ def choose_caches(env: Mapping[str, str]) -> TorchCaches:
         root = _make_temporary()
         variables = {name: str(root / name.split("_")[0].lower()) for name in CACHE_VARIABLES if not env.get(name)}
         return TorchCaches({**variables, "TMPDIR": str(root)}, note)
-    return TorchCaches(variables)
+    return TorchCaches(variables, note)
+
+
+def _claim_default(env: Mapping[str, str]) -> str:
+    """Creates torch's default cache folder before another user can; why it cannot be used, or nothing.
+
+    torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever TORCHINDUCTOR_CACHE_DIR says.
+    """
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):
+        return f"user {os.geteuid()} has no name"
+    folder = Path(env.get("TMPDIR") or tempfile.gettempdir()) / f"torchinductor_{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    return find_danger(folder)
 
 
 def user_cache(env: Mapping[str, str]) -> Path:
