@@ -121,6 +121,8 @@ class _Folder:
 def verify_run(run: RunFolder) -> Verdict:
     folder = _read(run)
     ledger = check_ledger(folder.commits)
+    if not ledger.ok:
+        folder.wrong(run.commits, "does not prove that every sample was used exactly once")
     _check_torn(folder)
     _check_config(folder)
     _check_event_files(folder)
