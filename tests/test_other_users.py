@@ -160,7 +160,7 @@ _SHOW_CACHE = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
 
 def test_every_process_of_an_agent_gets_the_private_cache(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with agents(tmp_path / "run", XDG_CACHE_HOME=str(cache)) as (agent,):
+    with agents(tmp_path / "run", XDG_CACHE_HOME=str(cache), TORCHINDUCTOR_CACHE_DIR="") as (agent,):
         go([agent], [Start("rank-0", (0,), (sys.executable, "-c", _SHOW_CACHE), {})])
         assert agent.code(30) == 0
     assert agent.run.log(agent.node, "rank-0").read_text() == f"{cache / 'shoal/torch/inductor'}\n"
@@ -407,7 +407,7 @@ class TestForgedMarks:
             assert (stopped.returncode, fake.poll()) == (0, None)
             assert "was not running" in stopped.stdout
             assert str(run) not in shoal("ps", "--all").stdout
-            resumed = shoal("train", "--resume", run, "--set", "train.steps=3")
+            resumed = shoal("train", "--resume", run, "--steps", "3")
             assert resumed.returncode == 0, resumed.stderr
             assert "left over" not in resumed.stderr
 

@@ -20,6 +20,7 @@ from shoal.sync.world import World
 from shoal.train import memory, trial
 from shoal.train.tuning import NEVER, Choice, Times, Work, decide, key, may_pay, settled, work_left
 from tests.harness import run_ranks
+from tests.run_samples import start
 
 AUTO = TrainConfig(compile="auto", precision="auto")
 LONG = Work(blocks=100_000, flops=1e18)
@@ -258,7 +259,7 @@ def test_a_resumed_run_computes_as_it_began(
 ) -> None:
     events = RunFolder(tmp_path / "run").events(0)
     events.parent.mkdir(parents=True)
-    events.write_text("".join(json.dumps({"event": "start", **line}) + "\n" for line in lines) + "{torn")
+    events.write_text("".join(json.dumps(start(0) | line) + "\n" for line in lines) + "{torn")
     found = run_ranks(resume_from, 2, tmp_path, str(tmp_path / "run"), has_compiler)
     assert [each and (each.compiled, each.precision) for each in found] == [choice] * 2
 

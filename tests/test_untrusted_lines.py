@@ -25,8 +25,7 @@ from shoal.cluster.node import Node, ranks_of
 from shoal.cluster.talk import Process, Talk, closing_all
 from shoal.control.token import is_same
 from shoal.errors import ControlError
-from shoal.events import EventLog, EventTail, read_events
-from shoal.launch.journal import problem_with
+from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_events
 from shoal.launch.keystore import MOST_REQUEST_BYTES, read_request
 from shoal.launch.orders import read_member, read_places
 from shoal.launch.outpost import read_errand
@@ -319,13 +318,13 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
     assert [ending.name for ending in world.endings] == ["rank-1"], "the true line counts"
     notes = [event["text"] for event in read_events(run.keeper) if event["event"] == "note"]
     assert len(notes) == 1
-    assert notes[0].startswith("the journal of node2 has lines that are refused, first ")
+    assert notes[0].startswith("the journal of node2 has lines that cannot be used and are ignored")
     journal.close()
     world.log.close()
 
 
 def test_events_that_the_supervisor_does_not_know_are_no_problem() -> None:
-    assert problem_with({"event": "something-new", "text": 7}) == ""
+    assert parse_event(b'{"event": "something-new", "text": 7}', AGENT_EVENTS) == {"event": "something-new", "text": 7}
 
 
 # Ranks and programs on other machines

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Event = dict[str, Any]
 
@@ -390,6 +390,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_between(least: int, most: int) -> Check:
+    return lambda value: _is_int(value) and least <= value <= most  # type: ignore[operator]
+
+
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
@@ -431,13 +435,13 @@ RANK_EVENTS: Schema = {
 AGENT_EVENTS: Schema = {
     "ready": {
         "mark": _is_text,
-        "port": _is_int,
-        "script_port": _or_none(_is_int),
+        "port": _is_between(0, 2**16 - 1),
+        "script_port": _or_none(_is_between(0, 2**16 - 1)),
         "interface": _or_none(_is_text),
-        "cores": _is_int,
+        "cores": _is_between(1, 2**16),
         "cpu_only": _is_bool,
-        "life": _is_int,
-        "highest": _is_int,
+        "life": _is_between(0, 2**31),
+        "highest": _is_between(0, 2**53),
     },
     "ended": {"name": _is_text, "code": _is_int, "by_us": _is_bool, "starved": _is_bool},
     "restart": {"name": _is_text},
@@ -449,8 +453,8 @@ AGENT_EVENTS: Schema = {
     "lost": {"node": _is_text, "how": _is_text},
     "peer": {"node": _is_text, "failed": _is_bool},
     "generation": {"members": _is_texts},
-    "refused": {"seen": _is_text},
-    "gave-up": {"seen": _is_text},
+    "refused": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
+    "gave-up": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
 }
 KEEPER_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}
 
@@ -554,6 +558,8 @@ class LineCutter:
 LONGEST_LINE = 1 << 20
 # Of an event; ours have some kilobytes.
 LONGEST_EVENT = 16 << 20
+# Of an unfinished line: a longer one is not read again to see whether it is still there.
+_COMPARED_BYTES = 1 << 16
 
 
 class LineTail:
@@ -562,7 +568,11 @@ class LineTail:
     def __init__(self, path: Path, most_bytes: int = LONGEST_LINE, overwrites: bool = False) -> None:
         self._path = path
         self._offset = 0
+        self._most_bytes = most_bytes
+        self._overwrites = overwrites
         self._cutter = LineCutter(most_bytes, overwrites)
+        # The unfinished line as it stands in the file, as far as it is compared.
+        self._unfinished = b""
 
     @property
     def offset(self) -> int:
@@ -590,6 +600,8 @@ class LineTail:
             for line, took in self._cutter.feed(block):
                 place += took
                 lines.append((line, place))
+            if self._cutter.pending_bytes <= _COMPARED_BYTES:
+                self._unfinished = (self._unfinished + block).rpartition(b"\n")[2]
         return lines
 
     def last_words(self) -> str:
@@ -599,11 +611,23 @@ class LineTail:
     def _unread(self) -> Iterator[bytes]:
         try:
             with self._path.open("rb") as file:
+                self._forget_cut_line(file)
                 file.seek(self._offset)
                 while block := file.read(_BLOCK_BYTES):
                     yield block
         except (FileNotFoundError, NotADirectoryError):
             return
+
+    def _forget_cut_line(self, file: IO[bytes]) -> None:
+        """The next writer of a file cuts off the half line that a killed one left: go back to where that began."""
+        pending = self._cutter.pending_bytes
+        if not 0 < pending <= _COMPARED_BYTES:
+            return
+        file.seek(self._offset - pending)
+        if file.read(pending) != self._unfinished:
+            self._offset -= pending
+            self._cutter = LineCutter(self._most_bytes, self._overwrites)
+            self._unfinished = b""
 
 
 class EventTail:

@@ -191,7 +191,7 @@ class SoakLines:
 
 @contextlib.contextmanager
 def soak_progress() -> Iterator[SoakLines]:
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True)
     columns = (TextColumn("{task.completed:.0f} faults"), BarColumn(20), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield SoakLines(console, bar)

@@ -17,7 +17,6 @@ from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_d
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.earlier import highest_generation
 from shoal.launch.found import AGENT, find
-from shoal.launch.journal import problem_with
 from shoal.launch.orders import END, STOP, Meet, Member, Membership, make_go, to_line
 from shoal.launch.plan import Command
 from shoal.launch.post import Post
@@ -52,7 +51,8 @@ class World:
     broken: str = ""
     gave_up: ShoalError | None = None
     _said: set[str] = field(default_factory=set)
-    _refused_lines: set[str] = field(default_factory=set)
+    # Nodes whose journals were found to have lines that cannot be used.
+    _noted_journals: set[str] = field(default_factory=set)
     _obeyed: int = 0
     _ended_at: float | None = None
 
@@ -198,29 +198,27 @@ class World:
             for event in post.tail.poll():
                 if event.get("launch") != self.launch_id:
                     continue
-                if problem := self._problem_with(post, event):
-                    self._refuse_line(post, problem)
-                else:
+                if self._is_of(post, event):
                     self._take(post, event)
-            self._note_unreadable(post)
+                else:
+                    self._note_bad_lines(post)
+            if post.tail.unreadable:
+                self._note_bad_lines(post)
         for post in self.posts:
             self._look_after(post)
 
-    def _problem_with(self, post: Post, event: Event) -> str:
-        """Why a line of a journal is refused: it lacks something, or names a process that the node does not have."""
-        named = event.get("event") in ("ended", "restart", "broken")
+    def _is_of(self, post: Post, event: Event) -> bool:
+        """Whether the process that a line of a journal names is one that the node was told to start."""
         own = {command.name for command in self.commands if command.node.name == post.node.name}
-        if (problem := problem_with(event)) or not named or event["name"] in own:
-            return problem
-        return f"the event {event['event']} of {event['name']}, which is no process of this node"
+        return event["event"] not in ("ended", "restart", "broken") or event["name"] in own
 
-    def _refuse_line(self, post: Post, problem: str) -> None:
-        """Noted once a node: the run goes on with what can be read."""
-        if post.node.name not in self._refused_lines:
-            self._refused_lines.add(post.node.name)
+    def _note_bad_lines(self, post: Post) -> None:
+        """Once for each node: a journal with many such lines must not fill the user's screen."""
+        if post.node.name not in self._noted_journals:
+            self._noted_journals.add(post.node.name)
             self._note(
-                f"the journal of {post.node.name} has lines that are refused, first {problem}: "
-                "its shoal is another, or the journal was tampered with"
+                f"the journal of {post.node.name} has lines that cannot be used and are ignored: its shoal is another "
+                f"version, or the file was damaged ({self.run.journal(post.node.name)})"
             )
 
     def _take(self, post: Post, event: Event) -> None:
@@ -258,16 +256,6 @@ class World:
             case "done":
                 post.done = True
 
-    def _note_unreadable(self, post: Post) -> None:
-        """Once for each node: a journal with many such lines must not fill the user's screen."""
-        key = f"unreadable/{post.node.name}"
-        if post.tail.unreadable and key not in self._said:
-            self._said.add(key)
-            self._note(
-                f"the journal of {post.node.name} has lines that cannot be read; they are ignored "
-                f"({self.run.journal(post.node.name)})"
-            )
-
     @property
     def ranks(self) -> int:
         return sum(len(command.ranks) for command in self.commands)
@@ -300,10 +288,7 @@ class World:
             raise self.refused
 
     def _end(self, post: Post, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
-        command = next((each for each in self.commands if each.name == name), None)
-        if command is None:
-            # A journal may name anything; only what we started can end for us.
-            return
+        command = next(command for command in self.commands if command.name == name)
         log = str(self.run.log(post.node.name, name))
         order = len(self.endings)
         self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))

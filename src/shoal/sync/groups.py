@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shoal.control.token import is_same
 from shoal.errors import ForeignConnection, RunFailed, ShoalError
 from shoal.sync.doors import listeners, shut_doors
 from shoal.sync.sockets import accepted_and_opened, count_accepted
@@ -237,7 +238,7 @@ def _prove(group: Any, forming: Forming, keys: dist.Store, attempt: int) -> tupl
 
 
 def _is_right(received: torch.Tensor, expected: bytes) -> bool:
-    return hmac.compare_digest(received.numpy().tobytes(), expected)
+    return is_same(received.numpy().tobytes(), expected)
 
 
 class _Patience:

@@ -250,7 +250,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{folder} is incomplete: {missing} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder} is damaged: {error}") from error
 
 

@@ -28,7 +28,7 @@ class Watch:
             self.record.ranks += news
             steps = (int(event["step"]) for event in news if event.get("event") == "step")
             self.furthest_step = max(self.furthest_step, *steps, 0)
-        for path in sorted(self._run.journal("").parent.glob("*.jsonl")):
+        for path in self._run.journals():
             self.record.agents += [{**event, "node": event.get("node", path.stem)} for event in self._news(path)]
         self.record.commits += self._news(self._run.commits)
         self.record.keeper += self._news(self._run.keeper)
