@@ -223,7 +223,6 @@ def test_only_broken_checkpoints_end_the_resume(finished: Path, tmp_path: Path) 
     assert done.returncode == 3
     assert f"error: no checkpoint to resume from in {run / 'checkpoints'}\n" in done.stderr
     assert "step-00000001/model.safetensors is damaged" in done.stderr
-    assert "rank 1 then ended because a peer was gone" in done.stderr
     assert {path.suffix for path in (run / "checkpoints").iterdir()} == {".corrupt"}, "set aside, never deleted"
 
 

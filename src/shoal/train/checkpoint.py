@@ -75,7 +75,7 @@ class Checkpoint:
 
 class CheckpointFolder:
     def __init__(self, path: Path, keep: int) -> None:
-        self._path = path
+        self.path = path
         self._keep = keep
 
     def save(self, checkpoint: Checkpoint) -> Path:
@@ -87,7 +87,7 @@ class CheckpointFolder:
         self._sweep()
         with self._as_unwritten(step):
             self.unfinished(step).mkdir(parents=True)
-            sync_path(self._path.parent)
+            sync_path(self.path.parent)
 
     def complete(
         self, checkpoint: Checkpoint, may: Callable[[], None] = lambda: None, ledger: FileMark | None = None
@@ -103,10 +103,10 @@ class CheckpointFolder:
         return self.folder(step)
 
     def folder(self, step: int) -> Path:
-        return self._path / f"step-{step:08d}"
+        return self.path / f"step-{step:08d}"
 
     def unfinished(self, step: int) -> Path:
-        return self._path / f".step-{step:08d}.tmp"
+        return self.path / f".step-{step:08d}.tmp"
 
     def load_latest(
         self, set_aside: bool = False, tell: Callable[[CheckpointError], None] = lambda error: None
@@ -123,7 +123,7 @@ class CheckpointFolder:
                 if set_aside and isinstance(error, DamagedCheckpoint):
                     _set_aside(folder, "corrupt")
         raise CheckpointError(
-            f"no checkpoint to resume from in {self._path}",
+            f"no checkpoint to resume from in {self.path}",
             why="; ".join(refused) or "the run ended before its first checkpoint",
             fix="start anew: shoal train … --out NEW_FOLDER",
         )
@@ -147,7 +147,7 @@ class CheckpointFolder:
             found = _peek(folder)
             if found is not None and found.lineage == lineage and found.step > after:
                 _set_aside(folder, "abandoned")
-        for folder in sorted(self._path.glob("step-*.abandoned*"), reverse=True)[self._keep :]:
+        for folder in sorted(self.path.glob("step-*.abandoned*"), reverse=True)[self._keep :]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside_newer(self, step: int) -> None:
@@ -165,20 +165,20 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"cannot write the checkpoint {self.folder(step)}: {error}",
                 why="older checkpoints are untouched, but there is no newer one to return to",
-                fix=f"free space or fix the folder: df -h {self._path}",
+                fix=f"free space or fix the folder: df -h {self.path}",
             ) from error
 
     def _newest_first(self) -> list[Path]:
-        if not self._path.is_dir():
+        if not self.path.is_dir():
             return []
         with contextlib.suppress(OSError):
             self._restore_replaced()
-        return sorted((path for path in self._path.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+        return sorted((path for path in self.path.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
 
     def _restore_replaced(self) -> None:
         """After a kill between the two renames of `_put_in_place`."""
-        for replaced in self._path.glob(".step-*.old"):
-            final = self._path / replaced.name.removeprefix(".").removesuffix(".old")
+        for replaced in self.path.glob(".step-*.old"):
+            final = self.path / replaced.name.removeprefix(".").removesuffix(".old")
             if final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
             else:
@@ -190,7 +190,7 @@ class CheckpointFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _sweep(self) -> None:
-        for leftover in self._path.glob(".step-*.tmp"):
+        for leftover in self.path.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

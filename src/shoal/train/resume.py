@@ -61,10 +61,26 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
 def _choose(trainer: Trainer, folder: CheckpointFolder, wanted: str) -> tuple[int, dict[int, Kept]]:
     """By checkpoints whose sums are right: a damaged one must not hide another machine's good one."""
     world, newest = trainer.world, None
+    damaged: list[str] = []
+
+    def pass_over(error: CheckpointError) -> None:
+        damaged.append(error.seen)
+        trainer.recorder.warn(_passed_over(error))
+
     if world.keeps_files:
-        newest = folder.newest_whole(lambda error: trainer.recorder.warn(_passed_over(error)))
-    told = gather_documents(world, {"node": world.node, "progress": asdict(newest)} if newest else {})
-    kept = {rank: Kept(each["node"], read_progress(each["progress"])) for rank, each in enumerate(told) if each}
+        newest = folder.newest_whole(pass_over)
+    own = {"node": world.node, "progress": asdict(newest) if newest else None, "damaged": damaged}
+    told = gather_documents(world, own)
+    kept = {
+        rank: Kept(each["node"], read_progress(each["progress"])) for rank, each in enumerate(told) if each["progress"]
+    }
+    if not kept:
+        raise CheckpointError(
+            f"no checkpoint to resume from in {folder.path}",
+            why="; ".join(seen for each in told for seen in each["damaged"])
+            or "the run ended before its first checkpoint",
+            fix="start anew: shoal train … --out NEW_FOLDER",
+        )
     return choose(kept, wanted), kept
 
 
