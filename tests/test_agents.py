@@ -181,6 +181,19 @@ def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> No
         pass
 
 
+def test_a_store_that_ends_before_the_ranks_is_noted_once(tmp_path: Path) -> None:
+    """torch's clients retry for minutes without a word."""
+    with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
+        agent.first("ready")
+        (store,) = [found for found in find(tmp_path) if found.part == "store"]
+        go([agent], [sleeper(0)])
+        agent.first("started")
+        os.kill(store.pid, signal.SIGKILL)
+        text = agent.first("note")["text"]
+    assert text.startswith("the store of the script's ranks ended with -9: it printed nothing (")
+    assert len(agent.said("note")) == 1
+
+
 def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
     with agents(tmp_path) as (old,):
         go([old], [sleeper(0)])

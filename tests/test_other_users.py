@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import getpass
 import os
@@ -127,6 +128,47 @@ def test_temporary_files_go_elsewhere_when_another_user_could_write_torchs_defau
     assert "other users can write to" in caches.note
 
 
+def test_root_with_the_environment_of_another_user_claims_nothing_of_his(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_root: None
+) -> None:
+    """As with `sudo -E`: what root creates there, that user could never use again."""
+    home = make_folder(tmp_path / "home", owner=STRANGER)
+    monkeypatch.setenv("LOGNAME", "alice")
+    caches = choose_caches({"XDG_CACHE_HOME": str(home), "TMPDIR": str(tmp_path)})
+    assert list(home.iterdir()) == []
+    assert not (tmp_path / "torchinductor_alice").exists()
+    assert f"{home} belongs to user" in caches.note
+
+
+def test_in_a_user_namespace_links_of_other_users_are_a_danger(tmp_path: Path, as_root: None) -> None:
+    """All users outside of it have one number there, the real root included."""
+    shared = make_folder(tmp_path / "shared", 0o1777)
+    own = make_folder(tmp_path / "own", 0o700)
+    (shared / "link").symlink_to(own)
+    os.chown(shared / "link", 12345, 12345, follow_symlinks=False)
+    program = (
+        "import sys; from pathlib import Path; from shoal.control.private import find_danger\n"
+        "print([find_danger(Path(each)) for each in sys.argv[1:]])"
+    )
+    words = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        sys.executable,
+        "-P",
+        "-c",
+        program,
+        str(own),
+        str(shared / "link"),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()[-80:]}")
+    safe, hostile = ast.literal_eval(done.stdout)
+    assert safe == ""
+    assert "is a symbolic link of user" in hostile
+
+
 @pytest.mark.parametrize("name", CACHE_VARIABLES)
 def test_a_cache_that_the_user_named_is_used_if_it_is_safe(tmp_path: Path, name: str) -> None:
     env = {name: str(tmp_path / "mine"), "XDG_CACHE_HOME": str(tmp_path)}
@@ -241,7 +283,10 @@ def test_planted_pickles_in_the_predictable_cache_never_run(tmp_path: Path, as_r
 # Modules in the current folder.
 
 # Names that Python, torch or shoal import early, late, or only if they are there.
-PLANTED = ("random", "numpy", "runpy", "torch", "pydantic", "sitecustomize", "psutil", "pdb", "optree", "shoal")
+PLANTED = (
+    "random", "numpy", "runpy", "torch", "pydantic", "sitecustomize", "psutil", "pdb", "optree", "shoal",
+    "__future__", "typing",
+)  # fmt: skip
 
 
 def plant_modules(folder: Path, marker: Path) -> Path:
@@ -258,7 +303,11 @@ def from_planted_folder(folder: Path, *words: str | Path) -> subprocess.Complete
     marker = folder / "marker"
     cwd = plant_modules(folder / "planted", marker)
     argv = [sys.executable, "-P", *shoal_command(*words)[1:]]
-    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+    # `export PYTHONPATH=$PYTHONPATH:/lib` leaves an empty entry, which means the current folder.
+    env = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{folder / 'lib'}"}
+    (cwd / "sitecustomize.py").unlink()
+    (cwd / "shoal.py").unlink()
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert not marker.exists(), f"ran: {marker.read_text()}"
     return done
 
@@ -282,8 +331,8 @@ def test_a_worker_started_without_protection_leaves_the_current_folder_out(tmp_p
     cwd = plant_modules(tmp_path / "planted", marker := tmp_path / "marker")
     for name in ("runpy", "shoal"):
         (cwd / f"{name}.py").unlink()
-    for module in ("shoal.train.worker", "shoal"):
-        words = [sys.executable, "-m", module, "--help"]
+    for how, module in (("-m", "shoal.train.worker"), ("-um", "shoal")):
+        words = [sys.executable, how, module, "--help"]
         done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
     assert not marker.exists(), f"ran: {marker.read_text()}"

@@ -15,7 +15,7 @@ import shoal as package
 from shoal.cli.lines import make_line_printer
 from shoal.cli.output import SafeConsole, make_console
 from shoal.launch.logs import LogLine
-from shoal.terminal import PrintableStream, printable, printable_json
+from shoal.terminal import PrintableStream, printable, printable_json, printable_line
 from tests.programs import shoal
 from tests.run_samples import make_run
 
@@ -57,6 +57,18 @@ def test_nothing_that_steers_a_terminal_is_left(name: str) -> None:
 @pytest.mark.parametrize("text", ["plain", "tab\tand\nnewline", "Umlaut ä, 漢字, 🐟, ×, –", "naïve עברית"])
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
     assert printable(text) == text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("start", ["\x9d", "\x90a", "\x1b]", "\x9b1;", "\x1b[", "\x1b(", "\x9f\x98"])
+def test_many_unfinished_sequences_cost_no_more_than_their_length(start: str) -> None:
+    """They were searched to the end of the text each: 16,000 took 12 s. 200,000 would take half an hour."""
+    assert "\x1b" not in printable(start * 200_000)
+
+
+def test_a_note_from_elsewhere_stays_on_its_line() -> None:
+    assert printable_line("x\nnote: type this\x1b[2J", 100) == "x note: type this"
+    assert printable_line("abcdef", 3) == "abc …"
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

@@ -4,11 +4,38 @@ The names below are for people with a training script of their own; `examples/ow
 resolved on first use, so that `import shoal` alone does not import torch.
 """
 
-from __future__ import annotations
-
-import importlib
+# Both are loaded before the first line of any program. Everything else is imported after the search path is safe.
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+
+
+def _leave_out_current_folder() -> None:
+    """Removes the current folder from the search path of shoal's own programs: another user may have put a `numpy.py`
+    there.
+
+    `python -m shoal.…` without `-P` searches it first. shoal starts all its processes with `-P`; this covers a person
+    or torchrun. An empty entry in PYTHONPATH, as in `PYTHONPATH=$PYTHONPATH:/lib`, also means the current folder, and
+    is removed for the processes that are started from here too. A script that imports shoal keeps its own search path.
+    """
+    # While Python looks for a module, `-m` is its name for the program.
+    is_module = sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == "shoal" for word in sys.orig_argv[1:])
+    if not is_module and os.path.basename(sys.argv[0] if sys.argv else "") != "shoal":  # noqa: PTH119 - not loaded yet
+        return
+    if is_module and not sys.flags.safe_path:
+        del sys.path[0]
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    named = [entry for entry in entries if entry]
+    if named and len(named) < len(entries):
+        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+        here = os.getcwd()  # noqa: PTH109 - not loaded yet
+        if here not in named:
+            sys.path[:] = [entry for entry in sys.path if entry != here]
+
+
+_leave_out_current_folder()
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -34,22 +61,6 @@ _HOME = {
 }
 
 __all__ = ["__version__", *_HOME]
-
-
-def _leave_out_current_folder() -> None:
-    """`python -m shoal.…` without `-P` searches the current folder first, where another user may have put a `numpy.py`.
-
-    shoal itself starts all its processes with `-P`. This covers the rest of the imports when a person, or torchrun,
-    started one without it. A script that imports shoal keeps its own search path.
-    """
-    words = getattr(sys, "orig_argv", [])
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    # While Python looks for the module, this is its name for the program.
-    if sys.argv[:1] == ["-m"] and module.partition(".")[0] == "shoal" and not sys.flags.safe_path:
-        del sys.path[0]
-
-
-_leave_out_current_folder()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,8 @@ from typing import Any, TextIO
 # Whole sequences first, so that no half of one stays behind as text: OSC, DCS, SOS, PM and APC up to their terminator,
 # then CSI, then the short ones. An unfinished string loses only its introducer.
 _SEQUENCES = re.compile(
-    r"(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)"
+    # No introducer in the body: each of many unfinished ones would scan to the end of the text.
+    r"(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n\x90\x98\x9d-\x9f]*(?:\x07|\x1b\\|\x9c)"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|\x1b[ -/]+[0-~]"
     r"|\x1b[@-~]?"
@@ -36,6 +37,12 @@ def printable(text: str) -> str:
         return text
     text = _SEQUENCES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     return _CONTROLS.sub("", text)
+
+
+def printable_line(text: str, most: int) -> str:
+    """The same on one line, for names and notes: a newline in a foreign one could forge a line of ours."""
+    shown = " ".join(printable(text[:most]).split("\n"))
+    return f"{shown} …" if len(text) > most else shown
 
 
 def printable_json(document: Any, indent: int | None = None) -> str:

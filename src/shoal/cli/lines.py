@@ -11,9 +11,11 @@ from rich.text import Text
 from shoal.cli.output import make_console
 from shoal.launch.found import Found
 from shoal.launch.logs import LogLine
-from shoal.terminal import printable
+from shoal.terminal import printable, printable_line
 from shoal.units import format_duration
 
+# A note may come from another machine's journal.
+_LONGEST_NOTE = 4_000
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -41,4 +43,6 @@ def process_lines(processes: Iterable[Found]) -> Iterator[str]:
 
 
 def print_note(text: str) -> None:
-    make_console(stderr=True, soft_wrap=True).print(Text("note: ", style="yellow") + Text(printable(text)))
+    make_console(stderr=True, soft_wrap=True).print(
+        Text("note: ", style="yellow") + Text(printable_line(text, _LONGEST_NOTE))
+    )

@@ -62,9 +62,9 @@ def choose_caches(env: Mapping[str, str]) -> TorchCaches:
     try:
         root = make_private(user_cache(env) / "torch")
         variables, note = {}, ""
-        if danger := _claim_default(env):
+        if (danger := _claim_default(env)) is not None:
             variables["TMPDIR"] = str(make_private(root / "tmp"))
-            note = f"temporary files of ranks go to {variables['TMPDIR']}: {danger}"
+            note = f"temporary files of ranks go to {variables['TMPDIR']}: {danger}" if danger else ""
         if not env.get(_INDUCTOR):
             variables[_INDUCTOR] = str(make_private(root / "inductor"))
     except (OSError, RuntimeError) as error:
@@ -76,19 +76,25 @@ def choose_caches(env: Mapping[str, str]) -> TorchCaches:
     return TorchCaches(variables, note)
 
 
-def _claim_default(env: Mapping[str, str]) -> str:
-    """Creates torch's default cache folder before another user can; why it cannot be used, or nothing.
+def _claim_default(env: Mapping[str, str]) -> str | None:
+    """Creates torch's default cache folder before another user can. None: it is ours. Otherwise the danger that this
+    user should know of; empty where the folder has another user's name, as after `su` or `sudo -E`.
 
     torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever TORCHINDUCTOR_CACHE_DIR says.
     """
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):
-        return f"user {os.geteuid()} has no name"
+        return ""
     folder = Path(env.get("TMPDIR") or tempfile.gettempdir()) / f"torchinductor_{user}"
+    if user != _user_name(os.geteuid()):
+        return ""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
-    return find_danger(folder)
+    if danger := find_danger(folder):
+        return danger
+    owner = folder.stat().st_uid
+    return None if owner == os.geteuid() else f"{folder} belongs to user {_user_name(owner)}"
 
 
 def user_cache(env: Mapping[str, str]) -> Path:
@@ -98,22 +104,32 @@ def user_cache(env: Mapping[str, str]) -> Path:
 
 
 def make_private(folder: Path) -> Path:
-    """Creates the folder with mode 0700, or checks the one that is there. PermissionError when it is not safe."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Creates the folder with mode 0700, or checks the one that is there. PermissionError when it is not safe, or not
+    this user's: root with the HOME of another user must not create folders there."""
+    for place in (*reversed(folder.parents), folder):
+        if not os.path.lexists(place):
+            if not os.access(place.parent, os.W_OK) or place.parent.stat().st_uid != os.geteuid():
+                raise PermissionError(f"{place.parent} belongs to user {_user_name(place.parent.stat().st_uid)}")
+            place.mkdir(mode=0o700, exist_ok=True)
+        elif danger := find_danger(place, is_last=place == folder):
+            raise PermissionError(danger)
     if danger := find_danger(folder):
         raise PermissionError(danger)
-    # Checked above: nobody else can replace it by now.
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to user {_user_name(folder.stat().st_uid)}")
+    # Checked above: no other user can replace it by now.
     folder.chmod(0o700)
     return folder
 
 
-def find_danger(folder: Path) -> str:
+def find_danger(folder: Path, is_last: bool = True) -> str:
     """Why a user other than this one and root could put files into the folder; empty when none can.
 
-    Looks at every folder and symbolic link on the way: who can rename a parent can replace what is in it.
+    Looks at every folder and symbolic link on the way: who can rename a parent can replace what is in it. `is_last`
+    false: the folder is itself on the way to another one, and may be sticky as /tmp is.
     """
     pending = list(reversed(folder.absolute().parts[1:]))
-    place, links, trusted = Path("/"), 0, _trusted_owners()
+    place, links, overflow = Path("/"), 0, _overflow_user()
     while pending:
         part = pending.pop()
         if part == "..":
@@ -122,6 +138,10 @@ def find_danger(folder: Path) -> str:
         place /= part
         try:
             facts = place.lstat()
+            # In a user namespace the real root has no number, and neither has any other user: it is root's where only
+            # root could have put it.
+            is_roots = facts.st_uid == overflow and not place.parent.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+            trusted = {0, os.geteuid(), facts.st_uid} if is_roots else {0, os.geteuid()}
             if stat.S_ISLNK(facts.st_mode):
                 target, links = place.readlink(), links + 1
                 if facts.st_uid not in trusted:
@@ -133,7 +153,7 @@ def find_danger(folder: Path) -> str:
                 continue
         except OSError as error:
             return f"{place} cannot be examined: {error.strerror}"
-        if danger := _danger_of(place, facts, trusted, is_last=not pending):
+        if danger := _danger_of(place, facts, trusted, is_last=is_last and not pending):
             return danger
     return ""
 
@@ -151,13 +171,12 @@ def _danger_of(place: Path, facts: os.stat_result, trusted: set[int], is_last: b
     return f"other users can write to {place}" if by_group or facts.st_mode & stat.S_IWOTH else ""
 
 
-def _trusted_owners() -> set[int]:
-    """Root and ourselves. In a user namespace the real root may have no number and appears as the overflow user."""
-    trusted = {0, os.geteuid()}
+def _overflow_user() -> int | None:
+    """The number under which users outside of this user namespace appear; None outside of one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         if int(Path("/proc/self/uid_map").read_text(encoding="ascii").split()[2]) < _ALL_USERS:
-            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii")))
-    return trusted
+            return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    return None
 
 
 def _refuse_danger(name: str, folder: Path) -> None:

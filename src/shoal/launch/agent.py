@@ -203,6 +203,7 @@ class Agent:
             if self._failed_at is not None and boot_clock() - self._failed_at > GRACE_AFTER_FAILURE_S:
                 self._ranks.kill()
             self._roll.look(self._ranks.alive(), boot_clock() - self._met_at)
+            self._workplace.look_at_store()
             self._keep_places()
             if self._elastic is not None:
                 self._elastic.tick()

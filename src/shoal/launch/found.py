@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from shoal.control.process import PART_MARK, RUN_MARK
-from shoal.terminal import printable
+from shoal.terminal import printable_line
 
 KEEPER = "keeper"
 AGENT = "agent"
@@ -24,6 +24,8 @@ MESSENGER = "messenger"
 # Who may have started an agent: a keeper, the messenger at the end of SSH, or a verb that needs no keeper.
 _MODULES = {"shoal.trials.keeper", "shoal.launch.outpost"}
 _VERBS = {"join", "doctor", "probe"}
+# Of what a process says about itself.
+_LONGEST_NAME, _LONGEST_COMMAND = 100, 2_000
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Found:
 
 def find(run: Path | None = None) -> list[Found]:
     """Of this user, and for root also of other users' own runs; those of one run, or of all."""
-    return [found for found in _look_at_all() if run is None or found.run == run]
+    return list(_look_at_all(run))
 
 
 def find_keeper(run: Path) -> Found | None:
@@ -109,24 +111,24 @@ def _signal(processes: Iterable[Found], signum: signal.Signals) -> None:
                 os.kill(found.pid, signum)
 
 
-def _look_at_all() -> Iterator[Found]:
+def _look_at_all(run: Path | None) -> Iterator[Found]:
     for pid in psutil.pids():
-        found = _look_at(pid) if pid != os.getpid() else None
+        found = _look_at(pid, run) if pid != os.getpid() else None
         if found is not None:
             yield found
 
 
-def _look_at(pid: int) -> Found | None:
+def _look_at(pid: int, wanted: Path | None = None) -> Found | None:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         variables = process.environ()
         if RUN_MARK not in variables or process.status() == psutil.STATUS_ZOMBIE:
             return None
         run = Path(variables[RUN_MARK])
-        if not _may_belong(process, run):
+        if wanted not in (None, run) or not _may_belong(process, run):
             return None
-        part, node = (printable(variables.get(name, "")) for name in (PART_MARK, "SHOAL_NODE"))
-        command = printable(shlex.join(process.cmdline()))
+        part, node = (printable_line(variables.get(name, ""), _LONGEST_NAME) for name in (PART_MARK, "SHOAL_NODE"))
+        command = printable_line(shlex.join(process.cmdline()), _LONGEST_COMMAND)
         found = Found(pid, run, part, node, command, process.create_time())
         # All of the above was read from one process, and not from the next with its number.
         return found if process.is_running() else None

@@ -93,6 +93,19 @@ class Workplace:
             # Only the store keeps it: ranks are refused, and do not wait for ever, if it dies.
             listener.close()
 
+    def look_at_store(self) -> None:
+        """Notes once that the store has ended while ranks run: torch would retry for minutes without a word."""
+        if self._store is None or self._store.poll() is None or not self._ranks.alive():
+            return
+        code, self._store = self._store.returncode, None
+        log = self._run.journal(self._node).with_suffix(".store.log")
+        with suppress(OSError):
+            last = log.read_bytes()[-_LAST_BYTES:].decode(errors="replace").strip().rpartition("\n")[2]
+            self.write(
+                "note",
+                text=f"the store of the script's ranks ended with {code}: {last or 'it printed nothing'} ({log})",
+            )
+
     def close(self) -> None:
         if self._store is not None:
             self._store.kill()

@@ -12,8 +12,6 @@ import signal
 import sys
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.sync.script_store")
@@ -23,6 +21,9 @@ def main() -> int:
     options = parser.parse_args()
     # The agent ends this process after the last rank of all nodes: a Ctrl-C is for the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Afterwards: importing torch takes seconds.
+    from torch._C._distributed_c10d import TCPStore
+
     store = TCPStore(
         options.address,
         options.port,
