@@ -18,6 +18,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import sys
 import threading
 import time
@@ -259,7 +260,8 @@ class _Patience:
         """Waits a moment first."""
         if self._forming.release is not None:
             self._forming.release.check()
-        time.sleep(self._pause_s)
+        # Not time.sleep: it waits until a moment, which may be past where the clock is emulated (libfaketime: EINVAL).
+        select.select((), (), (), self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, 0.01)
         now = time.monotonic()
         if now < self._look_at:
