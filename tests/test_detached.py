@@ -129,7 +129,7 @@ def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path
         state = state_of(run)
         assert state is not None
         assert (state["what"], state["on"], state["state"], state["step"]) == ("mine.py", "local:2", "running", None)
-        assert {each["part"] for each in state["processes"]} == {"keeper", "agent", "rank-0", "rank-1"}
+        assert {each["part"] for each in state["processes"]} == {"keeper", "agent", "store", "rank-0", "rank-1"}
         assert all(psutil.pid_exists(each["pid"]) for each in state["processes"])
         listing = shoal("ps", "--all").stdout
         assert any(line.split()[:4] == [str(run), "mine.py", "local:2", "running"] for line in listing.splitlines())
@@ -269,7 +269,7 @@ def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -
         first.process.kill()
         first.process.wait()
         time.sleep(0.5)
-        assert set(parts_of(run)) == {"keeper", "agent", "rank-0", "rank-1"}
+        assert set(parts_of(run)) == {"keeper", "agent", "store", "rank-0", "rank-1"}
         with front(tmp_path, "attach", run) as watcher:
             watcher.await_words("[1] ready")
             stopped = shoal("stop", run, "--wait", "1", "--json")
