@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import shlex
 import subprocess
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_a_join_that_waits_for_the_code_says_so() -> None:
     try:
         os.close(ours[0])
         assert process.stderr is not None
+        assert select.select([process.stderr], [], [], 30)[0], "it says nothing"
         assert process.stderr.readline() == "note: waiting for the code on standard input\n"
         os.write(ours[1], f"{RIGHT}\n".encode())
         _, err = process.communicate(timeout=60)
