@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +18,7 @@ import pytest
 
 from shoal.control.membership.generation import next_member
 from shoal.control.membership.rules import Rules
+from shoal.control.token import make_token
 from shoal.errors import RunFailed, UsageError
 from shoal.launch.again import keep_orders, read_orders
 from shoal.launch.orders import STOP, Go, Meet, Member
@@ -54,6 +59,56 @@ def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
         members[0].tell(STOP)
         assert [agent.code(within_s=10) for agent in (*members, guest)] == [0, 0, 0]
         assert not members[1].run.door("node2").exists()
+
+
+# Acts as another user: connects to the socket that is named first, reads the files after it, prints what it may.
+TRY_AS_OTHER_USER = """
+import os, socket, sys
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+door, *files = sys.argv[1:]
+os.chdir(os.path.dirname(door))
+with socket.socket(socket.AF_UNIX) as trying:
+    try:
+        trying.connect(os.path.basename(door))
+        print(os.path.basename(door))
+    except PermissionError:
+        pass
+for file in files:
+    try:
+        with open(file, "rb") as opened:
+            opened.read()
+        print(os.path.basename(file))
+    except PermissionError:
+        pass
+"""
+
+
+def try_as_other_user(*paths: Path) -> list[str]:
+    words = [sys.executable, "-I", "-c", TRY_AS_OTHER_USER, *map(str, paths)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+
+def test_another_user_cannot_open_the_socket_or_read_the_secrets_of_an_agent() -> None:
+    """In a folder that this user can enter. The journal and, with mode 0666, the socket show that the test can tell."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        token = make_token(RunFolder(folder).token)
+        with agents(folder, folder, changes=[{"token": token}] * 2) as members:
+            team = Team(members, (1, 1))
+            team.go()
+            team.await_commits(0)
+            run, node = members[1].run, members[1].node
+            secrets = (run.token, run.orders(node), run.votes(node))
+            wait_until(lambda: all(path.exists() for path in secrets))
+            assert token in run.orders(node).read_text()
+            assert try_as_other_user(run.door(node), *secrets, run.journal(node)) == [run.journal(node).name]
+            run.door(node).chmod(0o666)
+            assert try_as_other_user(run.door(node)) == [run.door(node).name]
 
 
 def test_ids_are_never_given_twice(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from shoal.cluster.join.doorstep import free_name
 from shoal.cluster.join.invitation import Invitation, make_code, parse_invitation
 from shoal.cluster.join.spec import JoinSpec, parse_join
 from shoal.control.token import seal, unseal
@@ -42,6 +45,31 @@ def test_what_is_no_code_is_refused_and_not_repeated(code: str) -> None:
     with pytest.raises(UsageError, match="that is no code") as caught:
         parse_invitation("10.0.0.1:41234").with_code(code)
     assert not code.strip() or code not in caught.value.render()
+
+
+@pytest.mark.parametrize("change", [lambda code: code[:-1], lambda code: code + "x", lambda code: code[:4]])
+def test_a_code_of_another_length_is_refused_with_how_many_letters_it_has(change: Callable[[str], str]) -> None:
+    code = change(make_code())
+    expected = rf"that is no code of an invitation: {len(code)} .*\b16\b"
+    with pytest.raises(UsageError, match=expected) as asked:
+        parse_invitation("10.0.0.1:41234").with_code(code)
+    with pytest.raises(UsageError, match=expected) as typed:
+        parse_invitation(f"10.0.0.1:41234#{code}")
+    assert code not in asked.value.render() + typed.value.render()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "given"),
+    [
+        ("desk", set(), "desk"),
+        ("DESK", {"desk"}, "DESK-2"),
+        ("desk", {"Desk", "DESK-2"}, "desk-3"),
+        ("desk", {"desk", "DESK"}, "desk-2"),
+    ],
+)
+def test_a_name_differs_from_every_other_one_by_more_than_case(wanted: str, taken: set[str], given: str) -> None:
+    """On a disk that ignores case, the machine would write into the journal of another one."""
+    assert free_name(wanted, taken) == given
 
 
 def test_an_invitation_that_is_refused_does_not_repeat_its_code() -> None:

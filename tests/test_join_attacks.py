@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from shoal.cluster.cargo import Cargo
 from shoal.cluster.join.doorstep import Doorstep
 from shoal.cluster.join.guest import Guest
 from shoal.cluster.keeping import PIECE_BYTES
+from shoal.config.load import build_config, merge, parse_set
+from shoal.data.run_setup import create_run
+from shoal.data.tokenfile import open_tokens, write_tokens
 from shoal.errors import ControlError, UsageError
 from shoal.launch.found import find
 from shoal.launch.outpost import Freight
@@ -109,7 +113,9 @@ WELCOMES: list[tuple[str, tuple[str, ...], object]] = [
     ("size huge", ("files",), {"0" * 64 + "-train": BIG}),
     ("size of another type", ("files",), {"0" * 64 + "-train": "3"}),
     ("many texts", ("files",), {f"{number:064x}-train": 3 for number in range(3)}),
-    ("no room", ("files",), {"0" * 64 + "-train": 1 << 40}),
+    ("one file", ("files",), {"0" * 64 + "-train": 3}),
+    ("two digests", ("files",), {"0" * 64 + "-train": 3, "1" * 64 + "-val": 3}),
+    ("no room", ("files",), {"0" * 64 + "-train": 1 << 40, "0" * 64 + "-val": 3}),
     ("configuration", ("texts", "config.toml"), "[run]\npreset = 'x'\n"),
     ("configuration no TOML", ("texts", "config.toml"), "[" * 5000),
     ("data elsewhere", ("texts", "data.json"), json.dumps(dict.fromkeys(("train", "val", "digest", "source"), "/x"))),
@@ -218,6 +224,131 @@ def test_paths_in_a_hosts_configuration_count_for_nothing(tmp_path: Path, traini
     assert not evil.exists()
 
 
+class Cache:
+    """The texts of earlier runs on the machine that joins: here that of `training`."""
+
+    def __init__(self, machine: Machine, training: RunFolder) -> None:
+        self.folder = machine.home / "cache" / "shoal" / "joined"
+        self.folder.mkdir(parents=True)
+        for name, path in training_cargo(training).files.items():
+            shutil.copy(path, self.folder / name)
+
+    def content(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.folder.iterdir()}
+
+    def place(self, part: str) -> Path:
+        return next(self.folder.glob(f"*-{part}"))
+
+
+NOT_NAMED = "the text that the host sent is not the one that it names"
+
+
+def make_other_text(folder: Path, training: RunFolder) -> Cargo:
+    """A usable text of another size, under the names of the one in `training`."""
+    config = build_config(flags=merge(map(parse_set, (*TINY, "data.sentences=900", "data.seed=9"))))
+    files = training_cargo(create_run(config, folder, 2)).files
+    by_part = {name.rpartition("-")[2]: path for name, path in files.items()}
+    true = training_cargo(training)
+    return Cargo(files={name: by_part[name.rpartition("-")[2]] for name in true.files}, texts=true.texts)
+
+
+def end_before(part: int) -> Change:
+    """The host goes away when it should send this piece."""
+    count = 0
+
+    def change(_: dict[str, Any]) -> None:
+        nonlocal count
+        count += 1
+        if count == part:
+            raise EOFError
+
+    return change
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_host_does_not_replace_the_text_of_another_run(pieces: int, tmp_path: Path, training: RunFolder) -> None:
+    """It names the text that this machine trains on, gives the tokenizer of another one so that the text seems to be
+    missing, and sends other bytes. Then it closes after one file, or ends properly after both."""
+    machine = Machine(tmp_path)
+    cache = Cache(machine, training)
+    before = cache.content()
+    changes: dict[str, Change] = {"piece": end_before(2)} if pieces == 1 else {}
+    changes["welcome"] = set_to("texts", "tokenizer.json", value='{"kind": "byte"}')
+    with LyingHost(training, changes) as host:
+        host.cargo = make_other_text(tmp_path / "other", training)
+        sizes = {name: path.stat().st_size for name, path in host.cargo.files.items()}
+        assert sizes != {name: len(content) for name, content in before.items()}
+        done = attack(machine, host)
+    assert done.returncode == 3, done.stderr
+    assert ("the host closed the connection" if pieces == 1 else NOT_NAMED) in done.stderr
+    assert cache.content() == before
+    assert not machine.out.exists()
+
+
+@pytest.mark.long
+def test_a_cached_text_is_known_by_its_content_and_not_by_the_size_that_a_host_gives(
+    tmp_path: Path, training: RunFolder
+) -> None:
+    """The right tokenizer and another size: nothing is asked for, so that nothing can be put in its place."""
+    machine = Machine(tmp_path)
+    cache = Cache(machine, training)
+    before = cache.content()
+    with LyingHost(training, {"roster": set_to("roster", value=[])}) as host:
+        host.cargo = make_other_text(tmp_path / "other", training)
+        attack(machine, host)
+    assert next(message for message in host.received if message.get("type") == "need")["need"] == []
+    assert "prepared" in host.kinds()
+    assert cache.content() == before
+
+
+@pytest.mark.long
+def test_a_host_does_not_remove_the_text_of_another_run(tmp_path: Path, training: RunFolder) -> None:
+    """Right names and sizes, and the tokenizer of another text."""
+    machine = Machine(tmp_path)
+    cache = Cache(machine, training)
+    before = cache.content()
+    other = set_to("texts", "tokenizer.json", value='{"kind": "byte"}')
+    with LyingHost(training, {"welcome": other}) as host:
+        done = attack(machine, host)
+    assert done.returncode == 3, done.stderr
+    assert NOT_NAMED in done.stderr
+    assert cache.content() == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_damaged_text_in_the_cache_is_fetched_again(part: str, tmp_path: Path, training: RunFolder) -> None:
+    """Also when it has the right size."""
+    machine = Machine(tmp_path)
+    cache = Cache(machine, training)
+    before = cache.content()
+    content = cache.place(part).read_bytes()
+    cache.place(part).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with LyingHost(training, {"roster": set_to("roster", value=[])}) as host:
+        done = attack(machine, host)
+    assert "prepared" in host.kinds(), done.stderr
+    assert cache.place(part).name in next(m for m in host.received if m.get("type") == "need")["need"]
+    assert cache.content() == before
+
+
+@pytest.mark.long
+def test_a_text_whose_header_lies_is_refused(tmp_path: Path, training: RunFolder) -> None:
+    """The digest is of the payload: read with another type it would be another text under the same name."""
+    machine, true = Machine(tmp_path), training_cargo(training)
+    name, path = next((name, path) for name, path in true.files.items() if name.endswith("-train"))
+    text, forged = open_tokens(path), tmp_path / "forged"
+    about = text.header
+    header = write_tokens(forged, text.tokens.view("<u4"), vocab_size=about.vocab_size, tokenizer=about.tokenizer)
+    assert (header.sha256, header.dtype) == (about.sha256, "<u4")
+    with LyingHost(training, {}) as host:
+        host.cargo = Cargo(files={**true.files, name: forged}, texts=true.texts)
+        done = attack(machine, host)
+    assert done.returncode == 3, done.stderr
+    assert "does not go with the tokenizer" in done.stderr
+    assert not list((machine.home / "cache").rglob("*-train"))
+
+
 @pytest.mark.long
 def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path: Path, training: RunFolder) -> None:
     """Else the next run that has this text would find a wrong one there."""
@@ -225,7 +356,8 @@ def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path:
     def rename(message: dict[str, Any]) -> None:
         message["files"] = {"0" * 64 + name[64:]: size for name, size in message["files"].items()}
         facts = json.loads(message["texts"]["data.json"])
-        message["texts"]["data.json"] = json.dumps({**facts, "train": "0" * 64 + "-train", "val": "0" * 64 + "-val"})
+        named = {"train": "0" * 64 + "-train", "val": "0" * 64 + "-val", "digest": "0" * 64}
+        message["texts"]["data.json"] = json.dumps({**facts, **named})
 
     machine = Machine(tmp_path)
     with LyingHost(training, {"welcome": rename}) as host:
@@ -237,8 +369,25 @@ def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path:
         )
         done = attack(machine, host)
     assert done.returncode == 3
-    assert "is not the one that it names" in done.stderr
+    assert NOT_NAMED in done.stderr
     assert not list((machine.home / "cache").rglob("0000*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("field", ["digest", "train"])
+def test_the_facts_about_a_text_are_those_of_the_text_that_was_sent(
+    field: str, tmp_path: Path, training: RunFolder
+) -> None:
+    def lie(message: dict[str, Any]) -> None:
+        facts = json.loads(message["texts"]["data.json"])
+        message["texts"]["data.json"] = json.dumps({**facts, field: facts["val"] if field == "train" else "0" * 64})
+
+    machine = Machine(tmp_path)
+    with LyingHost(training, {"welcome": lie}) as host:
+        done = attack(machine, host)
+    assert done.returncode == 3, done.stderr
+    assert "data.json is about another text" in done.stderr
+    assert not machine.out.exists()
 
 
 @pytest.mark.long
@@ -583,6 +732,7 @@ def test_a_code_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="other users can read or change the code") as caught:
             read_code_file(file)
         assert f"mode is {mode:04o}" in caught.value.why
+        assert f"or: shoal join ADDRESS:PORT < {file}" in caught.value.fix
     file.chmod(0o600)
     assert read_code_file(file) == CODE
     with pytest.raises(UsageError, match="cannot read the code"):

@@ -100,7 +100,7 @@ def wait_for_commit(bench: Bench) -> None:
 @on_lab("shoal.code")
 def wrong_code(bench: Bench, lab: Lab) -> None:
     line = host(bench, lab)
-    bench.start([*SHOAL, "join", line.partition("#")[0] + "#wrong-code-here"], lab=lab, node=SECOND)
+    bench.start([*SHOAL, "join", line.partition("#")[0] + "#wrng-code-here-2345"], lab=lab, node=SECOND)
     bench.wait_for("error: ")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import getpass
 import os
+import select
 import stat
 import sys
 from pathlib import Path
@@ -30,10 +31,14 @@ app = typer.Typer(add_completion=False)
 
 CODE_VARIABLE = "SHOAL_JOIN_CODE"
 _MOST_CODE_BYTES = 1024
+# A code in a pipe or a file is there by then, and no note is needed.
+_QUIET_S = 0.5
 
 
-@app.command()
+# A code after the address is an extra argument, which no help page shows.
+@app.command(context_settings={"allow_extra_args": True})
 def join(
+    context: typer.Context,
     invitation: Annotated[
         str, typer.Argument(help="ADDRESS:PORT, as shoal host printed it; or the folder of a run to come back to.")
     ],
@@ -53,12 +58,24 @@ def join(
 
     A machine whose agent was killed comes back to a run that goes on elsewhere: shoal join RUN-FOLDER.
     """
+    code = " ".join(context.args) if context.args else None
     if Path(invitation).is_dir():
+        if code is not None or code_file is not None:
+            raise UsageError(f"{invitation} is a run folder: to come back to a run takes no code")
         sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
         return
     invited = parse_invitation(invitation)
     # Also when the code comes another way: no process that is started here inherits it.
     from_environment = take_code_from_environment()
+    ways = {
+        f"{invited.place}#CODE": invited.code,
+        "a second argument": code,
+        "--code-file": code_file,
+        CODE_VARIABLE: from_environment,
+    }
+    refuse_two_codes([way for way, given in ways.items() if given not in (None, "")])
+    if code is not None:
+        invited = invited.with_code(code)
     if invited.code:
         print_note(
             "other users of this machine can read a code that is given as an argument, in the list of processes; "
@@ -74,18 +91,45 @@ def join(
     sys.stdout.write(f"the run has ended; its results are on the host, our part is in {shown(joined.run.path)}\n")
 
 
+def refuse_two_codes(ways: list[str]) -> None:
+    """One of them would be ignored, and may be the right one."""
+    if len(ways) > 1:
+        raise UsageError(
+            f"the code is given in two ways: {' and '.join(ways)}",
+            why="only one of them can be meant",
+            fix=f"leave one out{f'; remove the variable: unset {CODE_VARIABLE}' if CODE_VARIABLE in ways else ''}",
+        )
+
+
 def read_code(file: Path | None, from_environment: str | None) -> str:
-    """The code of an invitation, from the first of: file, environment, terminal, standard input."""
+    """The code of an invitation, from the file, the environment, the terminal or standard input."""
     if file is not None:
         return read_code_file(file)
-    if from_environment is not None:
+    if from_environment:
         return from_environment
-    if sys.stdin.isatty():
+    if sys.stdin is not None and sys.stdin.isatty():
         try:
             return getpass.getpass("code: ")
         except EOFError:
             return ""
-    return sys.stdin.readline(_MOST_CODE_BYTES)
+    return read_code_from_input()
+
+
+def read_code_from_input() -> str:
+    """A line of standard input, which is no terminal. While none comes, a note says what is waited for."""
+    line = ""
+    # Python has no `stdin` when it was started without one.
+    if sys.stdin is not None:
+        if not select.select([sys.stdin], [], [], _QUIET_S)[0]:
+            print_note("waiting for the code on standard input")
+        line = sys.stdin.readline(_MOST_CODE_BYTES)
+    if not line:
+        raise UsageError(
+            "there is no code: standard input was empty",
+            why="without a terminal the code cannot be asked for",
+            fix=f"give it with --code-file FILE, or in the variable {CODE_VARIABLE}",
+        )
+    return line
 
 
 def take_code_from_environment() -> str | None:
@@ -111,7 +155,7 @@ def read_code_file(file: Path) -> str:
                 raise UsageError(
                     f"other users can read or change the code in {file}",
                     why=f"its mode is {stat.S_IMODE(status.st_mode):04o}, and a code lets in whoever uses it first",
-                    fix=f"chmod 600 {file}; and ask the host for a new code",
+                    fix=f"chmod 600 {file}; and ask the host for a new code; or: shoal join ADDRESS:PORT < {file}",
                 )
             return opened.read(_MOST_CODE_BYTES).decode(errors="replace")
     except OSError as error:

@@ -15,7 +15,7 @@ from shoal.data.corpus import digest_files, find_texts, read_texts, stamps
 from shoal.data.grammar import GRAMMAR_VERSION, Sentence, generate, write_corpus
 from shoal.data.order import window_count
 from shoal.data.tokenfile import FORMAT_VERSION, TokenHeader, open_tokens, write_tokens
-from shoal.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, save_tokenizer
+from shoal.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
 from shoal.data.tokenizer import digest as tokenizer_digest
 from shoal.errors import DataError
 from shoal.units import format_si
@@ -136,10 +136,23 @@ def _write_parts(tokenizer: Tokenizer, folder: Path, train: str, val: str) -> In
     }
 
 
-def digest_of(tokenizer: Path, train: Path, val: Path) -> str:
-    """What `Prepared.digest` is for these files, from their own bytes: for a machine that was sent them."""
+def digest_of(tokenizer: Tokenizer, train: Path, val: Path) -> str:
+    """What `Prepared.digest` is for these files, from their own bytes: for a machine that was sent them.
+
+    The digest is of the payloads and the tokenizer. What the headers say besides must follow from the tokenizer, else
+    the same payload could be read as other numbers.
+    """
+    made_with = tokenizer_digest(tokenizer)
+    due = (made_with, tokenizer.vocab_size, tokenizer.encode("").dtype.newbyteorder("<").str)
     headers = [open_tokens(path, check=True).header for path in (train, val)]
-    return _identity(tokenizer_digest(load_tokenizer(tokenizer)), headers)
+    for path, header in zip((train, val), headers, strict=True):
+        if (header.tokenizer, header.vocab_size, header.dtype) != due:
+            raise DataError(
+                f"the header of {path} does not go with the tokenizer",
+                why="the text was encoded with another one, or the header was changed",
+                fix="prepare the text again where it comes from",
+            )
+    return _identity(made_with, headers)
 
 
 def _identity(tokenizer: str, headers: list[TokenHeader]) -> str:

@@ -181,17 +181,23 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     try:
-        return _from_json(json.loads(path.read_text(encoding="utf-8")))
+        return parse_tokenizer(path.read_bytes(), str(path))
     except OSError as error:
         raise DataError(
             f"cannot read the tokenizer {path}: {error.strerror}",
             why="every run keeps the tokenizer it was trained with",
             fix=f"look at it: ls -l {path}",
         ) from None
+
+
+def parse_tokenizer(text: str | bytes, name: str) -> Tokenizer:
+    """`name` is what messages call it."""
+    try:
+        return _from_json(json.loads(text))
     # The library raises plain `Exception` for JSON that is not one of its tokenizers.
     except Exception as error:
         raise DataError(
-            f"{path} is not a tokenizer: {type(error).__name__}: {error}",
+            f"{name} is not a tokenizer: {type(error).__name__}: {error}",
             why="the file is damaged, or something else wrote it",
             fix="copy it from another rank or node of the same run, or train again",
         ) from None

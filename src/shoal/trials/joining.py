@@ -22,9 +22,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, BinaryIO, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shoal.cluster.join.doorstep import safe_name
 from shoal.cluster.join.invitation import Invitation
@@ -40,8 +40,9 @@ from shoal.control.route import interface_for, source_address
 from shoal.control.token import unseal
 from shoal.data.cache import cache_root
 from shoal.data.prepare import digest_of
-from shoal.data.run_setup import DataFacts, read_facts, to_json
-from shoal.errors import ControlError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
+from shoal.data.run_setup import DataFacts, to_json
+from shoal.data.tokenizer import Tokenizer, parse_tokenizer
+from shoal.errors import ControlError, DataError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
 from shoal.events import read_events
 from shoal.launch.orders import (
     END,
@@ -96,6 +97,21 @@ class _Welcome(_Message):
         Field(max_length=2),
     ]
     late: bool
+
+    @field_validator("files")
+    @classmethod
+    def _check_pair(cls, files: dict[str, int]) -> dict[str, int]:
+        if len(files) != 2 or len({_digest_in(name) for name in files}) != 1:
+            raise ValueError("a text has two files, DIGEST-train and DIGEST-val")
+        return files
+
+    @property
+    def digest(self) -> str:
+        return _digest_in(next(iter(self.files)))
+
+
+def _digest_in(name: str) -> str:
+    return name.partition("-")[0]
 
 
 class _Place(_Message):
@@ -203,21 +219,22 @@ def _user() -> str:
 
 async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path) -> Joined:
     """Fetch the text and make the run folder, which is removed again if anything is wrong with what was sent."""
-    places = await _fetch(channel, welcome.files)
+    with _understood():
+        tokenizer = parse_tokenizer(welcome.texts[RunFolder(out).tokenizer.name], "the host's tokenizer")
+    places = await _fetch(channel, welcome, tokenizer)
     is_new = not out.exists()
     run = RunFolder.create(out)
     try:
         with _understood():
-            _fill_folder(run, welcome.texts, places)
+            _fill_folder(run, welcome.texts, places, welcome.digest)
             config = hashlib.sha256(welcome.texts[run.config.name].encode()).hexdigest()
-        data = _check_text(run, places)
     except BaseException:
         run.discard()
         if not is_new:
             run.path.mkdir()
         raise
     await channel.send({"type": "prepared"})
-    return Joined(run, welcome.node, address, config, data, welcome.late)
+    return Joined(run, welcome.node, address, config, welcome.digest, welcome.late)
 
 
 def _read(kind: type[Said], message: Message) -> Said:
@@ -249,45 +266,78 @@ def _not_understood(error: Exception) -> ControlError:
     )
 
 
-async def _fetch(channel: Channel, sizes: Mapping[str, int]) -> dict[str, Path]:
-    """The encoded text, in the cache. What an earlier run brought already is not sent again."""
+async def _fetch(channel: Channel, welcome: _Welcome, tokenizer: Tokenizer) -> dict[str, Path]:
+    """The encoded text, in the cache. What an earlier run brought already is not sent again.
+
+    A file gets its name in the cache when its content has been hashed, together with the other one and the tokenizer:
+    ranks of other runs open it by this name without another check. Nothing in the cache is removed or replaced on the
+    word of a host.
+    """
     folder = cache_root(None) / "joined"
     folder.mkdir(parents=True, exist_ok=True)
     _sweep_parts(folder)
-    places = {name: folder / name for name in sizes}
-    need = [name for name, place in places.items() if not place.is_file() or place.stat().st_size != sizes[name]]
-    _need_room(folder, sum(sizes[name] for name in need))
+    places = {name: folder / name for name in welcome.files}
+    is_cached = not _what_is_wrong(places, welcome.digest, tokenizer)
+    # Both or none: one file alone cannot be compared with the digest in its name.
+    need = [] if is_cached else list(places)
+    _need_room(folder, sum(welcome.files[name] for name in need))
     await channel.send({"type": "need", "need": need})
-    for name in need:
-        await _fetch_file(channel, places[name], sizes[name])
+    if need:
+        await _fetch_text(channel, places, welcome, tokenizer)
     return places
 
 
-async def _fetch_file(channel: Channel, place: Path, size: int) -> None:
-    part = place.with_name(f"{place.name}.{os.getpid()}{_PART}")
+async def _fetch_text(channel: Channel, places: Mapping[str, Path], welcome: _Welcome, tokenizer: Tokenizer) -> None:
+    """Both files, at first under names that no run uses."""
+    folder = next(iter(places.values())).parent
+    parts = {name: place.with_name(f"{name}.{os.getpid()}{_PART}") for name, place in places.items()}
     try:
-        with part.open("wb") as file:
-            # The lock goes with this process: a part that is not locked was left by one that was killed.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            while file.tell() < size:
-                message = _read(_Piece, await _hear(channel, "piece"))
-                with _understood():
-                    piece = base64.b64decode(message.data, validate=True)
-                if not 0 < len(piece) <= size - file.tell():
-                    raise ControlError(
-                        f"the host sent {len(piece)} bytes where at most {size - file.tell()} were due",
-                        why=f"it had said that {place.name} has {size} bytes",
-                    )
-                file.write(piece)
-        part.replace(place)
+        with contextlib.ExitStack() as opened:
+            for name, part in parts.items():
+                # The lock goes with this process: a part that is not locked was left by one that was killed.
+                file = opened.enter_context(part.open("wb"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                await _receive_file(channel, file, name, welcome.files[name])
+                file.flush()
+            if wrong := _what_is_wrong(parts, welcome.digest, tokenizer):
+                raise ControlError(
+                    "the text that the host sent is not the one that it names",
+                    why=wrong,
+                    fix="try again; then ask there whether the run's cache is damaged",
+                )
+            for name, part in parts.items():
+                part.replace(places[name])
     except OSError as error:
         raise ControlError(
             f"cannot keep the text that the host sends: {error.strerror}",
-            why=f"it goes to {place.parent}",
-            fix=f"make room there: df -h {place.parent}",
+            why=f"it goes to {folder}",
+            fix=f"make room there: df -h {folder}",
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+async def _receive_file(channel: Channel, file: BinaryIO, name: str, size: int) -> None:
+    while file.tell() < size:
+        message = _read(_Piece, await _hear(channel, "piece"))
+        with _understood():
+            piece = base64.b64decode(message.data, validate=True)
+        if not 0 < len(piece) <= size - file.tell():
+            raise ControlError(
+                f"the host sent {len(piece)} bytes where at most {size - file.tell()} were due",
+                why=f"it had said that {name} has {size} bytes",
+            )
+        file.write(piece)
+
+
+def _what_is_wrong(files: Mapping[str, Path], digest: str, tokenizer: Tokenizer) -> str:
+    """Why the two files are not the text with this digest; empty when they are. Reads all their bytes."""
+    try:
+        found = digest_of(tokenizer, files[f"{digest}-train"], files[f"{digest}-val"])
+    except DataError as error:
+        return error.seen
+    return "" if found == digest else f"the digest of its files is {found[:12]}"
 
 
 def _sweep_parts(folder: Path) -> None:
@@ -308,7 +358,7 @@ def _need_room(folder: Path, needed: int) -> None:
         )
 
 
-def _fill_folder(run: RunFolder, texts: Mapping[str, str], places: Mapping[str, Path]) -> None:
+def _fill_folder(run: RunFolder, texts: Mapping[str, str], places: Mapping[str, Path], digest: str) -> None:
     """Tokenizer, configuration and where the text lies.
 
     What a configuration says of paths and of the way ranks are started counts on the machine where it was written. Here
@@ -325,26 +375,9 @@ def _fill_folder(run: RunFolder, texts: Mapping[str, str], places: Mapping[str, 
     }
     write_atomically(run.config, to_toml(config.model_copy(update=ours)))
     facts = DataFacts(**json.loads(texts[run.data.name]))
+    if (facts.train, facts.val, facts.digest) != (f"{digest}-train", f"{digest}-val", digest):
+        raise ControlError("the host's data.json is about another text than the one that it sent")
     write_atomically(run.data, to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val]))))
-
-
-def _check_text(run: RunFolder, places: Mapping[str, Path]) -> str:
-    """Its digest, from its own bytes: it must be the one it is called by, else the next run would find a wrong text in
-    the cache. What is damaged is thrown away, so that the next try fetches it anew."""
-    try:
-        facts = read_facts(run)
-        digest = digest_of(run.tokenizer, Path(facts.train), Path(facts.val))
-        if places != {f"{digest}-train": Path(facts.train), f"{digest}-val": Path(facts.val)}:
-            raise ControlError(
-                "the text that the host sent is not the one that it names",
-                why=f"the digest of its files is {digest[:12]}",
-                fix="try again; then ask there whether the run's cache is damaged",
-            )
-        return digest
-    except ShoalError:
-        for place in places.values():
-            place.unlink(missing_ok=True)
-        raise
 
 
 async def _hear(channel: Channel, kind: str) -> Message:

@@ -150,8 +150,10 @@ def printable(name: object) -> str:
 
 
 def free_name(wanted: str, taken: Collection[str]) -> str:
-    names = (wanted if count == 1 else f"{wanted}-{count}" for count in range(1, len(taken) + 2))
-    return next(name for name in names if name not in taken)
+    """Compared without case: names become file names, and some disks do not tell `DESK` from `desk`."""
+    folded = {name.casefold() for name in taken}
+    names = (wanted if count == 1 else f"{wanted}-{count}" for count in range(1, len(folded) + 2))
+    return next(name for name in names if name.casefold() not in folded)
 
 
 def safe_name(name: str) -> str:

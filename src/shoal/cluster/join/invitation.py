@@ -12,7 +12,7 @@ from shoal.errors import UsageError
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _LENGTH = 16
 _INVITATION = re.compile(r"\[?(?P<address>[^#\]]+?)\]?:(?P<port>\d{1,5})(?:#(?P<code>[A-Za-z0-9-]+))?")
-_CODE = re.compile(r"[a-z0-9]{4,64}")
+_CODE = re.compile(r"[a-z0-9]+")
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,21 @@ def parse_code(text: str) -> str:
     """Without the dashes, in small letters. The message does not repeat what was typed: it may be nearly right."""
     code = "".join(text.split()).replace("-", "").lower()
     if not _CODE.fullmatch(code):
-        raise UsageError(
-            "that is no code of an invitation",
-            why="a code has letters and digits, as abcd-efgh-jkmn-pqrs",
-            fix="copy the code that shoal host printed, on a line of its own",
+        raise _no_code("", "a code has letters and digits, as abcd-efgh-jkmn-pqrs")
+    if len(code) != _LENGTH:
+        seen = (
+            f"{len(code)} of {_LENGTH} letters" if len(code) < _LENGTH else f"{len(code)} letters instead of {_LENGTH}"
         )
+        raise _no_code(f": {seen}", "a part of it is missing, or something else was copied with it")
     return code
+
+
+def _no_code(seen: str, why: str) -> UsageError:
+    return UsageError(
+        f"that is no code of an invitation{seen}",
+        why=why,
+        fix="copy the code that shoal host printed, on a line of its own",
+    )
 
 
 def _without_code(text: str) -> str:
