@@ -9,6 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.report.ledger import check_ledger
+from shoal.report.membership import last_members
+from shoal.report.ranklog import collect
+from shoal.units import format_spans, spans_of, subtract_spans
+from tests.run_samples import start
 
 BATCH = 24
 Record = dict[str, Any]
@@ -161,3 +165,33 @@ def test_gaps_are_judged_over_what_stands() -> None:
 )
 def test_what_cannot_be_read_is_counted(line: Record) -> None:
     assert check_ledger([*commits(1, 3), line]).unreadable == 1
+
+
+HUGE = 2**62
+
+
+def test_a_huge_number_in_a_damaged_line_costs_no_memory() -> None:
+    """One flipped digit must not make `shoal verify` list 2^62 steps or ranks."""
+    damaged = {**commits(4, 4)[0], "step": HUGE}
+    report = check_ledger([*commits(1, 3), damaged, *commits(5, 6)])
+    assert not report.ok
+    assert report.missing[-1][1] < HUGE
+    hole = check_ledger([*commits(1, 3), {"hole": [5, HUGE]}, *commits(6, 7)])
+    assert (hole.missing, hole.holes) == ([(4, 4)], [(5, 5), (8, HUGE)])
+    assert len(last_members(collect([start(0, world_size=HUGE)]))) <= 1
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+
+
+@given(spans, spans)
+def test_spans_are_sets_of_numbers(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    numbers = {number for first, last in some for number in range(first, last + 1)}
+    taken = {number for first, last in others for number in range(first, last + 1)}
+    assert subtract_spans(some, others) == spans_of(numbers - taken)
+    assert {number for first, last in spans_of(numbers) for number in range(first, last + 1)} == numbers
+
+
+def test_spans_are_written_as_people_do() -> None:
+    assert format_spans(spans_of([9, 3, 7, 8])) == "3, 7 to 9"
+    assert format_spans(spans_of(range(0, 20, 2))) == "0, 2, 4, 6, …"

@@ -16,6 +16,8 @@ from shoal.report.ranklog import RankLog, is_number
 
 # Fewer steps than these say little about the speed of a world.
 ENOUGH_STEPS = 10
+# More than gloo can connect; a damaged line may claim any number.
+_MOST_RANKS = 65_536
 
 Logs = dict[int, RankLog]
 
@@ -167,4 +169,4 @@ def _plain(logs: Logs) -> Logs:
 
 def _stated_size(logs: Logs) -> int:
     sizes = (log.start.get("world_size") for log in logs.values())
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)
+    return next((size for size in sizes if isinstance(size, int) and 0 < size <= _MOST_RANKS), 0)

@@ -32,6 +32,7 @@ from shoal.report.ranklog import collect, is_step
 from shoal.report.replicas import ReplicaReport, judge_replicas
 from shoal.report.statefile import StateFile, open_state
 from shoal.runfolder import RunFolder
+from shoal.units import format_spans, spans_of
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 # What a manifest says that follows from events, ledger and configuration alone, whatever the version that composed it.
@@ -182,7 +183,7 @@ def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> I
     except OSError as error:
         folder.wrong(path, f"cannot be read: {error.strerror}")
     if unreadable:
-        folder.wrong(path, f"{_count(unreadable, 'line')} cannot be read: number {_ranges(unreadable)}")
+        folder.wrong(path, f"{_count(unreadable, 'line')} cannot be read: number {format_spans(spans_of(unreadable))}")
 
 
 def _check_torn(folder: _Folder) -> None:
@@ -302,9 +303,11 @@ def _check_lines(folder: _Folder) -> None:
             if seen and record.get("loss") not in seen:
                 wrong.setdefault("the loss is not the one that the ranks recorded", []).append(step)
     for text, steps in wrong.items():
-        folder.wrong(path, f"step {_ranges(steps)}: {text}")
+        folder.wrong(path, f"step {format_spans(spans_of(steps))}: {text}")
     if unknown:
-        folder.unknown(path, f"step {_ranges(unknown)}: done by ranks whose events are on other machines")
+        folder.unknown(
+            path, f"step {format_spans(spans_of(unknown))}: done by ranks whose events are on other machines"
+        )
 
 
 def _check_events_cover(folder: _Folder) -> None:
@@ -321,7 +324,10 @@ def _check_events_cover(folder: _Folder) -> None:
             expected = {step for step, members in lines if rank in members and step <= highest - folder.lag}
             lacking |= expected - done
         if lacking:
-            folder.wrong(folder.run.events(rank), f"lacks step {_ranges(lacking)}, which the ledger has of rank {rank}")
+            folder.wrong(
+                folder.run.events(rank),
+                f"lacks step {format_spans(spans_of(lacking))}, which the ledger has of rank {rank}",
+            )
 
 
 def _check_order(folder: _Folder) -> None:
@@ -492,18 +498,6 @@ def _once(findings: Iterable[Finding]) -> list[Finding]:
 
 def _name(run: RunFolder, path: Path) -> str:
     return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
-
-
-def _ranges(numbers: Iterable[int], most: int = 4) -> str:
-    """`3, 7 to 9, …`."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in found]
-    return ", ".join([*texts[:most], *(["…"] if len(texts) > most else [])])
 
 
 def _count(items: list[Any], noun: str) -> str:
