@@ -107,8 +107,8 @@ def _stretch(entries: list[Entered], standing: Standing) -> Stretch:
 class Standing:
     """Which steps belong to the model that the run ended with.
 
-    A lineage follows another one where a rank went from one to the other with the state it had; whoever was let in only
-    says that it was elsewhere before.
+    A lineage follows another one where a rank went from one to the other with the state it had, or where all ranks
+    went back to a checkpoint of the other one. A rank that was let in only says that it was elsewhere before.
     """
 
     def __init__(self, logs: Logs) -> None:
@@ -116,8 +116,10 @@ class Standing:
         newest = _newest(logs)
         if newest is None:
             return
-        steps = {after.lineage: before for before, after in _handed_on(logs)}
-        limits = {after.lineage: after.step for _, after in _handed_on(logs)}
+        # After a recovery ranks may come from several lineages: the checkpoint is of the newest.
+        handed_on = sorted(_handed_on(logs), key=lambda pair: pair[0].generation)
+        steps = {after.lineage: before for before, after in handed_on}
+        limits = {after.lineage: after.step for _, after in handed_on}
         lineage, until = newest.lineage, math.inf
         while lineage not in self._until:
             self._until[lineage] = until

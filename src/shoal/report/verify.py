@@ -256,11 +256,13 @@ def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
             folder.wrong(path, f"{absent}, the ranks ended at step {max(ends)}")
         return
     done = max((_last_step(folder.events[rank]) for rank in members), default=0)
+    # The lines of a step that is to be done again stand until then.
+    recorded = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
     if ledger.last < done - folder.lag:
         absent = "is missing or empty" if not folder.commits else f"ends at step {ledger.last}"
         folder.wrong(path, f"{absent}, the ranks have done step {done}")
-    elif ledger.last > done + folder.lag and members and folder.is_shared:
-        folder.wrong(path, f"has step {ledger.last}, the ranks have recorded no more than step {done}")
+    elif ledger.last > max(done, recorded) + folder.lag and members and folder.is_shared:
+        folder.wrong(path, f"has step {ledger.last}, the ranks have recorded no more than step {max(done, recorded)}")
 
 
 def _check_lines(folder: _Folder) -> None:
@@ -298,7 +300,9 @@ def _check_lines(folder: _Folder) -> None:
                 unknown.append(step)
         elif generation == NEVER and logs and not set(members) <= logs.keys():
             wrong.setdefault("members are not ranks of this run", []).append(step)
-        if last[step, str(record.get("generation"))] is record and not record.get("partial"):
+        # A rank learns the world's loss from the others: only with the events of all of them can it be compared.
+        is_known = not record.get("partial") and set(members) <= logs.keys()
+        if is_known and last[step, str(record.get("generation"))] is record:
             seen = [known for rank in members if (known := losses.get(rank, {}).get((step, generation))) is not None]
             if seen and record.get("loss") not in seen:
                 wrong.setdefault("the loss is not the one that the ranks recorded", []).append(step)
@@ -341,10 +345,16 @@ def _check_order(folder: _Folder) -> None:
         folder.wrong(folder.run.commits, f"{_count(twice, 'line')} stand there more than once")
     went_back = any(event.get("event") == "divergence" for events in folder.events.values() for event in events)
     newest: dict[Ballot, int] = {}
+    seen: set[tuple[int, Ballot, str]] = set()
     for record in folder.commits:
         generation, step = read_ballot(record.get("generation")), record.get("step")
-        if generation in (None, NEVER) or not is_step(step):
+        if generation is None or generation == NEVER or not is_step(step):
             continue
+        # A rank that joins may have told a step twice: the same step of the same generation is the same step.
+        name = step, generation, str(record.get("samples"))
+        if name in seen:
+            continue
+        seen.add(name)
         if step < newest.get(generation, 0) and not went_back:
             folder.wrong(folder.run.commits, f"its lines are not in order: step {step} stands behind a later one")
             return
