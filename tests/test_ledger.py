@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.config.load import build_config, load_config
 from shoal.control.placement import Placement
+from shoal.data.run_setup import create_run, reopen_run
+from shoal.report.finish import finish
 from shoal.report.ledger import check_ledger
 from shoal.report.membership import last_members
 from shoal.report.ranklog import collect
@@ -22,8 +26,8 @@ from shoal.sync.world import nowhere
 from shoal.train.recorder import Recorder
 from shoal.units import format_spans, spans_of, subtract_spans
 from tests.member_samples import commit_records, entered, steps
-from tests.programs import read_jsonl
-from tests.run_samples import make_run, start
+from tests.programs import TINY, read_jsonl
+from tests.run_samples import all_events, make_run, start
 
 BATCH = 24
 Record = dict[str, Any]
@@ -283,6 +287,51 @@ def test_a_rank_records_the_loss_that_it_is_told_after_a_break(tmp_path: Path) -
     recorder.close()
     losses = [(event["step"], event["loss"]) for event in read_jsonl(run.events(0)) if event["event"] == "loss"]
     assert losses == [(2, 2.0)], "step 1 was known, step 3 is of another generation, step 4 not done here"
+
+
+def finished_run(folder: Path) -> RunFolder:
+    """As `shoal train --steps 100` leaves it, without the states."""
+    run = create_run(build_config("grammar", None, sets=[*TINY, "train.steps=100", "run.on=local:2"]), folder, 2)
+    read = {"config_sha256": hashlib.sha256(run.config.read_bytes()).hexdigest(), "steps": 100}
+    for event in all_events():
+        with run.events(event["rank"]).open("a") as file:
+            file.write(json.dumps(event | read if event["event"] == "start" else event) + "\n")
+    run.keeper.write_text(
+        "".join(json.dumps({"event": name, "rank": 0, "code": 0}) + "\n" for name in ("keeping", "ended"))
+    )
+    finish(run)
+    return run
+
+
+def launch_ended(code: int) -> str:
+    return f'{{"event":"keeping","rank":0}}\n{{"event":"ended","rank":0,"code":{code}}}\n'
+
+
+def about_settings(run: RunFolder) -> list[str]:
+    return [text for text in wrong_in(run) if text.startswith(("config.toml", "manifest.json"))]
+
+
+def test_a_resume_that_never_started_a_rank_is_no_damage(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    assert about_settings(run) == []
+    for planned in (500, 600):
+        reopen_run(run.path, steps=planned)
+        run.keeper.write_text(run.keeper.read_text() + launch_ended(130))
+        assert load_config(run.config).train.steps == planned
+        assert about_settings(run) == []
+        assert any("no rank has started" in finding.text for finding in verify_run(run).findings)
+    run.config.write_text(run.config.read_text().replace("steps = 600", "steps = 700"))
+    assert [text for text in about_settings(run) if "it was changed" in text]
+
+
+def test_settings_that_stay_the_same_are_not_written_anew(tmp_path: Path) -> None:
+    """A newer version may write the same settings in another way."""
+    run = finished_run(tmp_path / "run")
+    before = run.config.read_bytes() + b"# of an older version\n"
+    run.config.write_bytes(before)
+    reopen_run(run.path)
+    assert run.config.read_bytes() == before
+    assert [event["event"] for event in read_jsonl(run.keeper)] == ["keeping", "ended"]
 
 
 def test_what_was_trained_before_a_recovery_stands() -> None:

@@ -108,6 +108,24 @@ class _Folder:
         rounds = [log.start.get("round_steps") for log in self.logs.values()]
         return 2 + 2 * max((steps for steps in rounds if is_step(steps)), default=1)
 
+    @property
+    def newest_start(self) -> Event:
+        """The `start` event of the rank that started last; empty where none has."""
+        starts = [event for events in self.events.values() for event in events if event.get("event") == "start"]
+        return max(starts, key=lambda event: _number(event.get("time")), default={})
+
+    @property
+    def is_config_to_come(self) -> bool:
+        """`shoal train --resume` has changed the settings, and said so, and no rank has started with them yet."""
+        read = self.newest_start.get("config_sha256")
+        if read is None or self.config is None or (now := _sha256(self.run.config)) == read:
+            return False
+        known = {read}
+        for event in self.keeper:
+            if event.get("event") == "config" and event.get("before") in known:
+                known.add(event.get("after"))
+        return now in known
+
     def since_start(self, rank: int, kind: str) -> list[Event]:
         """Events of that kind since the rank's last start."""
         found: list[Event] = []
@@ -199,15 +217,14 @@ def _check_torn(folder: _Folder) -> None:
 
 
 def _check_config(folder: _Folder) -> None:
-    """The settings are those that the ranks of the last launch read."""
-    if folder.config is None:
-        return
-    starts = [event for events in folder.events.values() for event in events if event.get("event") == "start"]
-    newest = max(starts, key=lambda event: _number(event.get("time")), default=None)
-    if newest is None:
+    """The settings are those that the ranks of the last launch read, or those that a resume wrote since."""
+    newest = folder.newest_start
+    if folder.config is None or not newest:
         return
     path, digest = folder.run.config, newest.get("config_sha256")
-    if digest is None:
+    if folder.is_config_to_come:
+        folder.unknown(path, "shoal train --resume has changed it, and no rank has started with it yet")
+    elif digest is None:
         folder.unknown(path, "the ranks did not record its digest, so a later change cannot be noticed")
     elif digest != _sha256(path):
         folder.wrong(path, f"it is not the file that rank {newest.get('rank')} read when it started: it was changed")
@@ -240,10 +257,10 @@ def _check_ending(folder: _Folder) -> None:
                     folder.run.events(rank),
                     f"rank {rank} has no end, although {folder.run.keeper.name} says it finished",
                 )
-    if folder.status == "finished" and folder.config is not None and steps and steps != {folder.config.train.steps}:
-        folder.wrong(
-            folder.run.config, f"train.steps is {folder.config.train.steps}, the ranks finished at step {_one(steps)}"
-        )
+    if folder.status == "finished" and folder.config is not None and steps:
+        planned = folder.newest_start.get("steps") if folder.is_config_to_come else folder.config.train.steps
+        if planned is not None and steps != {planned}:
+            folder.wrong(folder.run.config, f"train.steps is {planned}, the ranks finished at step {_one(steps)}")
 
 
 def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
@@ -455,7 +472,8 @@ def _check_manifest(folder: _Folder) -> None:
     except ShoalError as error:
         folder.unknown(path, f"cannot be checked: {error.seen}")
         return
-    changed = [name for name in _FACTS if repr(getattr(stored, name)) != repr(getattr(fresh, name))]
+    facts = [name for name in _FACTS if name != "steps_planned" or not folder.is_config_to_come]
+    changed = [name for name in facts if repr(getattr(stored, name)) != repr(getattr(fresh, name))]
     if changed:
         folder.wrong(
             path,
