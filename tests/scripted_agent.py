@@ -85,6 +85,8 @@ class Rank:
 class ScriptedAgent:
     def __init__(self, run: Path, ranks: int, *words: str) -> None:
         self.run = RunFolder(run)
+        # Of ranks on machines with a disk of their own.
+        self.own_folders: dict[int, RunFolder] = {}
         self.ranks: dict[int, Rank] = {}
         self.generation = Ballot(0, 0)
         self.lineage = Lineage(name=Ballot(1, 0))
@@ -193,11 +195,14 @@ class ScriptedAgent:
             assert code == 0, f"rank {number} ended with {code}: {self.log(number)[-3000:]}"
 
     def events(self, number: int, name: str) -> list[dict[str, Any]]:
-        path = self.run.events(number)
+        path = self._folder(number).events(number)
         return [event for event in read_events(path) if event["event"] == name] if path.exists() else []
 
+    def _folder(self, number: int) -> RunFolder:
+        return self.own_folders.get(number, self.run)
+
     def log(self, number: int) -> str:
-        path = self.run.log("local", number)
+        path = self._folder(number).log("local", number)
         return path.read_text() if path.exists() else ""
 
     def _call(
@@ -224,7 +229,7 @@ class ScriptedAgent:
                     source=0,
                     first=first,
                     holds=number in holding,
-                    keeps_files=rank == 0,
+                    keeps_files=rank == 0 or number in self.own_folders,
                     recovers=recovers,
                 )
                 self.ranks[number].send(enter)
@@ -241,11 +246,12 @@ class ScriptedAgent:
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
-        words = (sys.executable, "-m", "shoal.train.worker", "--folder", str(self.run.path), *self._words)
+        folder = self._folder(number)
+        words = (sys.executable, "-m", "shoal.train.worker", "--folder", str(folder.path), *self._words)
         with theirs, their_keys:
             fds = (theirs.fileno(), their_keys.fileno())
             # Tied to this thread's process, as agents' ranks are.
-            process = start_process(words, {**os.environ, **env}, self.run.log("local", number), fds)
+            process = start_process(words, {**os.environ, **env}, folder.log("local", number), fds)
         if number in self.ranks:
             self.ranks[number].line.close()
         self.ranks[number] = Rank(process, ours)

@@ -166,7 +166,13 @@ SCENARIO = {
     "training": {"train": {"steps": 7}},
     "steps": [{"at_step": 5, "do": "kill-rank", "rank": 2}],
 }
-WELL = Ending(exit_code=0, replicas_equal=True, replicas=3)
+
+
+def ended(code: int | None, equal: bool | None, replicas: int, **more: Any) -> Ending:
+    return Ending(code, equal, replicas, **{"verified": (), **more})
+
+
+WELL = ended(0, True, 3)
 
 
 def scenario(**expect: Any) -> Scenario:
@@ -181,7 +187,7 @@ def test_all_that_must_hold_does() -> None:
     asked = {"next_step_within_s": 1.0, "members": 3, "reconfigurations": 2, "sentence": "rank 2.*killed"}
     found = judge(scenario(**asked), measure(survived()), WELL)
     assert failed(found) == []
-    assert len(found) == 13
+    assert len(found) == 14
 
 
 @pytest.mark.parametrize(
@@ -207,13 +213,15 @@ def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], 
 @pytest.mark.parametrize(
     ("ending", "name"),
     [
-        (Ending(3, True, 3), "exit code 0"),
-        (Ending(None, True, 3), "exit code 0"),
-        (Ending(0, False, 3), "replicas equal to the bit"),
-        (Ending(0, None, 0), "replicas equal to the bit"),
-        (Ending(0, True, 3, left=("agent on node2 (7)",)), "nothing left after 5 s"),
-        (Ending(0, True, 3, torn=(".step-00000050.tmp",)), "no torn checkpoint left"),
-        (Ending(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
+        (ended(3, True, 3), "exit code 0"),
+        (ended(None, True, 3), "exit code 0"),
+        (ended(0, False, 3), "replicas equal to the bit"),
+        (ended(0, None, 0), "replicas equal to the bit"),
+        (ended(0, True, 3, left=("agent on node2 (7)",)), "nothing left after 5 s"),
+        (ended(0, True, 3, torn=(".step-00000050.tmp",)), "no torn checkpoint left"),
+        (ended(0, True, 3, verified=("commits.jsonl: was cut",)), "shoal verify passes"),
+        (ended(0, True, 3, verified=None), "shoal verify passes"),
+        (ended(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
     ],
 )
 def test_how_a_run_ends_is_always_judged(ending: Ending, name: str) -> None:
@@ -231,9 +239,9 @@ def test_a_resumed_run_goes_on_where_its_ledger_ends(resumed_from: int, behind: 
 def test_a_run_without_a_number_of_steps_is_stopped() -> None:
     endless = parse_scenario({**SCENARIO, "training": {}}, "x")
     some = Measured(committed=1)
-    assert failed(judge(endless, some, Ending(130, True, 3))) == []
-    assert failed(judge(endless, some, Ending(130, None, 0))) == ["replicas equal to the bit"]
-    assert failed(judge(endless, Measured(), Ending(130, True, 3))) == ["the ledger has 1 steps or more"]
+    assert failed(judge(endless, some, ended(130, True, 3))) == []
+    assert failed(judge(endless, some, ended(130, None, 0))) == ["replicas equal to the bit"]
+    assert failed(judge(endless, Measured(), ended(130, True, 3))) == ["the ledger has 1 steps or more"]
 
 
 def test_a_command_is_judged_by_its_answer() -> None:

@@ -279,6 +279,7 @@ def soaked(**changes: Any) -> ModeResult:
         "exit_code": 130,
         "seconds": 60.0,
         "runs": ("a", "b"),
+        "wrong": (),
     }
     return judge_mode("ddp", record, outcomes, **{**given, **changes})
 
@@ -303,6 +304,7 @@ LOSS = "loss within 0.05 of the run without faults"
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
+        ({"wrong": ("events/rank-0.jsonl: lacks step 7",)}, "shoal verify passes"),
         ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
         ({"planned": 2}, "went on after each of 2 faults"),
         ({"undone": 101.0}, "went on after each of 1 faults"),

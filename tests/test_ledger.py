@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.config.load import build_config, load_config
+from shoal.control.placement import Placement
+from shoal.data.run_setup import create_run, reopen_run
+from shoal.report.finish import finish
 from shoal.report.ledger import check_ledger
+from shoal.report.membership import last_members
+from shoal.report.ranklog import collect
+from shoal.report.summary import summarize
+from shoal.report.verify import verify_run
+from shoal.runfolder import RunFolder
+from shoal.sync.world import nowhere
+from shoal.train.recorder import Recorder
+from shoal.units import format_spans, spans_of, subtract_spans
+from tests.member_samples import commit_records, entered, steps
+from tests.programs import TINY, read_jsonl
+from tests.run_samples import all_events, make_run, start
 
 BATCH = 24
 Record = dict[str, Any]
@@ -161,3 +180,166 @@ def test_gaps_are_judged_over_what_stands() -> None:
 )
 def test_what_cannot_be_read_is_counted(line: Record) -> None:
     assert check_ledger([*commits(1, 3), line]).unreadable == 1
+
+
+HUGE = 2**62
+
+
+def test_a_huge_number_in_a_damaged_line_costs_no_memory() -> None:
+    """One flipped digit must not make `shoal verify` list 2^62 steps or ranks."""
+    damaged = {**commits(4, 4)[0], "step": HUGE}
+    report = check_ledger([*commits(1, 3), damaged, *commits(5, 6)])
+    assert not report.ok
+    assert report.missing[-1][1] < HUGE
+    hole = check_ledger([*commits(1, 3), {"hole": [5, HUGE]}, *commits(6, 7)])
+    assert (hole.missing, hole.holes) == ([(4, 4)], [(5, 5), (8, HUGE)])
+    assert len(last_members(collect([start(0, world_size=HUGE)]))) <= 1
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+
+
+@given(spans, spans)
+def test_spans_are_sets_of_numbers(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    numbers = {number for first, last in some for number in range(first, last + 1)}
+    taken = {number for first, last in others for number in range(first, last + 1)}
+    assert subtract_spans(some, others) == spans_of(numbers - taken)
+    assert {number for first, last in spans_of(numbers) for number in range(first, last + 1)} == numbers
+
+
+def test_spans_are_written_as_people_do() -> None:
+    assert format_spans(spans_of([9, 3, 7, 8])) == "3, 7 to 9"
+    assert format_spans(spans_of(range(0, 20, 2))) == "0, 2, 4, 6, …"
+
+
+# `shoal verify` on run folders written by hand; tests/test_verify.py damages real ones.
+
+
+def run_of(folder: Path, events: list[Record], lines: list[Record], on: str = "local:2") -> RunFolder:
+    run = make_run(folder, events, f"run.on={on}", "train.steps=1000")
+    run.commits.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def wrong_in(run: RunFolder) -> list[str]:
+    return [f"{finding.file}: {finding.text}" for finding in verify_run(run).findings if finding.is_wrong]
+
+
+def two_ranks(last: int, **more: Any) -> list[Record]:
+    both = (
+        [start(rank), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, last, **more)] for rank in (0, 1)
+    )
+    return [event for events in both for event in events]
+
+
+def resumed(rank: int, after: int, generation: str) -> list[Record]:
+    again = start(rank, resumed_from=after, time=1_790_000_500.0)
+    return [again, entered(rank, generation, (0, 1), after, generation, how="first")]
+
+
+def test_a_resumed_run_that_has_not_committed_yet_passes(tmp_path: Path) -> None:
+    """The lines of the steps after the checkpoint stand until these are done again."""
+    events = [*two_ranks(200, loss=1.0), *(event for rank in (0, 1) for event in resumed(rank, 150, "3-0"))]
+    run = run_of(tmp_path / "run", events, commit_records(1, 200, "1-0"))
+    assert wrong_in(run) == []
+    run = run_of(tmp_path / "longer", events, commit_records(1, 300, "1-0"))
+    assert any("no more than step 200" in text for text in wrong_in(run))
+
+
+def test_lines_that_a_joined_machine_wrote_twice_pass(tmp_path: Path) -> None:
+    """The same step of the same generation is the same step; another order is not."""
+    events = [start(2, 3), entered(2, "2-0", (0, 1, 2), 20, how="joined"), *steps(2, 21, 30)]
+    whole = [*commit_records(1, 20, "1-0"), *commit_records(21, 29, "2-0", members=(0, 1, 2))]
+    again = [{**record, "time": 1.0} for record in whole[10:20]]
+    run = run_of(tmp_path / "run", events, [*whole[:20], *again, *whole[20:]], on="join:3")
+    assert wrong_in(run) == []
+    whole[4], whole[5] = whole[5], whole[4]
+    assert any("not in order" in text for text in wrong_in(run_of(tmp_path / "swapped", events, whole, on="join:3")))
+
+
+def test_the_loss_is_compared_only_with_the_events_of_all(tmp_path: Path) -> None:
+    """Rank 1 did step 20 when the others were lost, and never learned the world's loss of it."""
+    events = two_ranks(20, loss=1.0)
+    alone = [event for event in events if event["rank"] == 1]
+    alone[-1] = alone[-1] | {"loss": 7.0}
+    lines = commit_records(1, 20, "1-0")
+    assert wrong_in(run_of(tmp_path / "alone", alone, lines, on="join:2")) == [
+        "events/rank-0.jsonl: is missing: rank 0 took part"
+    ]
+    both = [event for event in events if event["rank"] == 0]
+    changed = [
+        event | {"loss": 7.0} if event.get("step") == 20 and event["event"] == "step" else event for event in both
+    ]
+    run = run_of(tmp_path / "both", [*changed, *alone], lines)
+    assert wrong_in(run) == ["commits.jsonl: step 20: the loss is not the one that the ranks recorded"]
+
+
+def test_a_rank_records_the_loss_that_it_is_told_after_a_break(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    recorder = Recorder(run, nowhere(Placement(0, 1, 0, 1), torch.device("cpu")))
+    told = [recorder.describe(step, step - 1, step, loss=2.0) for step in (1, 2, 3, 4)]
+    recorder.propose(1, 0, 1, 2.0)
+    for step in (1, 2, 3):
+        recorder.step(step, {}, own_loss=9.0)
+    told[2]["generation"] = "7-0"
+    for _ in range(2):
+        recorder.hold([*told[:3], told[3] | {"partial": True}])
+    recorder.close()
+    losses = [(event["step"], event["loss"]) for event in read_jsonl(run.events(0)) if event["event"] == "loss"]
+    assert losses == [(2, 2.0)], "step 1 was known, step 3 is of another generation, step 4 not done here"
+
+
+def finished_run(folder: Path) -> RunFolder:
+    """As `shoal train --steps 100` leaves it, without the states."""
+    run = create_run(build_config("grammar", None, sets=[*TINY, "train.steps=100", "run.on=local:2"]), folder, 2)
+    read = {"config_sha256": hashlib.sha256(run.config.read_bytes()).hexdigest(), "steps": 100}
+    for event in all_events():
+        with run.events(event["rank"]).open("a") as file:
+            file.write(json.dumps(event | read if event["event"] == "start" else event) + "\n")
+    run.keeper.write_text(
+        "".join(json.dumps({"event": name, "rank": 0, "code": 0}) + "\n" for name in ("keeping", "ended"))
+    )
+    finish(run)
+    return run
+
+
+def launch_ended(code: int) -> str:
+    return f'{{"event":"keeping","rank":0}}\n{{"event":"ended","rank":0,"code":{code}}}\n'
+
+
+def about_settings(run: RunFolder) -> list[str]:
+    return [text for text in wrong_in(run) if text.startswith(("config.toml", "manifest.json"))]
+
+
+def test_a_resume_that_never_started_a_rank_is_no_damage(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    assert about_settings(run) == []
+    for planned in (500, 600):
+        reopen_run(run.path, steps=planned)
+        run.keeper.write_text(run.keeper.read_text() + launch_ended(130))
+        assert load_config(run.config).train.steps == planned
+        assert about_settings(run) == []
+        assert any("no rank has started" in finding.text for finding in verify_run(run).findings)
+    run.config.write_text(run.config.read_text().replace("steps = 600", "steps = 700"))
+    assert [text for text in about_settings(run) if "it was changed" in text]
+
+
+def test_settings_that_stay_the_same_are_not_written_anew(tmp_path: Path) -> None:
+    """A newer version may write the same settings in another way."""
+    run = finished_run(tmp_path / "run")
+    before = run.config.read_bytes() + b"# of an older version\n"
+    run.config.write_bytes(before)
+    reopen_run(run.path)
+    assert run.config.read_bytes() == before
+    assert [event["event"] for event in read_jsonl(run.keeper)] == ["keeping", "ended"]
+
+
+def test_what_was_trained_before_a_recovery_stands() -> None:
+    """All ranks are lost after step 30 and go on from the checkpoint of step 20."""
+    events = two_ranks(30, loss=3.0)
+    for rank in (0, 1):
+        events += [start(rank, time=1_790_000_500.0), entered(rank, "3-0", (0, 1), 20, "3-0", how="recovered")]
+        events += steps(rank, 21, 40, loss=1.0)
+    summary = summarize(events)
+    assert summary.loss.tolist() == [3.0] * 20 + [1.0] * 20
+    assert [each.stands for each in summary.history] == [True, True]

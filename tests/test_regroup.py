@@ -18,6 +18,8 @@ from shoal.control.rankline import Here
 from shoal.data.run_setup import create_run
 from shoal.report.ledger import check_ledger
 from shoal.report.replicas import compare_replicas
+from shoal.report.summary import summarize
+from shoal.report.verify import verify_run
 from shoal.runfolder import RunFolder
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl
@@ -72,6 +74,27 @@ def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
     agent.await_end((0, 1, 2))
     judge(agent.run.path, (0, 1, 2))
     assert agent.events(0, "membership")[-1]["how"] == "joined"
+
+
+@pytest.mark.long
+def test_a_machine_that_joins_with_its_own_disk_writes_each_line_once(tmp_path: Path) -> None:
+    """It copies the ledger of the others, and is told the newest steps as well."""
+    run = make_run(tmp_path / "run", "sync.inside=gloo", "run.on=join:2")
+    own = make_run(tmp_path / "own", "sync.inside=gloo", "run.on=local:1")
+    with ScriptedAgent(run, 3) as agent:
+        agent.own_folders[2] = RunFolder(own)
+        agent.start(0, 1)
+        agent.found((0, 1))
+        agent.start(2)
+        agent.await_step(0, 10)
+        agent.regroup((0, 1, 2), joining=(2,), at_edge=True)
+        agent.await_end((0, 1, 2))
+    judge(run, (0, 1))
+    for folder in (run, own):
+        steps = [record["step"] for record in read_jsonl(folder / "commits.jsonl")]
+        assert steps == list(range(1, STEPS + 1))
+        verdict = verify_run(RunFolder(folder))
+        assert verdict.ok, verdict.findings
 
 
 @pytest.mark.long
@@ -184,6 +207,12 @@ def test_without_a_state_all_go_back_to_the_newest_checkpoint(way: str, tmp_path
     assert kept[-1] == f"step-{STEPS:08d}"
     history = json.loads((run / "checkpoints" / kept[-1] / "state.json").read_text())["history"]
     assert [step for _, step in history] == [10, 30]
+    # Nor does the report forget what was trained before.
+    events = [event for rank in (0, 1) for event in read_jsonl(run / "events" / f"rank-{rank}.jsonl")]
+    assert [event["how"] for event in events if event["event"] == "membership"] == ["first", *["recovered"] * 2] * 2
+    assert len(summarize(events).loss) == STEPS
+    verdict = verify_run(RunFolder(run))
+    assert verdict.ok, verdict.findings
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from shoal.errors import UsageError
 
@@ -84,3 +85,49 @@ def format_delay(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.6g}{unit}"
     return f"{seconds * 1e6:.6g}us"
+
+
+# First and last, both included.
+Span = tuple[int, int]
+
+
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """Spans in ascending order, those that touch or overlap as one. An empty span (last before first) is left out.
+
+    The cost is that of the number of spans, not of the numbers in them: one damaged line of a file may claim 2^62.
+    """
+    found: list[Span] = []
+    for first, last in sorted(span for span in spans if span[0] <= span[1]):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
+
+
+def spans_of(numbers: Iterable[int]) -> list[Span]:
+    """`[3, 1, 2, 7]` is `[(1, 3), (7, 7)]`."""
+    return merge_spans((number, number) for number in numbers)
+
+
+def subtract_spans(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
+    """What `spans` have and `taken` have not."""
+    found: list[Span] = []
+    others = merge_spans(taken)
+    place = 0
+    for first, last in merge_spans(spans):
+        while place < len(others) and others[place][1] < first:
+            place += 1
+        ahead = place
+        while ahead < len(others) and others[ahead][0] <= last:
+            found.append((first, others[ahead][0] - 1))
+            first = others[ahead][1] + 1
+            ahead += 1
+        found.append((first, last))
+    return [span for span in found if span[0] <= span[1]]
+
+
+def format_spans(spans: Iterable[Span], most: int = 4) -> str:
+    """`3, 7 to 9, …`."""
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+    return ", ".join([*texts[:most], *(["…"] if len(texts) > most else [])])

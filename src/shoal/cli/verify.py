@@ -19,6 +19,7 @@ from shoal.report.replicas import ReplicaReport
 from shoal.report.verify import Verdict, verify_run
 from shoal.report.wording import count, join
 from shoal.runfolder import RunFolder
+from shoal.units import format_spans
 
 app = typer.Typer(add_completion=False)
 
@@ -138,15 +139,11 @@ def ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
 def _lost_steps(ledger: LedgerReport) -> str:
     """Which steps nothing can be said of, and which samples are out of place."""
     parts = [
-        f"the lines of step {_spans(ledger.holes)} were lost before the run was resumed" if ledger.holes else "",
-        f"step {_spans(ledger.missing)} is missing" if ledger.missing else "",
+        f"the lines of step {format_spans(ledger.holes)} were lost before the run was resumed" if ledger.holes else "",
+        f"step {format_spans(ledger.missing)} is missing" if ledger.missing else "",
         f"{len(ledger.misplaced)} steps do not begin where the one before ended" if ledger.misplaced else "",
     ]
     return "".join(f"; {part}" for part in parts if part)
-
-
-def _spans(ranges: list[tuple[int, int]]) -> str:
-    return join([str(first) if first == last else f"{first} to {last}" for first, last in ranges[:4]])
 
 
 def history_of(ledger: LedgerReport) -> str:

@@ -5,6 +5,7 @@ Called once per run by the launcher, or by rank 0 where the worker was started b
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from shoal.cost.batch import world_batch
 from shoal.data.prepare import Prepared, check_enough, prepare
 from shoal.data.shards import deal_for
 from shoal.errors import ConfigError, DataError
+from shoal.events import EventLog
 from shoal.runfolder import RunFolder, write_atomically
 
 
@@ -69,8 +71,30 @@ def reopen_run(path: Path, steps: int | None = None, lineage: str = "") -> RunFo
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     config = config.model_copy(update={"run": config.run.model_copy(update={"lineage": lineage})})
     write_atomically(run.data, to_json(_facts(prepared)))
-    write_atomically(run.config, to_toml(config))
+    change_config(run, config)
     return run
+
+
+def change_config(run: RunFolder, config: Config) -> None:
+    """Writes other settings into a run folder and records that in `keeper.jsonl`; does nothing where they are the same.
+
+    `shoal verify` compares the file with the digest that the ranks recorded when they started. A resume may end before
+    any rank has started, and a newer version may format the same settings in another way: neither is damage.
+    """
+    if config == load_config(run.config):
+        return
+    text, before = to_toml(config), run.config.read_bytes()
+    # A run that torchrun started has no keeper; there the ranks start at once.
+    if run.keeper.exists():
+        log = EventLog(run.keeper, 0, private=True)
+        log.write(
+            "config",
+            before=hashlib.sha256(before).hexdigest(),
+            after=hashlib.sha256(text.encode()).hexdigest(),
+            steps=config.train.steps,
+        )
+        log.close()
+    write_atomically(run.config, text)
 
 
 def to_json(facts: DataFacts) -> str:

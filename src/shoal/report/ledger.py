@@ -21,6 +21,7 @@ from pydantic import BaseModel, computed_field
 
 from shoal.events import Event
 from shoal.report.chapters import Abandonment, Entry, Pages, Range, ran_at_once, read_pages
+from shoal.units import spans_of, subtract_spans
 
 
 class Fork(BaseModel):
@@ -95,8 +96,7 @@ def check_ledger(commits: Iterable[Event]) -> LedgerReport:
         for entry in chapter.entries:
             ledger.add(entry)
     gaps, overlaps = find_gaps_and_overlaps(ledger.ranges.values())
-    absent = sorted(set(range(1, max(ledger.ranges, default=0) + 1)) - ledger.ranges.keys())
-    lost = {step for first, last in pages.holes for step in range(first, last + 1)}
+    last, present = max(ledger.ranges, default=0), spans_of(ledger.ranges)
     return LedgerReport(
         steps=len(ledger.ranges),
         samples=sum(end - first for first, end in ledger.ranges.values()),
@@ -109,9 +109,9 @@ def check_ledger(commits: Iterable[Event]) -> LedgerReport:
         generations=generations,
         lineages=lineages,
         unreadable=pages.unreadable,
-        last=max(ledger.ranges, default=0),
-        missing=_ranges(step for step in absent if step not in lost),
-        holes=_ranges(sorted(lost - ledger.ranges.keys())),
+        last=last,
+        missing=subtract_spans([(1, last)], [*present, *pages.holes]),
+        holes=subtract_spans(pages.holes, present),
         misplaced=_misplaced(ledger.ranges),
     )
 
@@ -119,17 +119,6 @@ def check_ledger(commits: Iterable[Event]) -> LedgerReport:
 def _misplaced(ranges: dict[int, Range]) -> list[int]:
     """Steps whose samples do not follow those of the step before."""
     return [step for step, (first, _) in ranges.items() if step - 1 in ranges and ranges[step - 1][1] != first]
-
-
-def _ranges(steps: Iterable[int]) -> list[Range]:
-    """Ascending steps as ranges of the first and the last."""
-    found: list[Range] = []
-    for step in steps:
-        if found and found[-1][1] == step - 1:
-            found[-1] = (found[-1][0], step)
-        else:
-            found.append((step, step))
-    return found
 
 
 def _give_up(pages: Pages, given: Abandonment) -> int:

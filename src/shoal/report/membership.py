@@ -16,6 +16,8 @@ from shoal.report.ranklog import RankLog, is_number
 
 # Fewer steps than these say little about the speed of a world.
 ENOUGH_STEPS = 10
+# More than gloo can connect; a damaged line may claim any number.
+_MOST_RANKS = 65_536
 
 Logs = dict[int, RankLog]
 
@@ -105,8 +107,8 @@ def _stretch(entries: list[Entered], standing: Standing) -> Stretch:
 class Standing:
     """Which steps belong to the model that the run ended with.
 
-    A lineage follows another one where a rank went from one to the other with the state it had; whoever was let in only
-    says that it was elsewhere before.
+    A lineage follows another one where a rank went from one to the other with the state it had, or where all ranks
+    went back to a checkpoint of the other one. A rank that was let in only says that it was elsewhere before.
     """
 
     def __init__(self, logs: Logs) -> None:
@@ -114,8 +116,10 @@ class Standing:
         newest = _newest(logs)
         if newest is None:
             return
-        steps = {after.lineage: before for before, after in _handed_on(logs)}
-        limits = {after.lineage: after.step for _, after in _handed_on(logs)}
+        # After a recovery ranks may come from several lineages: the checkpoint is of the newest.
+        handed_on = sorted(_handed_on(logs), key=lambda pair: pair[0].generation)
+        steps = {after.lineage: before for before, after in handed_on}
+        limits = {after.lineage: after.step for _, after in handed_on}
         lineage, until = newest.lineage, math.inf
         while lineage not in self._until:
             self._until[lineage] = until
@@ -167,4 +171,4 @@ def _plain(logs: Logs) -> Logs:
 
 def _stated_size(logs: Logs) -> int:
     sizes = (log.start.get("world_size") for log in logs.values())
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)
+    return next((size for size in sizes if isinstance(size, int) and 0 < size <= _MOST_RANKS), 0)

@@ -32,6 +32,7 @@ from shoal.report.ranklog import collect, is_step
 from shoal.report.replicas import ReplicaReport, judge_replicas
 from shoal.report.statefile import StateFile, open_state
 from shoal.runfolder import RunFolder
+from shoal.units import format_spans, spans_of
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 # What a manifest says that follows from events, ledger and configuration alone, whatever the version that composed it.
@@ -106,6 +107,24 @@ class _Folder:
         """So many steps may be done and not committed yet: the one on its way, or a round where replicas part."""
         rounds = [log.start.get("round_steps") for log in self.logs.values()]
         return 2 + 2 * max((steps for steps in rounds if is_step(steps)), default=1)
+
+    @property
+    def newest_start(self) -> Event:
+        """The `start` event of the rank that started last; empty where none has."""
+        starts = [event for events in self.events.values() for event in events if event.get("event") == "start"]
+        return max(starts, key=lambda event: _number(event.get("time")), default={})
+
+    @property
+    def is_config_to_come(self) -> bool:
+        """`shoal train --resume` has changed the settings, and said so, and no rank has started with them yet."""
+        read = self.newest_start.get("config_sha256")
+        if read is None or self.config is None or (now := _sha256(self.run.config)) == read:
+            return False
+        known = {read}
+        for event in self.keeper:
+            if event.get("event") == "config" and event.get("before") in known:
+                known.add(event.get("after"))
+        return now in known
 
     def since_start(self, rank: int, kind: str) -> list[Event]:
         """Events of that kind since the rank's last start."""
@@ -182,7 +201,7 @@ def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> I
     except OSError as error:
         folder.wrong(path, f"cannot be read: {error.strerror}")
     if unreadable:
-        folder.wrong(path, f"{_count(unreadable, 'line')} cannot be read: number {_ranges(unreadable)}")
+        folder.wrong(path, f"{_count(unreadable, 'line')} cannot be read: number {format_spans(spans_of(unreadable))}")
 
 
 def _check_torn(folder: _Folder) -> None:
@@ -198,15 +217,14 @@ def _check_torn(folder: _Folder) -> None:
 
 
 def _check_config(folder: _Folder) -> None:
-    """The settings are those that the ranks of the last launch read."""
-    if folder.config is None:
-        return
-    starts = [event for events in folder.events.values() for event in events if event.get("event") == "start"]
-    newest = max(starts, key=lambda event: _number(event.get("time")), default=None)
-    if newest is None:
+    """The settings are those that the ranks of the last launch read, or those that a resume wrote since."""
+    newest = folder.newest_start
+    if folder.config is None or not newest:
         return
     path, digest = folder.run.config, newest.get("config_sha256")
-    if digest is None:
+    if folder.is_config_to_come:
+        folder.unknown(path, "shoal train --resume has changed it, and no rank has started with it yet")
+    elif digest is None:
         folder.unknown(path, "the ranks did not record its digest, so a later change cannot be noticed")
     elif digest != _sha256(path):
         folder.wrong(path, f"it is not the file that rank {newest.get('rank')} read when it started: it was changed")
@@ -239,10 +257,10 @@ def _check_ending(folder: _Folder) -> None:
                     folder.run.events(rank),
                     f"rank {rank} has no end, although {folder.run.keeper.name} says it finished",
                 )
-    if folder.status == "finished" and folder.config is not None and steps and steps != {folder.config.train.steps}:
-        folder.wrong(
-            folder.run.config, f"train.steps is {folder.config.train.steps}, the ranks finished at step {_one(steps)}"
-        )
+    if folder.status == "finished" and folder.config is not None and steps:
+        planned = folder.newest_start.get("steps") if folder.is_config_to_come else folder.config.train.steps
+        if planned is not None and steps != {planned}:
+            folder.wrong(folder.run.config, f"train.steps is {planned}, the ranks finished at step {_one(steps)}")
 
 
 def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
@@ -255,11 +273,13 @@ def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
             folder.wrong(path, f"{absent}, the ranks ended at step {max(ends)}")
         return
     done = max((_last_step(folder.events[rank]) for rank in members), default=0)
+    # The lines of a step that is to be done again stand until then.
+    recorded = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
     if ledger.last < done - folder.lag:
         absent = "is missing or empty" if not folder.commits else f"ends at step {ledger.last}"
         folder.wrong(path, f"{absent}, the ranks have done step {done}")
-    elif ledger.last > done + folder.lag and members and folder.is_shared:
-        folder.wrong(path, f"has step {ledger.last}, the ranks have recorded no more than step {done}")
+    elif ledger.last > max(done, recorded) + folder.lag and members and folder.is_shared:
+        folder.wrong(path, f"has step {ledger.last}, the ranks have recorded no more than step {max(done, recorded)}")
 
 
 def _check_lines(folder: _Folder) -> None:
@@ -297,14 +317,18 @@ def _check_lines(folder: _Folder) -> None:
                 unknown.append(step)
         elif generation == NEVER and logs and not set(members) <= logs.keys():
             wrong.setdefault("members are not ranks of this run", []).append(step)
-        if last[step, str(record.get("generation"))] is record and not record.get("partial"):
+        # A rank learns the world's loss from the others: only with the events of all of them can it be compared.
+        is_known = not record.get("partial") and set(members) <= logs.keys()
+        if is_known and last[step, str(record.get("generation"))] is record:
             seen = [known for rank in members if (known := losses.get(rank, {}).get((step, generation))) is not None]
             if seen and record.get("loss") not in seen:
                 wrong.setdefault("the loss is not the one that the ranks recorded", []).append(step)
     for text, steps in wrong.items():
-        folder.wrong(path, f"step {_ranges(steps)}: {text}")
+        folder.wrong(path, f"step {format_spans(spans_of(steps))}: {text}")
     if unknown:
-        folder.unknown(path, f"step {_ranges(unknown)}: done by ranks whose events are on other machines")
+        folder.unknown(
+            path, f"step {format_spans(spans_of(unknown))}: done by ranks whose events are on other machines"
+        )
 
 
 def _check_events_cover(folder: _Folder) -> None:
@@ -321,7 +345,10 @@ def _check_events_cover(folder: _Folder) -> None:
             expected = {step for step, members in lines if rank in members and step <= highest - folder.lag}
             lacking |= expected - done
         if lacking:
-            folder.wrong(folder.run.events(rank), f"lacks step {_ranges(lacking)}, which the ledger has of rank {rank}")
+            folder.wrong(
+                folder.run.events(rank),
+                f"lacks step {format_spans(spans_of(lacking))}, which the ledger has of rank {rank}",
+            )
 
 
 def _check_order(folder: _Folder) -> None:
@@ -335,10 +362,16 @@ def _check_order(folder: _Folder) -> None:
         folder.wrong(folder.run.commits, f"{_count(twice, 'line')} stand there more than once")
     went_back = any(event.get("event") == "divergence" for events in folder.events.values() for event in events)
     newest: dict[Ballot, int] = {}
+    seen: set[tuple[int, Ballot, str]] = set()
     for record in folder.commits:
         generation, step = read_ballot(record.get("generation")), record.get("step")
-        if generation in (None, NEVER) or not is_step(step):
+        if generation is None or generation == NEVER or not is_step(step):
             continue
+        # A rank that joins may have told a step twice: the same step of the same generation is the same step.
+        name = step, generation, str(record.get("samples"))
+        if name in seen:
+            continue
+        seen.add(name)
         if step < newest.get(generation, 0) and not went_back:
             folder.wrong(folder.run.commits, f"its lines are not in order: step {step} stands behind a later one")
             return
@@ -439,7 +472,8 @@ def _check_manifest(folder: _Folder) -> None:
     except ShoalError as error:
         folder.unknown(path, f"cannot be checked: {error.seen}")
         return
-    changed = [name for name in _FACTS if repr(getattr(stored, name)) != repr(getattr(fresh, name))]
+    facts = [name for name in _FACTS if name != "steps_planned" or not folder.is_config_to_come]
+    changed = [name for name in facts if repr(getattr(stored, name)) != repr(getattr(fresh, name))]
     if changed:
         folder.wrong(
             path,
@@ -492,18 +526,6 @@ def _once(findings: Iterable[Finding]) -> list[Finding]:
 
 def _name(run: RunFolder, path: Path) -> str:
     return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
-
-
-def _ranges(numbers: Iterable[int], most: int = 4) -> str:
-    """`3, 7 to 9, …`."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in found]
-    return ", ".join([*texts[:most], *(["…"] if len(texts) > most else [])])
 
 
 def _count(items: list[Any], noun: str) -> str:

@@ -17,6 +17,7 @@ from shoal.train import ledger
 from shoal.train.handover import Verdict, gather_documents, tell_document
 from shoal.train.recorder import Record
 from shoal.train.trainer import Trainer
+from shoal.units import format_spans
 
 # Some megabytes: seconds on any link.
 _PIECE = 20_000
@@ -108,9 +109,9 @@ def mend_ledger(trainer: Trainer, path: Path) -> None:
 
 
 def _lost_lines(path: Path, lost: Sequence[tuple[int, int]], step: int) -> RunFailed:
-    steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in lost)
     return RunFailed(
-        f"{path} lacks the lines of the steps {steps}, which the checkpoint of step {step} has behind it",
+        f"{path} lacks the lines of the steps {format_spans(lost, most=100)}, "
+        f"which the checkpoint of step {step} has behind it",
         why="the file was cut or damaged since; no other machine of this run has these lines",
         fix="the training goes on; shoal verify will say that these steps cannot be proven",
     )

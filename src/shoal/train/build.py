@@ -141,6 +141,7 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
         "tokens_per_step": trainer.global_tokens,
         "lr": trainer.peak_lr,
         "seed": trainer.config.train.seed,
+        "steps": trainer.config.train.steps,
         "resumed_from": trainer.progress.step,
         "compiled": trainer.compute.compiled,
         "precision": trainer.compute.precision,

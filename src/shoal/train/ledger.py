@@ -9,6 +9,7 @@ from pathlib import Path
 from shoal.control.rankline import GiveUp
 from shoal.events import EventLog, read_events, read_last_events
 from shoal.train.recorder import Record
+from shoal.units import Span, spans_of, subtract_spans
 
 # A few thousand steps: many times what a rank remembers of those that it has not written itself.
 _END_BYTES = 1 << 20
@@ -25,21 +26,14 @@ def last_step(path: Path, rank: int | None = None) -> int:
 
 def lacking(path: Path, step: int) -> list[tuple[int, int]]:
     """Ranges `(first, last)` of the steps up to `step` that this copy has no line of, and has not recorded as lost."""
-    known: set[int] = set()
+    steps: set[int] = set()
+    holes: list[Span] = []
     for record in _all(path):
         if _is_step(record):
-            known.add(record["step"])
+            steps.add(record["step"])
         elif (hole := _hole(record)) is not None:
-            known.update(range(hole[0], min(hole[1], step) + 1))
-    found: list[tuple[int, int]] = []
-    for number in range(1, step + 1):
-        if number in known:
-            continue
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
+            holes.append(hole)
+    return subtract_spans([(1, step)], [*spans_of(steps), *holes])
 
 
 def record_holes(path: Path, rank: int, ranges: Iterable[tuple[int, int]]) -> None:

@@ -35,6 +35,8 @@ class Recorder:
         self._marker = FileMarker(run.commits)
         self._pending: list[Record] = []
         self._committed: deque[Record] = deque(maxlen=_REMEMBERED)
+        # Steps whose `step` event has only this rank's own loss.
+        self._lacks_loss: set[int] = set()
         self._enter(world)
         self._told_step = 0
 
@@ -51,10 +53,16 @@ class Recorder:
         """In another world, with what all of it has done and nobody may have committed."""
         self._enter(world)
         self._pending = pending
+        self._lacks_loss.clear()
 
     def hold(self, pending: list[Record]) -> None:
-        """To be committed in whichever generation comes to it."""
+        """To be committed in whichever generation comes to it. The world's loss of a step that this rank did before
+        the generation broke is recorded here too: the rank that told it may keep its events on another machine."""
         self._pending = pending
+        generation = str(self._world.generation)
+        for record in pending:
+            if record["generation"] == generation and not record.get("partial") and record["step"] in self._lacks_loss:
+                self._record_loss(record["step"], record["loss"])
 
     def let_go(self) -> None:
         self._world = without_group(self._world)
@@ -70,12 +78,18 @@ class Recorder:
         known = next((pending["loss"] for pending in self._pending if pending["step"] == step), None)
         self._events.write("step", step=step, loss=own_loss if known is None else known, **fields, **seconds)
         self._told_step = step
+        if known is None:
+            self._lacks_loss.add(step)
 
     def propose(self, step: int, first: int, end: int, loss: float) -> None:
         """This step is done here; whether everybody had it is known when the next exchange succeeds."""
         self._pending.append(self.describe(step, first, end, loss))
         if step <= self._told_step:
-            self._events.write("loss", step=step, loss=loss)
+            self._record_loss(step, loss)
+
+    def _record_loss(self, step: int, loss: float) -> None:
+        self._events.write("loss", step=step, loss=loss)
+        self._lacks_loss.discard(step)
 
     def describe(self, step: int, first: int, end: int, loss: float) -> Record:
         world = self._world

@@ -106,7 +106,7 @@ class Membership:
         self.member.formed(enter.generation, done - formed)
         self.trainer.recorder.commit(self.trainer.outer.common_step(self.trainer.progress.step))
         self.note_entered(
-            how="regrouped" if enter.holds else "joined",
+            how="recovered" if enter.recovers else "regrouped" if enter.holds else "joined",
             waited_s=round(waited_s, 6),
             formed_s=round(formed - began, 6),
             copied_s=round(done - formed, 6),
@@ -170,6 +170,9 @@ class Membership:
             trainer.recorder.hold(pending)
         self._make_exchanges(verdict.step)
         self._bring_ledger(world)
+        if world.keeps_files:
+            # An empty copy lacked all of them before it was brought up to date.
+            pending = ledger.missing(self.run.commits, pending)
         trainer.recorder.begin_anew(world, pending)
         self._is_let_go = False
         return bool(verdict.behind)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.config.load import build_config, load_config, to_toml
+from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.machine import physical_cores
 from shoal.control.placement import Placement
@@ -31,10 +31,10 @@ from shoal.control.private import use_private_caches
 from shoal.control.process import tie_to
 from shoal.control.rankline import LINE_FD
 from shoal.cost.relief import RELIEF, relief
-from shoal.data.run_setup import create_run, reopen_run
+from shoal.data.run_setup import change_config, create_run, reopen_run
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
-from shoal.runfolder import RunFolder, write_atomically
+from shoal.runfolder import RunFolder
 from shoal.sync.attempt import common_attempt
 from shoal.sync.membership.forming import is_lost_peer
 from shoal.sync.replicas import tell_all
@@ -166,7 +166,7 @@ def _prepare(options: argparse.Namespace, config: Config, placement: Placement, 
     if options.resume or (placement.restarts and RunFolder(options.out).config.is_file()):
         held.enter_context(RunFolder.open(options.out).held())
         run = reopen_run(options.out)
-        write_atomically(run.config, to_toml(_as_it_runs(load_config(run.config), placement)))
+        change_config(run, _as_it_runs(load_config(run.config), placement))
         return
     held.enter_context(create_run(_as_it_runs(config, placement), options.out, placement.world_size).held())
 

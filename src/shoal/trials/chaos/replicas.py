@@ -39,6 +39,7 @@ def newest_generation(record: Record) -> Event | None:
 
 
 def came_back(record: Record, after: float) -> float | None:
-    """When somebody who had no part in the training any more had one again."""
-    joined = (event for event in record.ranks_said("membership") if event.get("how") == "joined")
+    """When a rank that had no part in the training any more had one again: among ranks that trained, or after all
+    went back to a checkpoint."""
+    joined = (event for event in record.ranks_said("membership") if event.get("how") in ("joined", "recovered"))
     return min((float(event["time"]) for event in joined if event["time"] > after), default=None)

@@ -217,18 +217,19 @@ class Stage:
             torn=tuple(sorted(path.name for path in self.run.checkpoints.glob(".step-*"))),
             stop_s=stop_s,
             answers=tuple(self.injector.answers),
-            verified=self._verify() if self.scenario.expect.verified else None,
+            verified=find_wrong(self.run) if self.scenario.trains and not trouble else None,
             trouble=trouble,
         )
 
-    def _verify(self) -> tuple[str, ...]:
-        """What `shoal verify` finds wrong."""
-        try:
-            verdict = verify_run(self.run)
-        except ShoalError as error:
-            return (error.seen,)
-        wrong = [f"{finding.file}: {finding.text}" for finding in verdict.findings if finding.is_wrong]
-        return tuple(wrong) or (() if verdict.ok else ("ledger or replicas are not in order",))
+
+def find_wrong(run: RunFolder) -> tuple[str, ...]:
+    """What `shoal verify` finds wrong in a run that has ended."""
+    try:
+        verdict = verify_run(run)
+    except ShoalError as error:
+        return (error.seen,)
+    wrong = [f"{finding.file}: {finding.text}" for finding in verdict.findings if finding.is_wrong]
+    return tuple(wrong) or (() if verdict.ok else ("ledger or replicas are not in order",))
 
 
 def _replicas(run: RunFolder, record: Record, every: int) -> tuple[bool | None, int]:

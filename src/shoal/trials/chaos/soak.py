@@ -26,7 +26,7 @@ from shoal.trials.chaos.leaks import Sample, growth, sample
 from shoal.trials.chaos.plan import SOAK_KINDS, Injection, SoakBlock, SoakFault, expand, is_due, plan_blocks
 from shoal.trials.chaos.record import Record
 from shoal.trials.chaos.replicas import compare_told
-from shoal.trials.chaos.session import POLL_S
+from shoal.trials.chaos.session import POLL_S, find_wrong
 from shoal.trials.chaos.soakjudge import (
     FaultOutcome,
     ModeResult,
@@ -296,6 +296,7 @@ def _soak_mode(session: _Session, block: SoakBlock) -> ModeResult:
         exit_code=None if faulty.watch.ended is None else int(faulty.watch.ended["code"]),
         seconds=time.monotonic() - began,
         runs=(str(session.out / name), str(session.out / f"{name}-reference")),
+        wrong=find_wrong(faulty.run),
         is_outer=order.scenario(block.sync).config(order.on, seed=0).sync.is_outer,
     )
 

@@ -123,9 +123,11 @@ def judge_mode(
     exit_code: int | None,
     seconds: float,
     runs: tuple[str, ...],
+    wrong: Sequence[str],
     is_outer: bool = False,
 ) -> ModeResult:
-    """`is_outer`: replicas part between exchanges, as in local, diloco and streaming."""
+    """`wrong` is what `shoal verify` found in the run folder. `is_outer`: replicas part between exchanges, as in local,
+    diloco and streaming."""
     loss, reference_loss = compare_losses(record.commits, reference, above_only=is_outer)
     survived, skipped = sum(outcome.ok for outcome in outcomes), sum(bool(outcome.skipped) for outcome in outcomes)
     ledger, stale = check_ledger(record.commits), count_stale(record.commits)
@@ -151,6 +153,7 @@ def judge_mode(
         Assertion(name=f"exit code {_STOPPED}", ok=exit_code == _STOPPED, seen=str(exit_code)),
         Assertion(name="every node is back at the end", ok=world == nodes, seen=f"{world} of {nodes}"),
         Assertion(name="every sample used once", ok=ledger.ok, seen=known[ledger.ok]),
+        Assertion(name="shoal verify passes", ok=not wrong, seen="; ".join(wrong) or "yes"),
         Assertion(name="stale commits: 0", ok=stale == 0, seen=str(stale)),
         Assertion(name="replicas equal to the bit", ok=replicas_equal is True, seen=known[replicas_equal]),
         Assertion(
