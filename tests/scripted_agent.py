@@ -226,6 +226,7 @@ class ScriptedAgent:
                     holds=number in holding,
                     keeps_files=rank == 0,
                     recovers=recovers,
+                    launched=self._size,
                 )
                 self.ranks[number].send(enter)
         self.leased = set(ids)

@@ -365,7 +365,7 @@ def choose(world: World, folders: Path) -> tuple[int, int]:
     trainer: Any = SimpleNamespace(
         world=replace(world, keeps_files=True), recorder=SimpleNamespace(warn=lambda error: None)
     )
-    source, kept = resume._choose(trainer, own, "")
+    source, kept = resume._choose(trainer, own, "", resume.find_newest(trainer.world, trainer.recorder, own))
     return source, kept[source].progress.step
 
 

@@ -223,6 +223,30 @@ def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
+def test_fewer_ranks_go_back_with_the_batch_and_the_learning_rate_of_the_launch(tmp_path: Path) -> None:
+    """Three ranks with weights, each with a batch of four; two of them come back. A damaged checkpoint is named."""
+    settings = ("run.weights=2/1/1", "train.scaling=weak", "train.global_batch=4", "train.checkpoint_every=10")
+    run = make_run(tmp_path / "run", *settings, "train.micro_batch=1")
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        lose_all(agent, 23, (0, 1, 2))
+        agent.kill(1)
+        newest = run / "checkpoints" / "step-00000020" / "model.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1])
+        agent.recover((0, 2))
+        agent.await_end((0, 2))
+        first, again = agent.events(0, "start")
+        warned = [event["seen"] for event in agent.events(0, "warning")]
+    assert (again["global_batch"], again["lr"]) == (first["global_batch"], first["lr"]) == (12, first["lr"])
+    assert again["share"] == 8
+    assert again["resumed_from"] == 10
+    assert any("step-00000020/model.safetensors is damaged" in seen for seen in warned)
+    judge(run, (0, 2))
+
+
+@pytest.mark.long
 def test_what_the_keeper_of_the_ledger_has_not_learned_yet_it_learns_from_the_furthest(tmp_path: Path) -> None:
     """Where replicas part, one may be eight steps ahead and know so much earlier what is committed."""
     run = make_run(tmp_path / "run", *WAYS["streaming"])
