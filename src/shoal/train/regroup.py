@@ -258,6 +258,9 @@ class Membership:
         trainer.begin_anew(world, 0, 0)
         # Records of steps that are lost must not be committed again.
         trainer.recorder.forget_committed()
+        if not world.keeps_files:
+            # All of them are behind the checkpoint, which is not saved before the ledger is.
+            trainer.recorder.drop_unwritten()
         trainer.recorder.begin_anew(world, [])
         self.chooser.begin_anew()
         trainer.config = trainer.config.model_copy(update={"sync": self.chooser.begun})
@@ -285,7 +288,9 @@ class Membership:
         return CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
 
     def _bring_ledger(self, world: World) -> None:
-        given_up = bring_ledger(world, self._owes_ledger, self.run.commits, self.member.given_up())
+        given_up = bring_ledger(
+            world, self._owes_ledger, self.run.commits, self.member.given_up(), self.trainer.recorder.open_ledger
+        )
         self._owes_ledger = False
         self.member.forget_given_up(given_up)
         if world.keeps_files:
