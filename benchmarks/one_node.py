@@ -31,11 +31,12 @@ from shoal.control.placement import Placement
 from shoal.cost.work import flops_per_token
 from shoal.data.batches import Batches
 from shoal.data.run_setup import create_run
+from shoal.data.shards import deal_for
 from shoal.launch.plan import KEEP_MEMORY
 from shoal.model import kernels
 from shoal.model.gpt import GPT
 from shoal.sync.world import join
-from shoal.train.build import build_trainer, make_batches
+from shoal.train.build import build_trainer, deal_batches
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish, split
 
@@ -101,7 +102,7 @@ def make_step(variant: str, model: str, settings: list[str], folder: Path) -> tu
     flops = flops_per_token(config.model) * config.train.global_batch * config.model.seq_len
     if variant == PLAIN:
         kernels.torch_is_slow_here = lambda: False  # type: ignore[assignment]
-        return Plain(config, make_batches(config, run, world)).step, flops, "plain"
+        return Plain(config, deal_batches(config, run, world, deal_for(config, world.size))).step, flops, "plain"
     trainer = build_trainer(config, run, world, Recorder(run, world), StopWish(), resume=False)
     return trainer.step, flops, trainer.compute.why
 

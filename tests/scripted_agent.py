@@ -231,6 +231,7 @@ class ScriptedAgent:
                     holds=number in holding,
                     keeps_files=rank == 0 or number in self.own_folders,
                     recovers=recovers,
+                    launched=self._size,
                 )
                 self.ranks[number].send(enter)
         self.leased = set(ids)

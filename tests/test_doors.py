@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shoal.sync.doors import shut_doors
+from shoal.sync.groups import Forming, form_main_group, unform
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.sockets_of import listening, open_files
@@ -48,3 +50,26 @@ def form_again(world: World, _: None) -> float:
 
 def test_a_later_group_forms_all_the_same(tmp_path: Path) -> None:
     assert run_ranks(form_again, 2, tmp_path, None) == [4.0, 4.0]
+
+
+def strangers_at_the_ports_of_a_group_of_one(world: World, _: None) -> int:
+    """Files that are open since strangers connected to the ports of that group; -1 where it has none."""
+    unform()
+    earlier = listening(os.getpid())
+    store = dist.PrefixStore("alone", world.store)
+    form_main_group(Forming(store=store, rank=0, size=1, key=b"", label="alone", connect_s=10.0), timeout_s=10.0)
+    ports = [at for at in listening(os.getpid()) if at not in earlier]
+    before = open_files(os.getpid())
+    for at in ports:
+        with socket.socket() as stranger:
+            stranger.settimeout(0.3)
+            stranger.connect_ex((at.address, at.port))
+    time.sleep(0.3)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return open_files(os.getpid()) - before if ports else -1
+
+
+def test_a_group_of_one_hears_no_stranger(tmp_path: Path) -> None:
+    """gloo listens for it as well, and would keep every connection."""
+    assert run_ranks(strangers_at_the_ports_of_a_group_of_one, 1, tmp_path, None) == [0]

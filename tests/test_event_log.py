@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from shoal.events import EventLog, FileMark, FileMarker, Unreadable, has_mark, read_events
+from shoal.events import EventLog, EventTail, FileMark, FileMarker, Unreadable, has_mark, read_events
 from tests.programs import read_jsonl
 from tests.runs_checks import no_file_beyond
 
@@ -71,7 +74,7 @@ def test_nothing_is_promised_to_be_on_disk_while_lines_wait(tmp_path: Path) -> N
     assert numbers(log.path) == [0]
 
 
-@pytest.mark.parametrize("torn", [b'{"n":2', b"\0" * 5000, b"{", b'{"n":2}'], ids=["half", "zeros", "byte", "no end"])
+@pytest.mark.parametrize("torn", [b'{"n":2', b"\0" * 5000, b"{"], ids=["half", "zeros", "byte"])
 def test_half_a_line_of_a_killed_writer_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"n":0}\n{"n":1}\n' + torn)
@@ -79,6 +82,61 @@ def test_half_a_line_of_a_killed_writer_is_cut_off(tmp_path: Path, torn: bytes) 
     log.append({"n": 3})
     log.close()
     assert path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":3}\n'
+
+
+def test_a_record_that_lacks_only_its_line_end_gets_it(tmp_path: Path) -> None:
+    """Readers take it for a record, so the next writer does not write that step again: cut off, it would be lost."""
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n":0}\n{"n":1}')
+    log = EventLog(path, 0)
+    log.append({"n": 2})
+    log.close()
+    assert path.read_bytes() == b'{"n":0}\n{"n":1}\n{"n":2}\n'
+
+
+def test_a_line_that_comes_while_half_a_line_is_cut_off_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other writer appends at the last moment: after the end of the file was looked at, before it is cut."""
+    path = tmp_path / "log.jsonl"
+    log, other = EventLog(path, 0), EventLog(path, 1)
+    path.write_bytes(b'{"n":0}\n{"n":')
+    cut, writers = os.ftruncate, []
+
+    def append_first(fd: int, size: int) -> None:
+        writers.append(threading.Thread(target=other.append, args=({"n": 1},)))
+        writers[0].start()
+        writers[0].join(0.05)
+        cut(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", append_first)
+    log.cut_torn_line()
+    writers[0].join()
+    assert numbers(path) == [0, 1]
+    log.close()
+    other.close()
+
+
+def test_a_lock_that_a_frozen_process_holds_delays_a_line_and_does_not_stop_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = EventLog(path, 0)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        log.append({"n": 0})
+        assert numbers(path) == [0]
+    log.close()
+
+
+def test_a_reader_that_begins_at_a_torn_end_gets_the_first_new_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"event":"old"}\n{"event":"ol')
+    tail = EventTail(path)
+    tail.skip_to_end()
+    log = EventLog(path, 0)
+    log.write("first")
+    log.write("second")
+    log.close()
+    assert [event["event"] for event in tail.poll()] == ["first", "second"]
 
 
 def test_a_process_that_ends_without_closing_writes_what_it_kept(tmp_path: Path) -> None:

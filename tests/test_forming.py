@@ -32,6 +32,7 @@ def order(world: World) -> Enter:
         first=False,
         holds=True,
         keeps_files=False,
+        launched=2,
     )
 
 

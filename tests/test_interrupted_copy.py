@@ -94,6 +94,7 @@ class Agent:
             first=first,
             holds=True,
             keeps_files=ids[0] == me,
+            launched=len(ids),
         )
         self._send(order)
         enter = self.member.await_enter()

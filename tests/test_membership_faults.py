@@ -412,6 +412,38 @@ def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: Rules
     assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
 
 
+@pytest.mark.parametrize("rules", [Rules(max_nodes=2), Rules(most_ranks=2)])
+def test_no_more_go_back_to_a_checkpoint_than_a_batch_has_samples(rules: Rules) -> None:
+    """One machine waits outside when all ranks inside are killed."""
+    cluster = lan(2, rules)
+    cluster.join(7)
+    cluster.run(3)
+    for member in range(2):
+        cluster.kill_rank(member)
+    cluster.run(15)
+    assert cluster.recoveries >= 1
+    assert max(len(generation.members) for generation in cluster.generations.values()) == 2
+    assert cluster.committed() > 10
+
+
+def test_with_a_full_disk_no_machine_goes_back_under_a_number_it_could_forget() -> None:
+    """A restarted agent would use the number, and with it the lineage's name, for another training."""
+    cluster = lan(2)
+    cluster.run(3)
+    for machine in cluster.machines.values():
+        machine.disk.full = True
+    for member in range(2):
+        cluster.kill_rank(member)
+    cluster.run(15)
+    assert cluster.recoveries == 0
+    assert any("No space left on device" in text for text in cluster.machines[0].told)
+    for machine in cluster.machines.values():
+        machine.disk.full = False
+    cluster.run(15)
+    assert cluster.recoveries == 1
+    assert cluster.are_one()
+
+
 def test_a_machine_that_leaves_costs_no_lineage() -> None:
     """It gave its vote up by its own word, so the one that is left continues what both began."""
     cluster = lan(2, PAUSE)

@@ -9,18 +9,25 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shoal.config.load import build_config
 from shoal.control.rankline import Here
 from shoal.data.run_setup import create_run
+from shoal.errors import RunFailed
 from shoal.report.ledger import check_ledger
 from shoal.report.replicas import compare_replicas
 from shoal.report.summary import summarize
 from shoal.report.verify import verify_run
 from shoal.runfolder import RunFolder
+from shoal.sync.world import World
+from shoal.train.regroup import Membership
+from tests.harness import run_ranks
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl
 from tests.runs_checks import wait_until
@@ -249,6 +256,58 @@ def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> 
         [fault] = agent.events(0, "fault")
     assert "no machine has a checkpoint" in fault["seen"]
     assert "shoal train --resume" in fault["fix"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_fewer_ranks_go_back_with_the_batch_and_the_learning_rate_of_the_launch(tmp_path: Path) -> None:
+    """Three ranks with weights, each with a batch of four; two of them come back. A damaged checkpoint is named."""
+    settings = ("run.weights=2/1/1", "train.scaling=weak", "train.global_batch=4", "train.checkpoint_every=10")
+    run = make_run(tmp_path / "run", *settings, "train.micro_batch=1")
+    with ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        lose_all(agent, 23, (0, 1, 2))
+        agent.kill(1)
+        newest = run / "checkpoints" / "step-00000020" / "model.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1])
+        agent.recover((0, 2))
+        agent.await_end((0, 2))
+        first, again = agent.events(0, "start")
+        warned = [event["seen"] for event in agent.events(0, "warning")]
+    assert (again["global_batch"], again["lr"]) == (first["global_batch"], first["lr"]) == (12, first["lr"])
+    assert again["share"] == 8
+    assert again["resumed_from"] == 10
+    assert any("step-00000020/model.safetensors is damaged" in seen for seen in warned)
+    judge(run, (0, 2))
+
+
+def recover_in_vain(world: World, folder: Path) -> list[str]:
+    """What each of six recoveries ends with; there is no checkpoint, and the ledger has fifteen steps."""
+    run = RunFolder(folder)
+    run.commits.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 16)))
+    trainer: Any = SimpleNamespace(
+        config=build_config("grammar", None, sets=["train.checkpoint_every=10"]),
+        compute=SimpleNamespace(compiled=False, precision="fp32"),
+        recorder=SimpleNamespace(),
+    )
+    member: Any = SimpleNamespace(fence=SimpleNamespace(lose_state=lambda: None))
+    nothing: Any = None
+    membership = Membership(member, world.store, nothing, trainer, nothing, run)
+    seen = []
+    for _ in range(6):
+        try:
+            membership._recover(replace(world, keeps_files=True), launched=1)
+        except RunFailed as error:
+            seen.append(error.seen)
+    return seen
+
+
+def test_recoveries_that_break_again_and_again_come_to_an_end(tmp_path: Path) -> None:
+    [[*broken, last]] = run_ranks(recover_in_vain, 1, tmp_path, tmp_path)
+    assert len(broken) == 5
+    assert all("no machine has a checkpoint" in seen for seen in broken)
+    assert "went back to a checkpoint 5 times" in last
 
 
 @pytest.mark.long

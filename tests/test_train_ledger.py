@@ -8,13 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from shoal.control.membership.generation import Ballot
+from shoal.control.placement import Placement
 from shoal.control.rankline import GiveUp
+from shoal.events import EventLog
 from shoal.report.ledger import check_ledger
-from shoal.sync.world import World
+from shoal.runfolder import RunFolder
+from shoal.sync.world import World, nowhere
 from shoal.train import books, ledger
+from shoal.train.recorder import Recorder
 from tests.harness import run_ranks
 from tests.programs import read_jsonl
+from tests.runs_checks import no_file_beyond
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
 GIVEN_UP = GiveUp(lineage=LEFT, standing=RIGHT, shared_step=2)
@@ -31,29 +39,29 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_what_is_missing_is_added_and_what_is_there_is_not(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
-    ledger.amend(path, 0, [record(2, "1-0"), record(3, "4-0")])
+    ledger.amend(EventLog(path, 0), [record(2, "1-0"), record(3, "4-0")])
     assert [(each["step"], each["generation"]) for each in read_jsonl(path)] == [(1, "1-0"), (2, "1-0"), (3, "4-0")]
 
 
 def test_a_lineage_is_given_up_once_however_many_say_so(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"), record(3, "2-1", "2-1"))
     for _ in range(2):
-        ledger.give_up(path, 0, [GIVEN_UP])
+        ledger.give_up(EventLog(path, 0), [GIVEN_UP])
     [line] = [each for each in read_jsonl(path) if "abandoned" in each]
     assert (line["abandoned"], line["standing"], line["after"]) == ("2-0", "2-1", 2)
 
 
 def test_a_copy_that_has_nothing_of_a_lineage_need_not_know_that_it_ended(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-1", "2-1"))
-    ledger.give_up(path, 0, [GIVEN_UP])
+    ledger.give_up(EventLog(path, 0), [GIVEN_UP])
     assert not [each for each in read_jsonl(path) if "abandoned" in each]
 
 
 def test_a_new_machine_has_no_ledger_yet(tmp_path: Path) -> None:
     path = tmp_path / "commits.jsonl"
     assert ledger.last_step(path) == 0
-    ledger.give_up(path, 0, [GIVEN_UP])
-    ledger.amend(path, 0, [record(1, "1-0")])
+    ledger.give_up(EventLog(path, 0), [GIVEN_UP])
+    ledger.amend(EventLog(path, 0), [record(1, "1-0")])
     assert ledger.last_step(path) == 1
 
 
@@ -76,7 +84,7 @@ def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path
     both = [left[0], right[0], right[1], left[1], record(5, "2-1", "2-1")]
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"), *both)
     assert not check_ledger(read_jsonl(path)).ok
-    ledger.give_up(path, 0, [GIVEN_UP])
+    ledger.give_up(EventLog(path, 0), [GIVEN_UP])
     report = check_ledger(read_jsonl(path))
     assert report.ok
     assert (report.steps, report.abandoned) == (5, 2)
@@ -86,10 +94,10 @@ def test_steps_of_a_lineage_that_was_given_up_come_with_that_word(tmp_path: Path
     """A machine was away while two others parted and met: its copy must not show a fork that is none."""
     left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
     theirs = write(tmp_path / "theirs.jsonl", record(1, "1-0"), record(2, "1-0"), *left, *right)
-    ledger.give_up(theirs, 0, [GIVEN_UP])
+    ledger.give_up(EventLog(theirs, 0), [GIVEN_UP])
     ours = write(tmp_path / "ours.jsonl", record(1, "1-0"), record(2, "1-0"))
     for _ in range(2):
-        ledger.amend(ours, 0, ledger.after(theirs, 2))
+        ledger.amend(EventLog(ours, 0), ledger.after(theirs, 2))
     assert check_ledger(read_jsonl(ours)) == check_ledger(read_jsonl(theirs))
     assert check_ledger(read_jsonl(ours)).ok
     assert len(read_jsonl(ours)) == len(read_jsonl(theirs))
@@ -102,7 +110,7 @@ def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
     end = {"abandoned": "2-0", "standing": "1-0", "after": 2}
     write(path, *(whole[:3] if world.rank else [*whole, record(4, "2-0", "2-0"), end]))
     books._PIECE = 4
-    books.bring_ledger(replace(world, keeps_files=True), world.rank == 1, path, [])
+    books.bring_ledger(replace(world, keeps_files=True), world.rank == 1, path, [], lambda: EventLog(path, 0))
     return [ledger.name_of(each) for each in read_jsonl(path)]
 
 
@@ -124,7 +132,7 @@ def test_what_a_copy_lacks_is_named_once(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in (1, 2, 5, 9)))
     assert ledger.lacking(path, 10) == [(3, 4), (6, 8), (10, 10)]
     assert ledger.lacking(path, 5) == [(3, 4)]
-    ledger.record_holes(path, 0, [(3, 4)])
+    ledger.record_holes(EventLog(path, 0), [(3, 4)])
     assert ledger.lacking(path, 10) == [(6, 8), (10, 10)]
     assert ledger.lacking(tmp_path / "none", 2) == [(1, 2)]
 
@@ -134,7 +142,8 @@ def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int],
     path = folder / f"commits-{world.rank}.jsonl"
     write(path, *[record(step, "1-0") for step in range(1, 11)][: sizes[world.rank]])
     told: list[str] = []
-    recorder = SimpleNamespace(warn=lambda error: told.append(error.seen))
+    log = EventLog(path, 0)
+    recorder = SimpleNamespace(warn=lambda error: told.append(error.seen), open_ledger=lambda: log)
     progress = SimpleNamespace(step=10)
     trainer: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
     books.mend_ledger(trainer, path)
@@ -155,3 +164,57 @@ def test_what_no_machine_has_is_a_hole_and_the_user_is_told(tmp_path: Path) -> N
         assert "lacks the lines of the steps 8 to 10, which the checkpoint of step 10 has behind it" in told[0]
     report = check_ledger(read_jsonl(tmp_path / "commits-0.jsonl"))
     assert (report.ok, report.last, report.holes) == (False, 7, [(8, 10)])
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None:
+    """Lines from another machine, the word of a lineage that was given up, and no hole for what only waits."""
+    path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"))
+    log = EventLog(path, 0, lambda text: None)
+    brought = [record(2, "1-0"), record(3, "2-1", "2-1")]
+    with no_file_beyond(path.stat().st_size):
+        for _ in range(2):
+            ledger.give_up(log, [GIVEN_UP])
+            ledger.amend(log, brought)
+        assert len(read_jsonl(path)) == 2
+        assert ledger.lacking(path, 3, log.kept_events()) == []
+        assert [each["step"] for each in ledger.after(path, 1, log.kept_events()) if "step" in each] == [3, 2, 3]
+    assert log.flush() == 0
+    log.close()
+    assert len(read_jsonl(path)) == 5
+    report = check_ledger(read_jsonl(path))
+    assert report.ok
+    assert (report.steps, report.abandoned) == (3, 1)
+
+
+def make_recorder(run: Path, rank: int, keeps_files: bool) -> tuple[Recorder, World]:
+    world = nowhere(Placement(rank, 2, rank, 2, launcher="shoal"), torch.device("cpu"))
+    world = replace(world, keeps_files=keeps_files)
+    return Recorder(RunFolder(run), world), world
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_rank_that_no_longer_keeps_the_ledger_writes_no_line_a_second_time(tmp_path: Path, recovers: bool) -> None:
+    """The disk was full for 300 steps. The rank that keeps the ledger next remembers the last 256, or the run goes back
+    to a checkpoint and does all of them again."""
+    (tmp_path / "events").mkdir()
+    path = write(tmp_path / "commits.jsonl")
+    former, world = make_recorder(tmp_path, 1, keeps_files=True)
+    steps = [record(step, "1-0") for step in range(1, 301)]
+    with no_file_beyond(0):
+        former.hold(steps)
+        former.commit()
+        assert read_jsonl(path) == []
+        former.forget_committed() if recovers else None
+        former.drop_unwritten() if recovers else None
+        former.begin_anew(replace(world, keeps_files=False), [])
+    successor, _ = make_recorder(tmp_path, 0, keeps_files=True)
+    successor.hold([record(step, "3-0", "3-0") for step in range(1, 301)] if recovers else steps[-256:])
+    successor.commit()
+    former.hold([record(301, "3-0")])
+    former.commit()
+    former.finish()
+    former.close()
+    successor.close()
+    written = read_jsonl(path)
+    assert sorted(each["step"] for each in written) == list(range(1, 301))
+    assert {each["generation"] for each in written} == ({"3-0"} if recovers else {"1-0"})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -34,16 +35,19 @@ _RETRY_S = 0.2
 _BLOCK_BYTES = 1 << 18
 # A reader of a live file may see half of a line for a moment: only what stays torn is cut off.
 _TORN_S = 0.05
+# How long a writer waits for another process that repairs the end of the same file, and that one for writers. A
+# process may be frozen while it holds the lock, so nothing waits longer.
+_LOCK_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class _Patience:
+class _DiskWait:
     """Seconds that this process may still wait for disks: ten files on a full disk must not add up to a minute."""
 
     left_s = FLUSH_S
 
 
-_patience = _Patience()
+_patience = _DiskWait()
 # Logs with lines that wait to be written: a process that ends without closing them still tries.
 _waiting: set[EventLog] = set()
 
@@ -117,6 +121,16 @@ class EventLog:
         """Lines that are not in the file and should be."""
         return len(self._kept) + self.dropped
 
+    def kept_events(self) -> list[Event]:
+        """The records that wait to be written."""
+        with self._lock:
+            return [json.loads(line) for line in self._kept]
+
+    def drop_kept(self, is_needless: Callable[[Event], bool]) -> None:
+        """Of the records that wait to be written, those that another process writes, or that became untrue."""
+        with self._lock:
+            self._kept = deque(line for line in self._kept if not is_needless(json.loads(line)))
+
     def flush(self, timeout_s: float = FLUSH_S) -> int:
         """Tries for a while to write what was kept; returns how many lines are missing from the file."""
         timeout_s = min(timeout_s, _patience.left_s)
@@ -135,9 +149,11 @@ class EventLog:
             sync_path(self.path.parent)
 
     def cut_torn_line(self) -> None:
-        """Removes half a line at the end of the file, which another process left when it was killed.
+        """Removes half a line at the end of the file, which another process left when it was killed. A record that
+        lacks nothing but the line's end gets it.
 
-        Cut off instead of ended by a line's end: `shoal verify` counts lines that cannot be read.
+        Cut off instead of ended by a line's end: `shoal verify` counts lines that cannot be read. Writers of the same
+        file wait meanwhile: a line that came in between would be cut off with it.
         """
         if self._fd is None:
             return
@@ -145,8 +161,9 @@ class EventLog:
             size, torn = _torn_end(self.path)
             if torn:
                 time.sleep(_TORN_S)
-                if _torn_end(self.path) == (size, torn):
-                    os.ftruncate(self._fd, size - torn)
+                with _locked(self._fd, fcntl.LOCK_EX) as is_locked:
+                    if is_locked and _torn_end(self.path) == (size, torn):
+                        self._mend_end(size - torn)
 
     def close(self) -> None:
         """Tries for a while to write what was kept, and says what is lost otherwise."""
@@ -177,6 +194,17 @@ class EventLog:
             # One that was there before, and whose mode was changed.
             os.fchmod(self._fd, 0o600)
         self.cut_torn_line()
+
+    def _mend_end(self, whole: int) -> None:
+        """Of a file whose last line begins at `whole` and has no end."""
+        assert self._fd is not None  # noqa: S101 - the caller has locked it
+        with self.path.open("rb") as file:
+            file.seek(whole)
+            is_record = parse_event(file.read()) is not None
+        if is_record:
+            os.write(self._fd, b"\n")
+        else:
+            os.ftruncate(self._fd, whole)
 
     def _write_kept(self) -> bool:
         """Whether nothing is left to write."""
@@ -209,7 +237,8 @@ class EventLog:
             lines.append(line)
             size += len(line)
         start = b"\n" if self._is_torn else b""
-        written = os.write(self._fd, start + b"".join(lines))
+        with _locked(self._fd, fcntl.LOCK_SH):
+            written = os.write(self._fd, start + b"".join(lines))
         if written >= len(start):
             self._is_torn = False
         left = max(0, written - len(start))
@@ -257,6 +286,27 @@ def _flush_waiting() -> None:
 
 def _reason(error: OSError | None) -> str:
     return (error.strerror or str(error)) if error is not None else "unknown"
+
+
+@contextlib.contextmanager
+def _locked(fd: int, kind: int) -> Iterator[bool]:
+    """Whether the file could be locked in a moment; where a file system has no locks, it could not."""
+    until, is_locked = time.monotonic() + _LOCK_S, False
+    while not is_locked:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            is_locked = True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        except OSError:
+            break
+    try:
+        yield is_locked
+    finally:
+        if is_locked:
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _torn_end(path: Path) -> tuple[int, int]:
@@ -586,7 +636,9 @@ class LineTail:
 
     def skip_to_end(self) -> None:
         """A resumed run appends to old files: only what comes now is news."""
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        size, torn = _torn_end(self._path) if self._path.exists() else (0, 0)
+        # The next writer cuts half a line off: its first line begins where that began.
+        self._offset = size - torn
 
     def poll(self) -> list[str]:
         return [line.decode(errors="replace") for line, _ in self.poll_bytes()]

@@ -30,7 +30,8 @@ class Enter(Plain):
     `ids` are the ranks' own numbers, by which their files are called, in the order of their ranks; a number is never
     given to anybody else. `first`: the launch's own first generation, in which everybody begins alike. In a later one
     whoever differs from `state` copies it from `source`; without `holds`, what it has counts for nothing until then.
-    `recovers`: no rank has a state, and all begin with the newest checkpoint.
+    `recovers`: no rank has a state, and all begin with the newest checkpoint. `launched`: the launch had so many ranks;
+    the global batch and the learning rate are those of that world, also after a recovery with other ranks.
     `keeps_files`: of the ranks that share a folder, this one keeps its ledger and checkpoints.
     """
 
@@ -47,6 +48,7 @@ class Enter(Plain):
     first: bool
     holds: bool
     keeps_files: bool
+    launched: Number
     recovers: bool = False
 
     @property

@@ -22,11 +22,15 @@ class Seating:
         seats = [Seat(member=member, ranks=tuple(range(len(place.ranks)))) for member, place in enumerate(self.roster)]
         return founding(tuple(seats), above=members.above)
 
+    @property
+    def launched(self) -> int:
+        """How many ranks the launch had."""
+        return sum(len(place.ranks) for place in self.roster)
+
     def number(self, member: int, local: int) -> int:
         if member < len(self.roster):
             return self.roster[member].ranks[local]
-        launched = sum(len(place.ranks) for place in self.roster)
-        return launched + (member - len(self.roster)) * MOST_RANKS + local
+        return self.launched + (member - len(self.roster)) * MOST_RANKS + local
 
     def orders(self, generation: Generation, name: Callable[[int], str], keeps_files: bool) -> dict[int, Enter]:
         """For each of our ranks in it, by local number. Whether one holds a state is for the caller to say."""
@@ -47,6 +51,7 @@ class Seating:
                 holds=True,
                 keeps_files=keeps_files and index == 0,
                 recovers=generation.recovers,
+                launched=self.launched,
             )
             for index, local in enumerate(own)
         }

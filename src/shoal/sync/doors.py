@@ -43,10 +43,12 @@ def shut_doors(besides: Collection[int] = ()) -> int:
 def _listening() -> Iterator[tuple[int, socket.socket]]:
     if sys.platform == "linux":
         for inode, found in own_sockets():
+            # One that cannot be asked any more is closed.
+            is_listening = False
             with contextlib.suppress(OSError):
-                if not _listens(found):
-                    continue
-            yield inode, found
+                is_listening = _listens(found)
+            if is_listening:
+                yield inode, found
 
 
 def _listens(found: socket.socket) -> bool:

@@ -104,9 +104,13 @@ def form_proven(forming: Forming, make: Callable[[int], G], drop: Callable[[list
 
     `make(attempt)` forms the group, under store keys that depend on the attempt; `drop` ends what is in its list, and
     holds the last reference to it. Raises `ForeignConnection` after the last attempt, and what gloo or the store raised
-    where a peer is missing or unreachable.
+    where a peer is missing or unreachable. A group of one has nothing to prove, but gloo listens for it as well.
     """
     open_before = listeners()
+    if forming.size == 1:
+        alone = make(0)
+        shut_doors(besides=open_before)
+        return alone
     for attempt in range(forming.attempts):
         keys = dist.PrefixStore(f"pairs/{attempt}", forming.store)
         held: list[G] = []
@@ -226,7 +230,7 @@ def _prove(group: Any, forming: Forming, keys: dist.Store, attempt: int) -> tupl
 
     # Receives first: the digest of a peer then tells that the peer asks for ours, too.
     works = [group.recv([tensor], peer, tag) for (peer, tag), tensor in incoming.items()]
-    patience = _Patience(forming, keys)
+    patience = _ProofWait(forming, keys)
     for places in (digests, confirmations):
         works += [send(peer, tag) for peer, tag in places]
         while missing := [place for place in places if not _is_right(incoming[place], expected[place])]:
@@ -242,7 +246,7 @@ def _is_right(received: torch.Tensor, expected: bytes) -> bool:
     return is_same(received.numpy().tobytes(), expected)
 
 
-class _Patience:
+class _ProofWait:
     """How long a rank waits for digests. `is_own`: this rank stopped because its own time was up, and not because
     another rank failed."""
 
@@ -390,7 +394,7 @@ def form_main_group(forming: Forming, timeout_s: float) -> dist.ProcessGroup:
         assert group is not None  # noqa: S101 - init_process_group has just made it
         return group
 
-    group = make(0) if forming.size == 1 else form_proven(forming, make, unform)
+    group = form_proven(forming, make, unform)
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group
 
@@ -408,7 +412,7 @@ def form_second_group(forming: Forming, ranks: list[int] | None, timeout_s: floa
             dist.destroy_process_group(held[0])
         _free_elsewhere(held)
 
-    group = make(0) if forming.size == 1 else form_proven(forming, make, drop)
+    group = form_proven(forming, make, drop)
     if forming.rank is not None:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group

@@ -4,13 +4,14 @@ that are behind."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from shoal.control.rankline import GiveUp
 from shoal.errors import RunFailed
+from shoal.events import EventLog
 from shoal.sync.replicas import gather
 from shoal.sync.world import World
 from shoal.train import ledger
@@ -63,22 +64,25 @@ class Books:
         ]
 
 
-def bring_ledger(world: World, is_behind: bool, path: Path, given_up: Sequence[GiveUp]) -> list[GiveUp]:
+def bring_ledger(
+    world: World, is_behind: bool, path: Path, given_up: Sequence[GiveUp], open_ledger: Callable[[], EventLog]
+) -> list[GiveUp]:
     """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not; and every copy
     the word of lineages that were given up, whoever of those that share it brings that. Returns all of these."""
     told = gather_documents(world, {"given_up": [each.model_dump_json() for each in given_up]})
     everybodys = {GiveUp.model_validate_json(each) for other in told for each in other["given_up"]}
     if world.keeps_files:
-        ledger.give_up(path, world.id, sorted(everybodys, key=lambda each: each.lineage))
+        ledger.give_up(open_ledger(), sorted(everybodys, key=lambda each: each.lineage))
     is_behind &= world.keeps_files
     mine = min([ledger.last_step(path), *(each.shared_step for each in everybodys)]) if is_behind else 0
     copies = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
     missing = [step for behind, _, step in copies if behind]
     sources = [rank for rank, (_, whole, _) in enumerate(copies) if whole]
     if missing and sources:
-        records = _in_pieces(world, sources[0], ledger.after(path, min(missing)))
+        kept = open_ledger().kept_events() if world.keeps_files else []
+        records = _in_pieces(world, sources[0], ledger.after(path, min(missing), kept))
         if is_behind:
-            ledger.amend(path, world.id, records)
+            ledger.amend(open_ledger(), records)
         else:
             deque(records, maxlen=0)
     return list(everybodys)
@@ -100,11 +104,11 @@ def mend_ledger(trainer: Trainer, path: Path) -> None:
     for source in whole[:1] or [rank for rank, (keeps, _) in enumerate(copies) if keeps]:
         records = _in_pieces(world, source, ledger.after(path, min(firsts) - 1))
         if ranges and world.rank != source:
-            ledger.amend(path, world.id, records)
+            ledger.amend(trainer.recorder.open_ledger(), records)
         else:
             deque(records, maxlen=0)
-    if ranges and (lost := ledger.lacking(path, step)):
-        ledger.record_holes(path, world.id, lost)
+    if ranges and (lost := ledger.lacking(path, step, trainer.recorder.open_ledger().kept_events())):
+        ledger.record_holes(trainer.recorder.open_ledger(), lost)
         trainer.recorder.warn(_lost_lines(path, lost, step))
 
 

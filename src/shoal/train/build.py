@@ -6,13 +6,14 @@ import contextlib
 import gc
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import Deal, scaled_lr
+from shoal.cost.batch import Deal, deal_anew, scaled_lr, weights_of
 from shoal.cost.sizes import parameter_count
 from shoal.data.batches import Batches
 from shoal.data.order import window_count
@@ -33,6 +34,7 @@ from shoal.train.checkpoint import CheckpointFolder, Progress
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import describe_exchanges, make_exchanges
 from shoal.train.recorder import Recorder
+from shoal.train.resume import Newest
 from shoal.train.resume import resume as go_on
 from shoal.train.state import digest, load_weights, weights
 from shoal.train.trainer import StopWish, Trainer
@@ -75,25 +77,45 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
     return trainer
 
 
-def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, tune: bool = True) -> None:
-    """The first world of a launch: all ranks begin alike, or go on from one checkpoint. Without `tune` the model keeps
-    computing as it does."""
+@dataclass(frozen=True)
+class Recovery:
+    """What is known when a world goes back to a checkpoint. `launched`: how many ranks the launch had. `newest`: what
+    this machine has; it takes long to find out."""
+
+    launched: int
+    is_compiled: bool
+    newest: Newest
+
+
+def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, recovery: Recovery | None = None) -> None:
+    """The first world of a launch, or with `recovery` a world that goes back to a checkpoint: all ranks begin alike, or
+    go on from one checkpoint.
+
+    After a recovery there may be fewer or more ranks than the launch had. The global batch and the learning rate stay
+    those of the launch, and the model keeps computing as it does.
+    """
     config, world = trainer.config, trainer.world
+    launched = world.size if recovery is None else recovery.launched
+    dealt = at_launch = deal_for(config, launched)
+    if recovery is not None and world.ids != tuple(range(launched)):
+        weights = weights_of(config.run, world.ids)
+        dealt = deal_anew(at_launch.global_batch, at_launch.micro_batch, weights, recovery.is_compiled)
     _make_equal(trainer)
-    trainer.batches = make_batches(config, run, world)
-    trainer.largest_micro_batch = trainer.batches.shard.deal.micro_batch
+    trainer.batches = deal_batches(config, run, world, dealt)
+    trainer.largest_micro_batch = at_launch.micro_batch
     trainer.laggards.begin_anew(world.names)
     exchanges = make_exchanges(config, trainer.model, world, trainer.batches.shard.deal)
     trainer.sync, trainer.outer, trainer.exchange = exchanges.sync, exchanges.outer, exchanges.steps
-    trainer.peak_lr = scaled_lr(config.train, world.size, config.sync.accumulate)
+    trainer.peak_lr = scaled_lr(config.train, launched, config.sync.accumulate)
     trainer.between_steps = chooser.after_step
     if resume:
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
-        trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage)
+        newest = recovery.newest if recovery is not None else None
+        trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage, newest)
         mend_ledger(trainer, run.commits)
     trainer.tended_step = trainer.progress.step
-    if tune:
+    if recovery is None:
         trainer.compute = _tune(trainer, run if resume else None)
 
 
@@ -102,10 +124,6 @@ def initialize(trainer: Trainer) -> None:
     torch.manual_seed(trainer.config.train.seed)
     load_weights(trainer.model, weights(GPT(trainer.config.model).to(trainer.world.device)))
     trainer.optimizer.state.clear()
-
-
-def make_batches(config: Config, run: RunFolder, world: World) -> Batches:
-    return deal_batches(config, run, world, deal_for(config, world.size))
 
 
 def deal_batches(config: Config, run: RunFolder, world: World, dealt: Deal) -> Batches:

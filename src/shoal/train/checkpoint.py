@@ -114,7 +114,7 @@ class CheckpointFolder:
         """The newest one that is whole. `set_aside` renames damaged ones on the way, for those who will write here;
         `tell` hears of each."""
         refused: list[str] = []
-        for folder in self._newest_first():
+        for folder in self._newest_first() if set_aside else self._readable_first():
             try:
                 return read_checkpoint(folder)
             except CheckpointError as error:
@@ -168,7 +168,18 @@ class CheckpointFolder:
                 fix=f"free space or fix the folder: df -h {self.path}",
             ) from error
 
+    def _readable_first(self) -> list[Path]:
+        """For those who only read: a training may be writing here, so nothing is renamed. One that is just being
+        replaced is read where it lies."""
+        if not self.path.is_dir():
+            return []
+        found = {path.name: path for path in self.path.glob(".step-*.old")}
+        found = {name.removeprefix(".").removesuffix(".old"): path for name, path in found.items()}
+        found |= {path.name: path for path in self.path.iterdir() if _NAME.fullmatch(path.name)}
+        return [found[name] for name in sorted(found, reverse=True)]
+
     def _newest_first(self) -> list[Path]:
+        """For those who write here."""
         if not self.path.is_dir():
             return []
         with contextlib.suppress(OSError):

@@ -32,9 +32,13 @@ def make_exchanges(config: Config, model: GPT, world: World, deal: Deal) -> Exch
         sync: GradientSync = Alone(model, own_tokens=share * config.model.seq_len)
     else:
         sync = make_gradient_sync(config.sync, model, world, tokens=deal.micro_batch * config.model.seq_len)
-    # A rank that may be so many steps ahead waits for as many steps of the slowest before anybody is dead.
-    bear_with(world, config.sync.timeout_s * (1 + outer.lag_steps))
+    bear_with(world, exchange_timeout_s(config.sync, outer))
     return Exchanges(sync, outer, StepExchange(world, outer.lag_steps))
+
+
+def exchange_timeout_s(sync: SyncConfig, outer: Outer) -> float:
+    """A rank that may be so many steps ahead waits for as many steps of the slowest before anybody is dead."""
+    return sync.timeout_s * (1 + outer.lag_steps)
 
 
 def change_exchanges(trainer: Trainer, sync: SyncConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from shoal.control.rankline import GiveUp
@@ -24,11 +25,12 @@ def last_step(path: Path, rank: int | None = None) -> int:
     return max((record["step"] for record in steps if rank is None or rank in record.get("members", [rank])), default=0)
 
 
-def lacking(path: Path, step: int) -> list[tuple[int, int]]:
-    """Ranges `(first, last)` of the steps up to `step` that this copy has no line of, and has not recorded as lost."""
+def lacking(path: Path, step: int, kept: Iterable[Record] = ()) -> list[tuple[int, int]]:
+    """Ranges `(first, last)` of the steps up to `step` that this copy has no line of, and has not recorded as lost.
+    `kept`: lines that wait to be written into it."""
     steps: set[int] = set()
     holes: list[Span] = []
-    for record in _all(path):
+    for record in chain(_all(path), kept):
         if _is_step(record):
             steps.add(record["step"])
         elif (hole := _hole(record)) is not None:
@@ -36,14 +38,15 @@ def lacking(path: Path, step: int) -> list[tuple[int, int]]:
     return subtract_spans([(1, step)], [*spans_of(steps), *holes])
 
 
-def record_holes(path: Path, rank: int, ranges: Iterable[tuple[int, int]]) -> None:
+def record_holes(log: EventLog, ranges: Iterable[tuple[int, int]]) -> None:
     """Writes down that the lines of these steps are lost: `shoal verify` then says so instead of guessing."""
-    _append(path, rank, ({"hole": list(each)} for each in ranges))
+    _append(log, ({"hole": list(each)} for each in ranges))
 
 
-def after(path: Path, step: int) -> Iterator[Record]:
+def after(path: Path, step: int, kept: Iterable[Record] = ()) -> Iterator[Record]:
     """With every word of what was given up: steps of such a lineage must not come without it."""
-    return (record for record in _all(path) if "abandoned" in record or (_is_step(record) and record["step"] > step))
+    records = chain(_all(path), kept)
+    return (record for record in records if "abandoned" in record or (_is_step(record) and record["step"] > step))
 
 
 def missing(path: Path, records: Iterable[Record]) -> list[Record]:
@@ -52,34 +55,35 @@ def missing(path: Path, records: Iterable[Record]) -> list[Record]:
     return [record for record in records if name_of(record) not in known]
 
 
-def give_up(path: Path, rank: int, given_up: Sequence[GiveUp]) -> None:
+def give_up(log: EventLog, given_up: Sequence[GiveUp]) -> None:
     """Marks what this copy has of lineages that ended when they met another one; once, however many say so."""
-    if not given_up or not path.exists():
+    if not given_up:
         return
     lines = [_abandoned(each) for each in given_up]
-    records = list(_all(path))
+    records = _known(log)
     trained = {record.get("lineage") for record in filter(_is_step, records)}
     known = {name_of(record) for record in records}
-    _append(path, rank, [line for line in lines if line["abandoned"] in trained and name_of(line) not in known])
+    _append(log, [line for line in lines if line["abandoned"] in trained and name_of(line) not in known])
 
 
-def amend(path: Path, rank: int, records: Iterable[Record]) -> None:
+def amend(log: EventLog, records: Iterable[Record]) -> None:
     """What the others have done meanwhile and is not here."""
-    known = {name_of(record) for record in _all(path)}
-    _append(path, rank, (record for record in records if name_of(record) not in known))
+    known = {name_of(record) for record in _known(log)}
+    _append(log, (record for record in records if name_of(record) not in known))
 
 
 def _abandoned(each: GiveUp) -> Record:
     return {"abandoned": str(each.lineage), "standing": str(each.standing), "after": each.shared_step}
 
 
-def _append(path: Path, rank: int, records: Iterable[Record]) -> None:
-    log = EventLog(path, rank)
-    try:
-        for record in records:
-            log.append({"time": round(time.time(), 6)} | record)
-    finally:
-        log.close()
+def _append(log: EventLog, records: Iterable[Record]) -> None:
+    """With the log that stays open for the ledger: what a full disk does not take now is kept there, not lost."""
+    for record in records:
+        log.append({"time": round(time.time(), 6)} | record)
+
+
+def _known(log: EventLog) -> list[Record]:
+    return [*_all(log.path), *log.kept_events()]
 
 
 def name_of(record: Record) -> tuple[int, str, str]:

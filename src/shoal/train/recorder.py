@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from shoal.errors import CheckpointError, RunFailed, ShoalError
-from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker, to_stderr
+from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker, read_last_events, to_stderr
 from shoal.runfolder import RunFolder
 from shoal.sync.membership.member import Member
 from shoal.sync.world import World, without_group
@@ -21,6 +21,8 @@ Record = dict[str, Any]
 # As many committed steps as a rank remembers that keeps no ledger: whoever keeps it may die before it has written them.
 # It is behind by a step at most, or by a round where replicas part.
 _REMEMBERED = 256
+# The end of a ledger, some thousand lines: read by a rank that has lines of it left to write and does not keep it now.
+_LEFTOVER_BYTES = 1 << 20
 
 
 class Recorder:
@@ -43,11 +45,36 @@ class Recorder:
     def _enter(self, world: World) -> None:
         self._world = world
         self._wire = WireCounter(world.interface) if world.is_node_main else None
-        if self._ledger is not None:
+        if world.keeps_files:
             # The rank that kept the ledger in between may have been killed in the middle of a line.
-            self._ledger.cut_torn_line()
-        elif world.keeps_files:
-            self._ledger = EventLog(self._run.commits, world.id, self._tell)
+            self.open_ledger().cut_torn_line()
+        elif self._ledger is not None and self._ledger.kept:
+            self._hand_over(self._ledger)
+
+    def open_ledger(self) -> EventLog:
+        """The one log through which this process writes to the ledger of its run folder."""
+        if self._ledger is None:
+            self._ledger = EventLog(self._run.commits, self._world.id, self._tell)
+        return self._ledger
+
+    def drop_unwritten(self) -> None:
+        """Of a rank that does not keep the ledger any more, when the run goes back to a checkpoint: the steps of these
+        lines are done again, and behind the new lines they would look like a fork."""
+        if self._ledger is not None:
+            self._ledger.drop_kept(lambda record: True)
+
+    def _hand_over(self, log: EventLog) -> None:
+        """The rank that keeps the ledger from now on has the newest steps from the memory of the others and writes
+        them. Half of what they remember is certain: one that is ahead has forgotten some of what we have. What is older
+        stays to be written here, unless it is in the file by then."""
+        certain = {_name(record) for record in list(self._committed)[-_REMEMBERED // 2 :]}
+        log.drop_kept(lambda record: _name(record) in certain)
+
+    def _write_leftovers(self, log: EventLog) -> None:
+        if log.kept:
+            written = {_name(record) for record in read_last_events(log.path, _LEFTOVER_BYTES)}
+            log.drop_kept(lambda record: _name(record) in written)
+            log.retry()
 
     def begin_anew(self, world: World, pending: list[Record]) -> None:
         """In another world, with what all of it has done and nobody may have committed."""
@@ -134,7 +161,7 @@ class Recorder:
             for pending in ready:
                 self._ledger.append(pending)
         elif self._ledger is not None:
-            self._ledger.retry()
+            self._write_leftovers(self._ledger)
         self._pending = self._pending[len(ready) :]
         self._committed.extend(ready)
         if self._member is not None:
@@ -166,6 +193,8 @@ class Recorder:
 
     def finish(self) -> None:
         """At the end of the training. Raises where a part of the ledger could not be written, then or ever."""
+        if self._ledger is not None and not self._world.keeps_files:
+            self._write_leftovers(self._ledger)
         if self._ledger is not None and (missing := self._ledger.flush(FLUSH_S)):
             raise RunFailed(
                 f"the training has ended, but {missing:,} lines of its ledger could not be written: "
@@ -184,6 +213,11 @@ class Recorder:
         to_stderr(text)
         if hasattr(self, "_events"):
             self.warn(RunFailed(text, why="the disk is or was full", fix=f"look at it: df -h {self._run.path}"))
+
+
+def _name(record: Record) -> tuple[object, object]:
+    """The same step trained by the same generation is the same step."""
+    return record.get("step"), record.get("generation")
 
 
 class WireCounter:

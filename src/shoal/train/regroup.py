@@ -23,10 +23,10 @@ from shoal.sync.membership.fence import AtEdge, Over
 from shoal.sync.membership.forming import Place, form, is_lost_peer
 from shoal.sync.membership.member import Member
 from shoal.sync.replicas import gather
-from shoal.sync.world import World
+from shoal.sync.world import World, bear_with
 from shoal.train import ledger
 from shoal.train.books import Books, bring_ledger
-from shoal.train.build import deal_batches, found, initialize
+from shoal.train.build import Recovery, deal_batches, found, initialize
 from shoal.train.checkpoint import CheckpointFolder
 from shoal.train.choosing import Chooser
 from shoal.train.exchanges import make_exchanges
@@ -40,11 +40,15 @@ from shoal.train.handover import (
     compare,
     tell_document,
 )
+from shoal.train.resume import find_newest
+from shoal.train.saving import WRITE_TIMEOUT_S
 from shoal.train.snapshot import replica_state
 from shoal.train.state import empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.trainer import Trainer
 from shoal.train.trial import apply
 from shoal.train.tuning import Choice
+
+_MOST_BROKEN_RECOVERIES = 5
 
 
 @dataclass
@@ -63,6 +67,8 @@ class Membership:
     _is_let_go: bool = False
     # This machine's ledger lacks steps of the state that this rank has copied.
     _owes_ledger: bool = False
+    # Recoveries in a row that broke before a step could be done.
+    _broken_recoveries: int = 0
 
     def regroup(self, error: Exception) -> None:
         """After an exchange failed, or all stopped at an edge. Returns when the training can go on; raises what has
@@ -148,7 +154,7 @@ class Membership:
         """
         trainer = self.trainer
         if enter.recovers:
-            self._recover(world)
+            self._recover(world, enter.launched)
             return True
         verdict = compare(world, self._stand(enter))
         if verdict.step < enter.state.step:
@@ -168,6 +174,7 @@ class Membership:
             self._adopt(world, verdict, training, received)
             trainer.history = tuple((lineage, step) for lineage, step in history)
             trainer.recorder.hold(pending)
+        del received
         self._make_exchanges(verdict.step)
         self._bring_ledger(world)
         if world.keeps_files:
@@ -232,15 +239,21 @@ class Membership:
         self._settle_in(world, verdict.step, training)
         self.has_state, self._retreated = True, verdict.step
 
-    def _recover(self, world: World) -> None:
+    def _recover(self, world: World, launched: int) -> None:
         """No rank has a state: all go back to the newest checkpoint that one of them has, or to the first step where
-        the run was lost before its first checkpoint. If that breaks, the next generation does it again."""
+        the run was lost before its first checkpoint. If that breaks, the next generation does it again, but not
+        without limit: a cause that stays would keep the ranks busy for ever."""
         trainer, checkpoints = self.trainer, self._checkpoints()
+        if self._broken_recoveries >= _MOST_BROKEN_RECOVERIES:
+            raise _cannot_recover(self._broken_recoveries, self.run.path)
+        self._broken_recoveries += 1
         self.member.fence.lose_state()
         self.has_state = False
-        newest = checkpoints.newest_whole() if world.keeps_files else None
+        # Ranks without files wait while the others read theirs.
+        bear_with(world, WRITE_TIMEOUT_S)
+        newest = find_newest(world, trainer.recorder, checkpoints)
         own_last = ledger.last_step(self.run.commits) if world.keeps_files else 0
-        kept = gather(world, [newest is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)])
+        kept = gather(world, [newest.progress is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)])
         has_checkpoint, lost_step = any(row[0] for row in kept), max(row[1] for row in kept)
         if not has_checkpoint and lost_step >= trainer.config.train.checkpoint_every:
             raise _no_checkpoint(lost_step, self.run.path)
@@ -248,13 +261,17 @@ class Membership:
         trainer.begin_anew(world, 0, 0)
         # Records of steps that are lost must not be committed again.
         trainer.recorder.forget_committed()
+        if not world.keeps_files:
+            # All of them are behind the checkpoint, which is not saved before the ledger is.
+            trainer.recorder.drop_unwritten()
         trainer.recorder.begin_anew(world, [])
         self.chooser.begin_anew()
         trainer.config = trainer.config.model_copy(update={"sync": self.chooser.begun})
         initialize(trainer)
-        found(trainer, self.chooser, self.run, has_checkpoint, tune=False)
+        is_compiled = any(row[2] for row in kept)
+        found(trainer, self.chooser, self.run, has_checkpoint, Recovery(launched, is_compiled, newest))
         trainer.evaluated_step = -1
-        self._compute_as(any(row[2] for row in kept), any(row[3] for row in kept))
+        self._compute_as(is_compiled, any(row[3] for row in kept))
         with trainer.outer.common():
             _check_copies(world, replica_state(trainer))
         step = trainer.progress.step
@@ -268,12 +285,15 @@ class Membership:
         trainer.recorder.event("recovery", step=step, lost_step=lost_step, redone=redone)
         if world.is_main:
             trainer.recorder.warn(_went_back(step, redone), step=step)
+        self._broken_recoveries = 0
 
     def _checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.run.checkpoints, self.trainer.config.train.keep_checkpoints)
 
     def _bring_ledger(self, world: World) -> None:
-        given_up = bring_ledger(world, self._owes_ledger, self.run.commits, self.member.given_up())
+        given_up = bring_ledger(
+            world, self._owes_ledger, self.run.commits, self.member.given_up(), self.trainer.recorder.open_ledger
+        )
         self._owes_ledger = False
         self.member.forget_given_up(given_up)
         if world.keeps_files:
@@ -362,6 +382,14 @@ def _no_checkpoint(lost_step: int, run: Path) -> RunFailed:
         f"every rank that had the training's state was lost after step {lost_step}, and no machine has a checkpoint",
         why="the checkpoints are on a machine that is gone, or their files were removed or damaged",
         fix=f"bring that machine or the files back, then: shoal train --resume {run}",
+    )
+
+
+def _cannot_recover(times: int, run: Path) -> RunFailed:
+    return RunFailed(
+        f"the run went back to a checkpoint {times} times, and a machine was lost each time before the first step",
+        why="machines fail again and again, or a disk is too slow to read a checkpoint in time",
+        fix=f"look at the logs of the ranks (shoal report {run}), then: shoal train --resume {run}",
     )
 
 

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.sync.replicas import copy_from, gather, tell_all
-from shoal.sync.world import World
+from shoal.sync.world import World, bear_with
 from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress, read_progress
+from shoal.train.exchanges import exchange_timeout_s
 from shoal.train.handover import gather_documents
 from shoal.train.part import read_part
 from shoal.train.pasts import Kept, choose, have_parted, shared_step
-from shoal.train.saving import Saver
+from shoal.train.recorder import Recorder
+from shoal.train.saving import WRITE_TIMEOUT_S, Saver
 from shoal.train.snapshot import load_own_state
 from shoal.train.state import empty_moments, fill, load_moments, load_weights, moments, weights
 from shoal.train.trainer import Trainer
@@ -30,13 +32,42 @@ class _Found:
     parts: Parts | None
 
 
-def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, bool], None], lineage: str) -> Progress:
+@dataclass(frozen=True)
+class Newest:
+    """The newest whole checkpoint of this machine, if this rank reads its files; and what was found damaged."""
+
+    progress: Progress | None
+    damaged: tuple[str, ...] = ()
+
+
+def find_newest(world: World, recorder: Recorder, folder: CheckpointFolder) -> Newest:
+    """Reads all bytes of a checkpoint, so it may take minutes on a slow disk. Warns of each damaged one."""
+    damaged: list[str] = []
+
+    def pass_over(error: CheckpointError) -> None:
+        damaged.append(error.seen)
+        recorder.warn(_passed_over(error))
+
+    progress = folder.newest_whole(pass_over) if world.keeps_files else None
+    return Newest(progress, tuple(damaged))
+
+
+def resume(
+    trainer: Trainer,
+    folder: CheckpointFolder,
+    reached: Callable[[int, bool], None],
+    lineage: str,
+    newest: Newest | None = None,
+) -> Progress:
     """One rank's checkpoint is chosen, the furthest, and everybody copies what is common. `reached` is told which step
     it is of, and whether replicas had parted by then, before anything of it is loaded. `lineage` is the one to go on
-    with, where machines trained apart."""
-    source, kept = _choose(trainer, folder, lineage)
+    with, where machines trained apart. `newest`: what `find_newest` found, where it was called already."""
+    # Ranks without files wait while the others read theirs.
+    bear_with(trainer.world, WRITE_TIMEOUT_S)
+    source, kept = _choose(trainer, folder, lineage, newest or find_newest(trainer.world, trainer.recorder, folder))
     checkpoint = folder.load_latest() if trainer.world.rank == source else None
     found = _tell(trainer.world, source, checkpoint)
+    bear_with(trainer.world, exchange_timeout_s(trainer.config.sync, trainer.outer))
     chosen = kept[source].progress
     trainer.history = (*chosen.history, (chosen.lineage, found.progress.step))
     _give_up_others(trainer.world, folder, kept, chosen)
@@ -58,18 +89,10 @@ def resume(trainer: Trainer, folder: CheckpointFolder, reached: Callable[[int, b
     return trainer.progress
 
 
-def _choose(trainer: Trainer, folder: CheckpointFolder, wanted: str) -> tuple[int, dict[int, Kept]]:
+def _choose(trainer: Trainer, folder: CheckpointFolder, wanted: str, newest: Newest) -> tuple[int, dict[int, Kept]]:
     """By checkpoints whose sums are right: a damaged one must not hide another machine's good one."""
-    world, newest = trainer.world, None
-    damaged: list[str] = []
-
-    def pass_over(error: CheckpointError) -> None:
-        damaged.append(error.seen)
-        trainer.recorder.warn(_passed_over(error))
-
-    if world.keeps_files:
-        newest = folder.newest_whole(pass_over)
-    own = {"node": world.node, "progress": asdict(newest) if newest else None, "damaged": damaged}
+    world, progress = trainer.world, newest.progress
+    own = {"node": world.node, "progress": asdict(progress) if progress else None, "damaged": newest.damaged}
     told = gather_documents(world, own)
     kept = {
         rank: Kept(each["node"], read_progress(each["progress"])) for rank, each in enumerate(told) if each["progress"]

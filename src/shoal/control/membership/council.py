@@ -14,7 +14,7 @@ from shoal.control.membership.actions import Action
 from shoal.control.membership.chair import Chair
 from shoal.control.membership.desk import Desk
 from shoal.control.membership.elector import Elector
-from shoal.control.membership.generation import Ballot, Generation, Ranks, Seat, State, next_member
+from shoal.control.membership.generation import Ballot, Generation, Ranks, State, next_member
 from shoal.control.membership.messages import (
     Accept,
     Accepted,
@@ -32,7 +32,7 @@ from shoal.control.membership.ownranks import Phase
 from shoal.control.membership.promises import Promises
 from shoal.control.membership.rules import Rules
 from shoal.control.membership.sentences import Name
-from shoal.control.membership.succession import mutual, recover
+from shoal.control.membership.succession import fitting_seats, mutual, recover
 from shoal.control.membership.tenure import Tenure
 
 
@@ -281,8 +281,14 @@ class Council:
         inside = mutual({member: view.hears() if member == desk.me else view.beats[member].hears for member in ready})
         if desk.me not in inside:
             return
-        seats = tuple(Seat(member=member, ranks=ready[member]) for member in sorted(inside))[: desk.rules.max_nodes]
-        ballot = Ballot(desk.voter.record.highest + 1, desk.me)
+        seats = fitting_seats(desk.me, {member: ready[member] for member in inside}, desk.rules)
+        if len(seats) < desk.rules.min_nodes:
+            return
+        try:
+            ballot = Ballot(desk.voter.use_next(), desk.me)
+        except OSError as error:
+            desk.say(sentences.cannot_recover(desk.me, error.strerror or str(error), desk.name))
+            return
         decided = recover(last, ballot, seats)
         desk.tell_all(Announce(generation=decided))
         self._learn(desk.me, decided)

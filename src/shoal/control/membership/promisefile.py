@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from pydantic import ValidationError
 
 from shoal.control.membership.promises import Record
 from shoal.errors import ControlError
+from shoal.runfolder import write_durably
 
 
 class PromiseFile:
@@ -32,21 +32,4 @@ class PromiseFile:
     def save(self, record: Record) -> None:
         """The file, then its name: after a power cut there is the old record or the new one."""
         temporary = self._path.with_name(f".{self._path.name}.new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            _write_all(fd, record.model_dump_json().encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        temporary.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _write_all(fd: int, content: bytes) -> None:
-    """A full disk takes a part of a write without an error; the next one raises OSError, and no vote is given."""
-    while content:
-        content = content[os.write(fd, content) :]
+        write_durably(self._path, record.model_dump_json().encode(), temporary, 0o600)

@@ -47,6 +47,12 @@ class Voter:
         if number > self.record.highest:
             self.record = self.record.model_copy(update={"highest": number})
 
+    def use_next(self) -> int:
+        """A number that no ballot had, for one that needs no votes. Returns when it would survive a power cut, and
+        raises OSError otherwise: a restart must not use it for another generation."""
+        self._keep(highest=self.record.highest + 1)
+        return self.record.highest
+
     def promise(self, ballot: Ballot) -> bool:
         if ballot <= self.record.promised:
             # Asked again, over a new connection perhaps.

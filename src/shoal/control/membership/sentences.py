@@ -83,6 +83,13 @@ def fenced(me: int, committed: int, name: Name) -> str:
     )
 
 
+def cannot_recover(me: int, why: str, name: Name) -> str:
+    return (
+        f"{name(me)} would go back to the newest checkpoint, but cannot write down that it does: {why}. It tries again;"
+        " free space on its disk: df -h"
+    )
+
+
 def abandoned(me: int, theirs: Generation, committed: int, shared: int, name: Name) -> str:
     others = [member for member in theirs.members if member != me] or [me]
     return (

@@ -134,6 +134,18 @@ def recover(base: Generation, ballot: Ballot, seats: tuple[Seat, ...]) -> Genera
     )
 
 
+def fitting_seats(first: int, ready: Mapping[int, Ranks], rules: Rules) -> tuple[Seat, ...]:
+    """`first` and as many of the others, lowest first, as the limits of nodes and ranks allow; none without `first`."""
+    inside: list[int] = []
+    for member in sorted(ready, key=lambda member: (member != first, member)):
+        ranks = sum(len(ready[known]) for known in (*inside, member))
+        if len(inside) < rules.max_nodes and ranks <= rules.most_ranks:
+            inside.append(member)
+    if first not in inside:
+        return ()
+    return tuple(Seat(member=member, ranks=ready[member]) for member in sorted(inside))
+
+
 def _seats(
     base: Generation, promises: Mapping[int, Promise], guests: Mapping[int, Guest], rules: Rules
 ) -> tuple[Seat, ...]:
