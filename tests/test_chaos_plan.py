@@ -214,13 +214,13 @@ def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
     assert corrupt_newest(tmp_path, "zero", random.Random(1)).parent.name == "step-00000100"
 
 
-def life(pid: int, grows: float, seconds: int = 120, part: str = "agent") -> list[Sample]:
+def life(pid: int, grows: float, seconds: int = 300, part: str = "agent") -> list[Sample]:
     at = range(0, seconds, 5)
     return [Sample(float(t), 3, pid, part, "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
 
 
 def test_growth_is_a_slope_of_the_second_half() -> None:
-    filling = [Sample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 240, 5)]
+    filling = [Sample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 480, 5)]
     steady, growing = growth([*filling, *life(2, grows=6.0)])
     assert steady.rss_mb_a_minute == pytest.approx(0.0)
     assert growing.rss_mb_a_minute == pytest.approx(6.0, rel=1e-3)
@@ -228,19 +228,19 @@ def test_growth_is_a_slope_of_the_second_half() -> None:
 
 
 def test_a_short_life_says_nothing() -> None:
-    assert growth(life(1, grows=50.0, seconds=20)) == []
+    assert growth(life(1, grows=50.0, seconds=200)) == []
     assert slope([1.0], [2.0]) == 0.0
 
 
 def test_of_a_long_soak_only_long_lives_are_judged() -> None:
-    [found] = growth([*life(1, grows=0.0, seconds=900), *life(2, grows=9.0, seconds=200)])
+    [found] = growth([*life(1, grows=0.0, seconds=900), *life(2, grows=9.0, seconds=280)])
     assert found.pid == 1
 
 
 def test_worlds_of_other_sizes_are_not_compared() -> None:
     """Two of three have fewer connections: that more come back is no growth."""
     small = [Sample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]
-    whole = [Sample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 240, 5)]
+    whole = [Sample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 400, 5)]
     [found] = growth([*small, *whole])
     assert (found.files_a_minute, found.sockets_a_minute, found.threads_a_minute) == (0.0, 0.0, 0.0)
 

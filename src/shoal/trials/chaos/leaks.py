@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from shoal.launch.found import find
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_LEAST_S = 90.0
+# One connection that is made anew is a slope in a shorter life.
+_LEAST_S = 240.0
 _LEAST_PART = 1 / 3
 
 
