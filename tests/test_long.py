@@ -96,7 +96,7 @@ def kill_everything_of(run: Path) -> None:
 
 
 def wait_for_step(run: Path, step: int, training: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert training.poll() is None, (run / "logs/local/rank-0.log").read_text()[-2000:]
         if any((run / "checkpoints").glob(f"step-{step:08d}")) or newest_step(run) > step:
