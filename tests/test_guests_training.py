@@ -107,7 +107,8 @@ def test_a_third_machine_comes_while_two_train(tmp_path: Path, sponsor: str) -> 
         assert [each.code() for each in (host, other, guest)] == [0, 0, 0], host.said() + guest.said()
     (number,) = (int(path.stem.removeprefix("rank-")) for path in (third / "events").iterdir())
     assert ids(first, 0) == ids(third, number) == [0, 1, number]
-    ours, theirs = verified(first), verified(third)
+    ours, theirs, joined = verified(first), verified(third), verified(second)
+    assert joined["digests"] == {"1": ours["digests"]["1"]}
     assert set(ours["digests"].values()) == set(theirs["digests"].values())
     assert (ours["elsewhere"], theirs["elsewhere"]) == ([number], [0, 1])
     assert ours["ledger"]["steps"] == theirs["ledger"]["steps"] == 400

@@ -45,14 +45,20 @@ def last_members(logs: Logs) -> tuple[int, ...]:
     return tuple(range(_stated_size(plain))) or tuple(plain)
 
 
-def elsewhere(logs: Logs) -> tuple[int, ...]:
-    """Those who took part at last and whose files lie on other machines: of somebody who came while others trained
-    nothing comes home, and neither does the others' to it."""
+def is_joined(on: str, logs: Logs) -> bool:
+    """Whether the folder is that of a machine that joined: `shoal join` notes that it starts one rank here, and that
+    rank trained with others. Their files stay on their machines."""
+    return on == "local:1" and any(len(entered.ids) > 1 for entered in _all_entered(logs))
+
+
+def elsewhere(logs: Logs, joined: bool = False) -> tuple[int, ...]:
+    """Ranks of the last generation whose files lie on other machines: of a machine that came while others trained
+    nothing comes home, and nothing of the others comes to one that `joined`."""
     newest = _newest(logs)
     if newest is None or _plain(logs):
         return ()
     founders = {rank for entered in _all_entered(logs) if entered.is_first for rank in entered.ids}
-    return tuple(rank for rank in newest.ids if rank not in logs and rank not in founders)
+    return tuple(rank for rank in newest.ids if rank not in logs and (joined or rank not in founders))
 
 
 def party(logs: Logs) -> Logs:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from shoal.config.load import load_config
 from shoal.errors import DataError
 from shoal.events import Event
-from shoal.report.membership import elsewhere, last_members
+from shoal.report.membership import elsewhere, is_joined, last_members
 from shoal.report.ranklog import collect
 from shoal.report.statefile import StateFile, as_floats, open_state
 from shoal.runfolder import RunFolder
@@ -82,9 +82,10 @@ def judge_replicas(run: RunFolder) -> ReplicaReport:
     """By the states where they all are in this folder; by the digests that the ranks sent home where they stayed on
     machines with disks of their own, and where some are elsewhere: there the same digests can be read."""
     logs = collect(run.read_all_events())
-    away = elsewhere(logs)
+    on = load_config(run.config).run.on
+    away = elsewhere(logs, is_joined(on, logs))
     files, members = run.state_files(), [rank for rank in last_members(logs) if rank not in away]
-    shares_disk = load_config(run.config).run.on.startswith(("local", "lab"))
+    shares_disk = on.startswith(("local", "lab"))
     if away or (not shares_disk and not files.keys() >= set(members)):
         digests = final_digests(run.read_all_events())
         if digests.keys() >= set(members):

@@ -27,7 +27,7 @@ from shoal.events import Event, FileMark, has_mark, parse_event
 from shoal.report.ballots import read_ballot
 from shoal.report.finish import current_manifest
 from shoal.report.ledger import LedgerReport, check_ledger
-from shoal.report.membership import Logs, elsewhere, last_members
+from shoal.report.membership import Logs, elsewhere, is_joined, last_members
 from shoal.report.ranklog import collect, is_step
 from shoal.report.replicas import ReplicaReport, judge_replicas
 from shoal.report.statefile import StateFile, open_state
@@ -88,13 +88,17 @@ class _Folder:
         self.findings.append(Finding(file=_name(self.run, path), text=text, is_wrong=False))
 
     @property
+    def is_joined(self) -> bool:
+        return self.config is not None and is_joined(self.config.run.on, self.logs)
+
+    @property
     def is_shared(self) -> bool:
-        return self.config is not None and self.config.run.on.startswith(("local", "lab"))
+        return self.config is not None and self.config.run.on.startswith(("local", "lab")) and not self.is_joined
 
     @property
     def members(self) -> list[int]:
         """The ranks of the end whose files belong into this folder."""
-        away = elsewhere(self.logs)
+        away = elsewhere(self.logs, self.is_joined)
         return [rank for rank in last_members(self.logs) if rank not in away]
 
     @property
@@ -115,15 +119,20 @@ class _Folder:
         return max(starts, key=lambda event: _number(event.get("time")), default={})
 
     @property
+    def read_configs(self) -> set[str]:
+        """Digests of config.toml as each rank read it at its last start. A machine that joined has one of its own."""
+        starts = ([event for event in events if event.get("event") == "start"] for events in self.events.values())
+        return {digest for each in starts if each and isinstance(digest := each[-1].get("config_sha256"), str)}
+
+    @property
     def is_config_to_come(self) -> bool:
         """`shoal train --resume` has changed the settings, and said so, and no rank has started with them yet."""
-        read = self.newest_start.get("config_sha256")
-        if read is None or self.config is None or (now := _sha256(self.run.config)) == read:
+        known = self.read_configs
+        if not known or self.config is None or (now := _sha256(self.run.config)) in known:
             return False
-        known = {read}
         for event in self.keeper:
             if event.get("event") == "config" and event.get("before") in known:
-                known.add(event.get("after"))
+                known.add(str(event.get("after")))
         return now in known
 
     def since_start(self, rank: int, kind: str) -> list[Event]:
@@ -221,13 +230,13 @@ def _check_config(folder: _Folder) -> None:
     newest = folder.newest_start
     if folder.config is None or not newest:
         return
-    path, digest = folder.run.config, newest.get("config_sha256")
+    path = folder.run.config
     if folder.is_config_to_come:
         folder.unknown(path, "shoal train --resume has changed it, and no rank has started with it yet")
-    elif digest is None:
+    elif not folder.read_configs:
         folder.unknown(path, "the ranks did not record its digest, so a later change cannot be noticed")
-    elif digest != _sha256(path):
-        folder.wrong(path, f"it is not the file that rank {newest.get('rank')} read when it started: it was changed")
+    elif _sha256(path) not in folder.read_configs:
+        folder.wrong(path, "it is not the file that the ranks read when they started: it was changed")
     if newest.get("seed") not in (None, folder.config.train.seed):
         folder.wrong(path, f"train.seed is {folder.config.train.seed}, the ranks used {newest['seed']}")
 
@@ -237,7 +246,11 @@ def _check_event_files(folder: _Folder) -> None:
     founders = {rank for log in folder.logs.values() for each in log.entered if each.is_first for rank in each.ids}
     known = sorted(founders | set(folder.members)) if folder.is_shared or founders else folder.members
     for rank in known:
-        if rank not in folder.logs:
+        if rank in folder.logs:
+            continue
+        if folder.is_joined:
+            folder.unknown(folder.run.events(rank), f"rank {rank} took part, on another machine")
+        else:
             folder.wrong(folder.run.events(rank), f"is missing: rank {rank} took part")
     if not folder.logs and folder.commits:
         folder.wrong(folder.run.path / "events", "no rank's events are here, although steps were committed")
