@@ -98,7 +98,7 @@ class Training:
             command = shoal_command("train", "--out", out, *TINY_FLAGS, *words)
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
 
-    def wait_until(self, happened: Callable[[], Any], deadline_s: float = 40.0) -> Any:
+    def wait_until(self, happened: Callable[[], Any], deadline_s: float = 90.0) -> Any:
         deadline = time.monotonic() + deadline_s
         while not (value := happened()):
             assert time.monotonic() < deadline, f"waited in vain: {self.stderr()}"
