@@ -116,7 +116,7 @@ def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None
 
 
 def wait_for_ledger(run: Path, training: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (run / "commits.jsonl").exists() or not (run / "commits.jsonl").stat().st_size:
         assert time.monotonic() < deadline
         assert training.poll() is None
