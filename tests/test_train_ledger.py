@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.config.load import build_config, load_config
 from shoal.control.membership.generation import Ballot
 from shoal.control.placement import Placement
 from shoal.control.rankline import GiveUp
+from shoal.data.run_setup import create_run
 from shoal.events import EventLog
 from shoal.report.ledger import check_ledger
 from shoal.runfolder import RunFolder
 from shoal.sync.world import World, nowhere
 from shoal.train import books, ledger
+from shoal.train.build import build_trainer
 from shoal.train.recorder import Recorder
+from shoal.train.trainer import StopWish
 from tests.harness import run_ranks
-from tests.programs import read_jsonl
+from tests.programs import TINY, read_jsonl
 from tests.runs_checks import no_file_beyond
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
@@ -218,3 +222,29 @@ def test_a_rank_that_no_longer_keeps_the_ledger_writes_no_line_a_second_time(tmp
     written = read_jsonl(path)
     assert sorted(each["step"] for each in written) == list(range(1, 301))
     assert {each["generation"] for each in written} == ({"3-0"} if recovers else {"1-0"})
+
+
+def train_without_checkpoint(world: World, run: Path, steps: int) -> tuple[int, int]:
+    """How many of the steps are in the ledger then, and how many wait to be committed."""
+    world = replace(world, keeps_files=world.is_main)
+    folder = RunFolder.open(run)
+    recorder = Recorder(folder, world)
+    trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopWish(), resume=False)
+    for _ in range(steps):
+        trainer.step()
+    found = len(read_jsonl(folder.commits)), len(recorder.pending)
+    recorder.close()
+    return found
+
+
+@pytest.mark.parametrize(("way", "every"), [("local", 2), ("local", 8), ("diloco", 20), ("streaming", 20), ("ddp", 1)])
+def test_steps_are_committed_while_the_training_goes_on(tmp_path: Path, way: str, every: int) -> None:
+    """In short rounds none was before the next checkpoint: all waited in memory, and could be lost with a rank."""
+    rounds = (f"sync.every={every}",) if way != "ddp" else ()
+    sets = (*TINY, "train.global_batch=6", "train.compile=off", "train.pin=off", f"sync.mode={way}", *rounds)
+    run = create_run(build_config("grammar", None, sets=sets), tmp_path / "run", 2)
+    (run.path / "events").mkdir(exist_ok=True)
+    steps = 60
+    (written, waiting), (_, elsewhere) = run_ranks(train_without_checkpoint, 2, tmp_path, run.path, steps)
+    assert written >= steps - 2 * every - 16
+    assert max(waiting, elsewhere) <= 2 * every + 16

@@ -139,9 +139,10 @@ class Recorder:
         """The last that this rank knows to be committed, whoever had to write them down."""
         return list(self._committed)
 
-    def knows(self, step: int) -> bool:
-        """Whether everybody is known to have done it."""
-        return any(pending["step"] >= step for pending in self._pending)
+    @property
+    def newest_pending(self) -> int:
+        """The last step that every rank is known to have done; 0 where none waits to be committed."""
+        return max((pending["step"] for pending in self._pending), default=0)
 
     def forget_committed(self, after: int = 0) -> None:
         """Of a rank that copies another's state: what it knew may be of a training that was given up. Or of one that

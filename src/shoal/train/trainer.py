@@ -166,11 +166,14 @@ class Trainer:
         return loss_sum, comm
 
     def _commit(self) -> None:
-        """What everybody has. Where a round ends with an exchange of its own, others may not have come to its end when
-        we have: its steps are theirs, too, when they have all begun another one."""
+        """What every rank has. Where a round ends with an exchange of its own, others may not have come to its end when
+        this rank has: its steps are theirs, too, when they have all begun another one. That is known later than a short
+        round lasts, so the newest round counts that is known to have ended everywhere."""
         through = self.outer.common_step(self.progress.step)
-        if not self.outer.in_rounds or self.recorder.knows(through):
-            self.recorder.commit(through)
+        if self.outer.in_rounds:
+            every = self.outer.round_steps
+            through = min(through, self.recorder.newest_pending // every * every)
+        self.recorder.commit(through)
 
     def _fetch(self) -> Iterator[tuple[Tensor, Tensor]]:
         rows = self.batches.micro_batches(self.progress.cursor)
