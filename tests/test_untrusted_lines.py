@@ -324,7 +324,8 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
 
 
 def test_events_that_the_supervisor_does_not_know_are_no_problem() -> None:
-    assert parse_event(b'{"event": "something-new", "text": 7}', AGENT_EVENTS) == {"event": "something-new", "text": 7}
+    event = parse_event(b'{"event": "something-new", "text": 7}', AGENT_EVENTS)
+    assert event == {"event": "something-new", "text": 7, "rank": None, "time": None}
 
 
 # Ranks and programs on other machines

@@ -535,11 +535,14 @@ def parse_event(line: bytes, schema: Schema | None = None) -> Event | None:
 
 
 def _fits(record: Event, schema: Schema) -> bool:
-    if not all(check(record.get(name)) for name, check in _ALWAYS.items()):
+    """Whether its readers can use a record. A field that may be None is there afterwards."""
+    if not _has(record, _ALWAYS) or (schema is RANK_EVENTS and record["rank"] is None):
         return False
-    if schema is RANK_EVENTS and record.get("rank") is None:
-        return False
-    return all(check(record.get(name)) for name, check in schema.get(record["event"], {}).items())
+    return _has(record, schema.get(record["event"], {}))
+
+
+def _has(record: Event, fields: Mapping[str, Check]) -> bool:
+    return all(check(record.setdefault(name, None)) for name, check in fields.items())
 
 
 class LineCutter:
