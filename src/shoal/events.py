@@ -607,7 +607,7 @@ class LineCutter:
         self._returned = self.is_overwritten = False
 
 
-# Of what a rank prints; nobody reads more of one line.
+# Of a line that a rank prints.
 LONGEST_LINE = 1 << 20
 # Of an event; ours have some kilobytes.
 LONGEST_EVENT = 16 << 20

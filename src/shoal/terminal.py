@@ -1,7 +1,7 @@
 """What may reach a terminal: text without control sequences.
 
 Names of machines, log lines, process lists and error texts of other programs are foreign text. An escape sequence in
-it could rewrite the screen, the window title or the clipboard of whoever looks at it.
+it could rewrite the screen, the window title or the clipboard of the reader.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PrintableStream:
 
 
 def protect_terminal() -> None:
-    """From here on nothing written to stdout and stderr can steer the terminal, whoever writes it.
+    """From here on nothing written to stdout and stderr can steer the terminal.
 
     Consoles that style text themselves clean it before they add their own sequences, and write to `raw_stream`.
     """

@@ -154,7 +154,7 @@ def read_code_file(file: Path) -> str:
             if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
                 raise UsageError(
                     f"other users can read or change the code in {file}",
-                    why=f"its mode is {stat.S_IMODE(status.st_mode):04o}, and a code lets in whoever uses it first",
+                    why=f"its mode is {stat.S_IMODE(status.st_mode):04o}, and the first machine to use a code gets in",
                     fix=f"chmod 600 {file}; and ask the host for a new code; or: shoal join ADDRESS:PORT < {file}",
                 )
             return opened.read(_MOST_CODE_BYTES).decode(errors="replace")

@@ -10,7 +10,7 @@ from shoal.runfolder import RunFolder, write_durably
 
 
 def keep_orders(run: RunFolder, meet: Meet, go: Go) -> None:
-    """Readable by nobody else: the run's token is in it. Whole or not at all, and on disk before it is relied on."""
+    """Readable by its owner alone: it has the run's token. Whole or not at all, and on disk before it is relied on."""
     path = run.orders(meet.node)
     write_durably(path, to_line(meet) + to_line(go), path.with_name(f".{path.name}.new"), 0o600)
 

@@ -41,9 +41,9 @@ class Farewell:
             (self.voters.add if message.votes else self.voters.discard)(member)
 
     def is_hopeless(self, has_state: bool, has_vote: bool, now: float, is_starting: bool = False) -> bool:
-        """Neither we nor anybody whom we reach has what was trained, and that for a while. Without a vote we wait for
-        those that have one: they may be loading a checkpoint. `is_starting`: our own ranks are, and then go back to
-        one."""
+        """Neither this agent nor one that it reaches has what was trained, and that for a while. Without a vote it
+        waits for those that have one: they may be loading a checkpoint. `is_starting`: its own ranks are starting, and
+        then go back to one."""
         if has_state or (self.holders if has_vote else self.voters) & self.linked:
             self.hopeless_since = None
         elif self.hopeless_since is None:

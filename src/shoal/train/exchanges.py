@@ -37,7 +37,7 @@ def make_exchanges(config: Config, model: GPT, world: World, deal: Deal) -> Exch
 
 
 def exchange_timeout_s(sync: SyncConfig, outer: Outer) -> float:
-    """A rank that may be so many steps ahead waits for as many steps of the slowest before anybody is dead."""
+    """A rank that may be so many steps ahead waits for as many steps of the slowest before a rank counts as dead."""
     return sync.timeout_s * (1 + outer.lag_steps)
 
 

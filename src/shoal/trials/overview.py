@@ -21,8 +21,8 @@ _TAIL_BYTES = 16384
 
 @dataclass(frozen=True)
 class RunState:
-    """`state`: running; unkept, when its agents go on and nobody looks after them; left over, when only ranks or
-    their children are there, which nobody will ever end; or folder removed, when its processes are about to end
+    """`state`: running; unkept, when its agents go on without a supervisor; left over, when only ranks or
+    their children are there, which no process will ever end; or folder removed, when its processes are about to end
     because the run folder was deleted."""
 
     run: Path

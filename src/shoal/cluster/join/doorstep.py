@@ -28,8 +28,8 @@ _MOST_USER_NAME = 32
 
 
 class Doorstep:
-    """`late`: whoever comes is told that the run goes on already. With `confirm` the owner of the run is asked before a
-    machine that knows the code gets the text, the configuration or the token."""
+    """`late`: a joining machine is told that the run goes on already. With `confirm` the owner of the run is asked
+    before a machine that knows the code gets the text, the configuration or the token."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class Lineage(Plain):
 
 
 class Generation(Plain):
-    """`state` is what all members begin with; whoever has another one copies it from `source`. `recovers`: no member
+    """`state` is what all members begin with; a member with another one copies it from `source`. `recovers`: no member
     has a state, and all begin with the newest checkpoint that one of them finds."""
 
     id: Ballot

@@ -30,7 +30,7 @@ _RSS_MB_A_MINUTE = 5.0
 
 class FaultOutcome(BaseModel):
     """What one fault of a soak did. `pause_s` is the longest time without a step until the next fault; `skipped` says
-    why it could not be injected: whoever it was meant for was not back from an earlier one in time."""
+    why it could not be injected: its target was not back from an earlier one in time."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -36,7 +36,7 @@ class Expect(BaseModel):
     A training's ledger must be whole, its replicas equal to the bit and nothing left of it 5 s after its end, whatever
     stands here; nor a checkpoint that was only begun, unless its ranks are killed at the end (`whole_checkpoints`).
     `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop; `kept = false`
-    says that the keeper is killed, so that nobody is left who could give one. `shoal verify` must pass on the run
+    says that the keeper is killed, so that no process is left that could give one. `shoal verify` must pass on the run
     folder, unless the scenario leaves damage in it on purpose (`verified = false`).
     """
 
