@@ -91,6 +91,8 @@ class ScriptedAgent:
         self.generation = Ballot(0, 0)
         self.lineage = Lineage(name=Ballot(1, 0))
         self.leased: set[int] = set()
+        # The generation that each running rank was last told to enter.
+        self._entered: dict[int, Ballot] = {}
         self._size = ranks
         self._words = words
         self._keys = KeyStore()
@@ -149,9 +151,17 @@ class ScriptedAgent:
         furthest = max(states, key=lambda state: state.step)
         for number in joining:
             self.ranks[number].hear(Here)
+            self._halt_in_earlier(number)
         self._call(ids, furthest, first=False, holding=staying, among=ids)
         self.await_formed(ids)
         return states
+
+    def _halt_in_earlier(self, number: int) -> None:
+        """As an agent does with a rank that was frozen: without the order a rank that waits in a gloo send for peers
+        that have left waits until the exchange's deadline."""
+        if (earlier := self._entered.get(number)) is not None:
+            self.ranks[number].send(Halt(generation=earlier, at_edge=False))
+            self.ranks[number].hear(Halted, lambda each: each.generation == earlier)
 
     def recover(self, ids: tuple[int, ...]) -> None:
         """A generation of ranks that have no state, as a lineage of its own."""
@@ -234,6 +244,7 @@ class ScriptedAgent:
                     launched=self._size,
                 )
                 self.ranks[number].send(enter)
+                self._entered[number] = self.generation
         self.leased = set(ids)
 
     def _start(self, number: int) -> None:
@@ -256,6 +267,7 @@ class ScriptedAgent:
         if number in self.ranks:
             self.ranks[number].line.close()
         self.ranks[number] = Rank(process, ours)
+        self._entered.pop(number, None)
         # asyncio itself holds tasks only weakly.
         self._serving.append(asyncio.run_coroutine_threadsafe(self._serve(number, our_keys), self._loop))
 
