@@ -165,12 +165,13 @@ from pathlib import Path
 from shoal.cluster.lab import changes
 from shoal.cluster.lab.build import up
 from shoal.cluster.lab.spec import make_spec
-lab = up(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit"))
+lab = up(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit", delay="20ms"))
 try:
     said = lambda *argv: subprocess.run(lab.command("node1", argv), capture_output=True, text=True)
     assert lab.state.rootless
     assert said("hostname").stdout == "node1\\n", said("hostname").stderr
-    assert said("ping", "-c", "1", "-W", "1", "node2").returncode == 0
+    first = said("ping", "-q", "-c", "2", "-W", "1", "node2")
+    assert first.returncode == 0 and float(first.stdout.rpartition("= ")[2].split("/")[0]) >= 40, first
     lab.perform(changes.cut_off("node1", None, one_way=False))
     assert said("ping", "-c", "1", "-W", "1", "node2").returncode != 0
     assert "tbf" in said("tc", "qdisc", "show", "dev", "eth0").stdout

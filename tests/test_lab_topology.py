@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.cluster.lab import changes, topology
 from shoal.cluster.lab.cgroup import Group, Groups, find_groups, limit_cpu, make_lab_groups
 from shoal.cluster.lab.filters import parse_ports, ruleset
-from shoal.cluster.lab.kernel import Features, notes, possible, why_forbidden
+from shoal.cluster.lab.kernel import Features, lacks, possible, substitutes, why_forbidden
 from shoal.cluster.lab.shaping import bundling, shape
 from shoal.cluster.lab.spec import LabSpec, Link, make_spec, parse_lab
 from shoal.cluster.lab.state import LabState
@@ -163,14 +164,46 @@ def test_tools_are_found_where_an_ordinary_path_does_not_lead(monkeypatch: pytes
 
 
 def test_what_the_kernel_lacks_is_named_and_the_rest_kept() -> None:
-    poor = Features(rootless=True, netem=False, nft=True, sshd=True, groups=Groups())
+    poor = Features(rootless=True, netem=False, delay_line=False, nft=True, sshd=True, groups=Groups())
     asked = make_spec(2, delay="2ms", loss="1%", cpu="0.5", sshd=True)
-    said = " ".join(notes(asked, poor))
-    for word in ("netem", "loss by nftables", "CPU limits", "SSH servers"):
+    said = " ".join(lacks(asked, poor))
+    for word in ("no delay", "CPU limits", "SSH servers"):
         assert word in said
+    assert "loss" not in said
+    assert substitutes(asked, poor) == ("loss by nftables: this kernel has no netem",)
     had = possible(asked, poor)
     assert (had.nodes[0].link.delay_s, had.nodes[0].link.loss, had.nodes[0].cpu, had.sshd) == (0.0, 0.01, None, False)
-    assert notes(make_spec(2), poor) == ()
+    assert lacks(make_spec(2), poor) == substitutes(make_spec(2), poor) == ()
+    poorest = replace(poor, nft=False)
+    assert "no loss: neither netem nor nft" in lacks(asked, poorest)
+    assert substitutes(asked, poorest) == ()
+
+
+def test_a_process_delays_packets_where_the_kernel_cannot() -> None:
+    features = Features(rootless=False, netem=False, delay_line=True, nft=True, sshd=True, groups=V1)
+    asked = make_spec(2, delay="2ms")
+    assert possible(asked, features).nodes[0].link.delay_s == 0.002
+    assert lacks(asked, features) == ()
+    assert "a process" in substitutes(asked, features)[0]
+    rich = replace(features, netem=True, delay_line=False)
+    assert substitutes(asked, rich) == lacks(asked, rich) == ()
+
+
+def test_a_delay_line_comes_changes_and_goes_with_the_delay() -> None:
+    def changed(was: str, now: str) -> str:
+        before, after = (make_spec(1, link="none", delay=delay).nodes[0] for delay in (was, now))
+        return render(topology.link(after, site(netem=False), before.link))
+
+    starts, ends = "delay_line.py /run/lab/node1-delay.pid node1 node1-w 0.005000000", "kill -KILL"
+    begun = changed("0ms", "5ms")
+    assert (starts in begun, ends in begun) == (True, False)
+    assert "ip link set node1 nomaster arp off" in begun
+    again = changed("2ms", "5ms")
+    assert again.index(ends) < again.index(starts)
+    over = changed("5ms", "0ms")
+    assert (starts in over, ends in over) == (False, True)
+    assert "ip link set node1 master sw0 arp on" in over
+    assert "delay" not in changed("5ms", "5ms")
 
 
 @pytest.mark.parametrize(

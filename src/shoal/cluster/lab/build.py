@@ -8,7 +8,7 @@ import sys
 
 from shoal.cluster.lab import registry, ssh, topology
 from shoal.cluster.lab.apply import apply
-from shoal.cluster.lab.kernel import Features, notes, observe, possible
+from shoal.cluster.lab.kernel import Features, lacks, observe, possible, substitutes
 from shoal.cluster.lab.lab import Lab, why_stale
 from shoal.cluster.lab.processes import started
 from shoal.cluster.lab.removal import remove_locked
@@ -16,12 +16,20 @@ from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.lab.state import LabState, Owner
 from shoal.cluster.lab.steps import Step
 from shoal.cluster.lab.topology import Site
-from shoal.errors import UsageError
+from shoal.errors import LabError, UsageError
 
 
 def up(spec: LabSpec, owner: int | None = None) -> Lab:
-    """`owner` is a process: when it ends, however, the lab is removed."""
-    state = plan_state(spec, observe(), owner)
+    """`owner` is a process: when it ends, however, the lab is removed. Such a lab is as it was asked for or not at all:
+    what the process measures in it is recorded as measured on that lab."""
+    features = observe()
+    if owner is not None and (missing := lacks(spec, features)):
+        raise LabError(
+            f"this machine cannot build that lab: {'; '.join(missing)}",
+            why="a run in a lab without it would be recorded as one with it",
+            fix="leave that setting out of --on, or build the lab yourself and see what it lacks: shoal lab up",
+        )
+    state = plan_state(spec, features, owner)
     with registry.locked():
         _make_room(spec.name)
         registry.make_folder(spec.name)
@@ -41,8 +49,9 @@ def plan_state(spec: LabSpec, features: Features, owner: int | None = None) -> L
         spec=possible(spec, features),
         rootless=features.rootless,
         netem=features.netem,
+        delay_line=features.delay_line,
         groups=features.groups,
-        notes=notes(spec, features),
+        notes=(*substitutes(spec, features), *lacks(spec, features)),
         owner=_owner(owner),
     )
 

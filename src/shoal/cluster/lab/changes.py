@@ -47,9 +47,11 @@ def set_link(name: str, change: Callable[[Link], Link]) -> Change:
     def outcome(scene: Scene) -> Outcome:
         node = scene.node(name)
         after = node.model_copy(update={"link": change(node.link)})
-        if after.link.delay_s and not scene.site.netem:
+        if after.link.delay_s and not (scene.state.netem or scene.state.delay_line):
             raise UsageError(
-                "this kernel cannot delay packets", why="it has no netem (sch_netem)", fix="leave --delay out"
+                "this kernel cannot delay packets",
+                why="it has no netem (sch_netem) and allows no packet sockets",
+                fix="leave --delay out",
             )
         state = with_node(scene.state, after)
         return state, [*topology.link(after, scene.site, node.link), *scene.filters(state)]

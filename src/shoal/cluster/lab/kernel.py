@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ _SETTINGS = (
 class Features:
     rootless: bool
     netem: bool
+    # A process can delay packets where there is no netem.
+    delay_line: bool
     nft: bool
     sshd: bool
     groups: Groups
@@ -45,9 +48,11 @@ def observe() -> Features:
     """Raises where no lab can be built at all, and says what forbids it."""
     need_tools(_PACKAGES)
     rootless = _must_be_rootless()
+    netem = _has_netem(rootless)
     return Features(
         rootless,
-        netem=_has_netem(rootless),
+        netem=netem,
+        delay_line=not netem and _has_packet_sockets(rootless),
         nft=find_tool("nft") is not None,
         sshd=find_tool("sshd") is not None and find_tool("ssh-keygen") is not None,
         groups=read_groups(),
@@ -107,6 +112,12 @@ def _has_netem(rootless: bool) -> bool:
     return not _complaint(("unshare", *user, "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "limit", "1"))
 
 
+def _has_packet_sockets(rootless: bool) -> bool:
+    user = _AS_ROOT_OF_OWN if rootless else ()
+    program = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)"
+    return not _complaint(("unshare", *user, "--net", sys.executable, "-I", "-S", "-c", program))
+
+
 def _complaint(argv: tuple[str, ...]) -> str:
     """What a trial says when it fails; nothing when it works."""
     try:
@@ -125,13 +136,23 @@ def _complaint(argv: tuple[str, ...]) -> str:
     return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{argv[0]} ended with {done.returncode}"
 
 
-def notes(spec: LabSpec, features: Features) -> tuple[str, ...]:
+def substitutes(spec: LabSpec, features: Features) -> tuple[str, ...]:
+    """What was asked for and is done in another way here."""
+    said = []
+    if features.delay_line and any(node.link.delay_s for node in spec.nodes):
+        said.append("delay by a process that holds packets back, late by up to 1 ms: this kernel has no netem")
+    if features.nft and not features.netem and any(node.link.loss for node in spec.nodes):
+        said.append("loss by nftables: this kernel has no netem")
+    return tuple(said)
+
+
+def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
     """What was asked for and cannot be had here, by name; the rest of the lab works."""
     said = []
-    if not features.netem and any(node.link.delay_s for node in spec.nodes):
-        said.append("no delay: this kernel has no netem (sch_netem); rates and everything else hold")
-    if not features.netem and any(node.link.loss for node in spec.nodes):
-        said.append("loss by nftables: this kernel has no netem" if features.nft else "no loss: neither netem nor nft")
+    if not (features.netem or features.delay_line) and any(node.link.delay_s for node in spec.nodes):
+        said.append("no delay: this kernel has no netem (sch_netem) and allows no packet sockets")
+    if not (features.netem or features.nft) and any(node.link.loss for node in spec.nodes):
+        said.append("no loss: neither netem nor nft")
     if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
         said.append(f"no CPU limits: {_why_no_groups(features)}")
     if spec.sshd and not _can_serve_ssh(features):
@@ -159,7 +180,7 @@ def possible(spec: LabSpec, features: Features) -> LabSpec:
 def _possible_node(node: LabNode, features: Features) -> LabNode:
     link = node.link.model_copy(
         update={
-            "delay_s": node.link.delay_s if features.netem else 0.0,
+            "delay_s": node.link.delay_s if features.netem or features.delay_line else 0.0,
             "loss": node.link.loss if features.netem or features.nft else 0.0,
         }
     )

@@ -25,6 +25,7 @@ class LabState(Frozen):
     spec: LabSpec
     rootless: bool
     netem: bool
+    delay_line: bool = False
     groups: Groups
     notes: tuple[str, ...] = ()
     owner: Owner | None = None

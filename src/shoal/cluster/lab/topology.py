@@ -28,6 +28,7 @@ from shoal.cluster.lab.steps import Await, Kill, PidOf, Run, Step, Word, Write
 _BRIDGE = "sw0"
 _ALL = ("--net", "--uts", "--mount", "--pid")
 _PARENT = (sys.executable, "-I", "-S", str(Path(__file__).with_name("parent.py")))
+_DELAY_LINE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("delay_line.py")))
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,52 @@ def link(node: LabNode, site: Site, was: Link | None = None) -> list[Step]:
     for place, device, netem in ((node.name, INTERFACE, False), (SWITCH, node.name, site.netem)):
         steps += [site.net(place, command) for command in shape(device, node.link, netem)]
         steps += [site.net(place, command) for command in bundling(device, node.link, was or Link())]
+    return steps + ([] if site.netem else _delay(node, site, (was or Link()).delay_s))
+
+
+def _delay(node: LabNode, site: Site, was_s: float) -> list[Step]:
+    """A process between the switch and the node's cable, for kernels without netem. The node's own end stays as it is:
+    connections survive when a delay comes or goes."""
+    if node.link.delay_s == was_s:
+        return []
+    bridge_end, line_end = _line_ends(node)
+    steps: list[Step] = []
+    if was_s:
+        steps += [
+            *_end_line(node, site),
+            site.net(SWITCH, f"ip link del {bridge_end}"),
+            site.net(SWITCH, f"ip link set {node.name} master {_BRIDGE} arp on"),
+        ]
+    if node.link.delay_s:
+        line, end = line_name(node), f"{node.link.delay_s:.9f}"
+        program = (*_DELAY_LINE, str(site.pid(line).file), node.name, line_end, end)
+        # In a pid namespace of its own, by which it is ended; without the switch's mounts, so that it learns its number
+        # on the host.
+        inside = (*site.inside(SWITCH, "--net", "--pid"), "setsid", "--fork", "unshare", "--pid", "--fork", *program)
+        steps += [
+            # Without ARP the switch itself does not answer at the two ends, which belong to no bridge.
+            site.net(SWITCH, f"ip link set {node.name} nomaster arp off"),
+            site.net(SWITCH, f"ip link add {bridge_end} type veth peer name {line_end}"),
+            site.net(SWITCH, f"ip link set {line_end} addrgenmode none arp off up"),
+            site.net(SWITCH, f"ip link set {bridge_end} master {_BRIDGE} addrgenmode none up"),
+            Run(("env", *site.environment(line), *inside), log=site.log(line)),
+            Await(site.pid(line).file, site.log(line)),
+        ]
     return steps
+
+
+def line_name(node: LabNode) -> str:
+    """By which a node's delay line is found again."""
+    return f"{node.name}-delay"
+
+
+def _line_ends(node: LabNode) -> tuple[str, str]:
+    return f"{node.name}-b", f"{node.name}-w"
+
+
+def _end_line(node: LabNode, site: Site) -> list[Step]:
+    pid = site.pid(line_name(node))
+    return [Kill(pid), Run(("rm", "-f", str(pid.file)))]
 
 
 def cpu(node: LabNode, site: Site) -> list[Step]:
@@ -142,12 +188,15 @@ def stop_or_go(node: LabNode, site: Site, frozen: bool) -> list[Step]:
 
 def restart(node: LabNode, site: Site) -> list[Step]:
     """A killed node comes back as it was. Its old number must not be taken for the new one."""
-    return [Run(("rm", "-f", str(site.pid(node.name).file))), _unplug(node, site), *start_node(node, site)]
+    line = _end_line(node, site) if node.link.delay_s and not site.netem else []
+    return [Run(("rm", "-f", str(site.pid(node.name).file))), *line, _unplug(node, site), *start_node(node, site)]
 
 
 def _unplug(node: LabNode, site: Site) -> Run:
     """The kernel buries a network namespace in its own time, and until then its dead node answers pings."""
-    return Run((*site.inside(SWITCH, "--net"), "sh", "-c", f"ip link del {node.name} 2> /dev/null || true"))
+    devices = (node.name, *([] if site.netem or not node.link.delay_s else [_line_ends(node)[0]]))
+    script = "; ".join(f"ip link del {device} 2> /dev/null || true" for device in devices)
+    return Run((*site.inside(SWITCH, "--net"), "sh", "-c", script))
 
 
 def rules(node: LabNode, site: Site, script: str) -> list[Step]:
