@@ -171,7 +171,10 @@ try:
     assert lab.state.rootless
     assert said("hostname").stdout == "node1\\n", said("hostname").stderr
     first = said("ping", "-q", "-c", "2", "-W", "1", "node2")
-    assert first.returncode == 0 and float(first.stdout.rpartition("= ")[2].split("/")[0]) >= 40, first
+    assert first.returncode == 0, first
+    # In a user namespace root's Python may be unreadable, and then no process delays packets.
+    least_ms = 40 if lab.state.netem or lab.state.delay_line else 0
+    assert float(first.stdout.rpartition("= ")[2].split("/")[0]) >= least_ms, first
     lab.perform(changes.cut_off("node1", None, one_way=False))
     assert said("ping", "-c", "1", "-W", "1", "node2").returncode != 0
     assert "tbf" in said("tc", "qdisc", "show", "dev", "eth0").stdout
