@@ -21,7 +21,7 @@ from shoal.control.channel import Message
 from shoal.control.machine import boot_clock
 from shoal.control.membership.promisefile import PromiseFile
 from shoal.control.private import torch_caches
-from shoal.control.process import unmark
+from shoal.control.process import restore_signals, unmark
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.again import forget_orders, keep_orders, read_orders
@@ -361,4 +361,5 @@ async def _main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    restore_signals()
     sys.exit(asyncio.run(_main(sys.argv[1:])))

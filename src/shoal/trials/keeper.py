@@ -27,7 +27,7 @@ from shoal.cluster.hosts.files import project_of
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
 from shoal.control.private import find_danger
-from shoal.control.process import marks, unmark
+from shoal.control.process import marks, restore_signals, unmark
 from shoal.data.run_setup import read_facts, to_json
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -93,6 +93,7 @@ def read_job(run: RunFolder) -> Job:
 def main(folder: Path) -> int:
     run = RunFolder(folder)
     unmark()
+    restore_signals(signal.valid_signals() - ENDING)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Both end a keeper in good order, also while it still builds a lab, and also where a shell had them ignored.
     for signum in ENDING:
