@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
@@ -21,7 +21,7 @@ from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.orders import Membership, membership
 from shoal.launch.plan import plan_module, plan_ranks, plan_script
-from shoal.launch.verdict import Ending, caused, failure, first_to_fail, outlived
+from shoal.launch.verdict import Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
 from shoal.launch.world import World, interruptible
 from shoal.runfolder import RunFolder
 
@@ -94,10 +94,16 @@ def run_module(
 
 
 def run_script(
-    config: RunConfig, argv: Sequence[str], run: RunFolder, cluster: Cluster, log: EventLog, port: int = 0
+    config: RunConfig,
+    argv: Sequence[str],
+    run: RunFolder,
+    cluster: Cluster,
+    log: EventLog,
+    is_consequence: Callable[[str], bool],
+    port: int = 0,
 ) -> None:
     """Runs anybody's script on every slot. The error that is raised carries the script's own exit code: that of the
-    first rank to fail."""
+    first rank to fail. `is_consequence` knows the messages of ranks that only lost a peer."""
     world = World(run, cluster, log)
     with interruptible(world), world:
         digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
@@ -107,8 +113,10 @@ def run_script(
         world.see_through()
     if world.interrupts:
         raise Interrupted("interrupted", fix=f"what the ranks printed is in {run.path / 'logs'}")
-    error, first = failure(world.endings, {}, {}), first_to_fail(world.endings, {})
+    faults = script_faults(world.endings, lambda ending: tail_of(Path(ending.log), 1000, 1 << 16), is_consequence)
+    error, first = failure(world.endings, faults, _log_tails(world, run)), first_to_fail(world.endings, faults)
     if error and first:
+        error.why = "; ".join(filter(None, (left_early(world.endings, faults), error.why)))
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
     if any(ending.code == Interrupted.exit_code for ending in world.endings):

@@ -33,6 +33,7 @@ from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.supervise import run_ranks, run_script
 from shoal.net.after_run import put_into_words
+from shoal.net.explain import is_consequence
 from shoal.report.finish import finish
 from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
@@ -140,7 +141,7 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
     if job.script:
         with open_cluster(job.on, Cargo(project=_project(job)), note) as cluster:
             words = python_words(job.script, Path.cwd(), note)
-            run_script(RunConfig(on=job.on, threads=job.threads), words, run, cluster, log, job.port)
+            run_script(RunConfig(on=job.on, threads=job.threads), words, run, cluster, log, is_consequence, job.port)
         return
     config = load_config(run.config)
     try:
