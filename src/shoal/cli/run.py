@@ -12,6 +12,8 @@ from shoal.cli.lines import make_line_printer, print_note
 from shoal.cli.output import make_console, print_detached
 from shoal.config.load import validate
 from shoal.errors import UsageError
+from shoal.launch.supervise import GRACE_S
+from shoal.trials.keeper import Job
 from shoal.trials.scripts import run_anything
 from shoal.trials.training import default_out
 
@@ -30,6 +32,9 @@ def run(
             min=0, max=65535, help="MASTER_PORT, when a firewall lets only one through.", show_default="a free one"
         ),
     ] = 0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that ranks have to end after Ctrl-C or shoal stop.")
+    ] = GRACE_S,
     clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
@@ -45,7 +50,8 @@ def run(
     clear_leftovers(clean)
     out = out or default_out(name)
     show = make_line_printer(make_console(soft_wrap=True))
-    folder = run_anything(argv, on, out, threads, port, detach, show, print_note)
+    job = Job(script=tuple(argv), on=on, threads=threads, port=port, grace_s=grace)
+    folder = run_anything(job, out, detach, show, print_note)
     if detach:
         print_detached(folder, json=False)
 

@@ -25,6 +25,9 @@ from shoal.launch.verdict import Ending, caused, failure, first_to_fail, left_ea
 from shoal.launch.world import World, interruptible
 from shoal.runfolder import RunFolder
 
+# What torchrun gives its workers between the signal and SIGKILL.
+GRACE_S = 30.0
+
 
 def run_ranks(
     config: RunConfig,
@@ -101,10 +104,12 @@ def run_script(
     log: EventLog,
     is_consequence: Callable[[str], bool],
     port: int = 0,
+    grace_s: float = GRACE_S,
 ) -> None:
     """Runs anybody's script on every slot. The error that is raised carries the script's own exit code: that of the
-    first rank to fail. `is_consequence` knows the messages of ranks that only lost a peer."""
-    world = World(run, cluster, log)
+    first rank to fail. `is_consequence` knows the messages of ranks that only lost a peer. Once asked to stop, the
+    ranks have `grace_s` for it."""
+    world = World(run, cluster, log, grace_s=grace_s)
     with interruptible(world), world:
         digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
         world.launch(
@@ -112,7 +117,9 @@ def run_script(
         )
         world.see_through()
     if world.interrupts:
-        raise Interrupted("interrupted", fix=f"what the ranks printed is in {run.path / 'logs'}")
+        killed = sorted(rank for ending in world.endings if ending.by_us for rank in ending.ranks)
+        late = f"rank {', '.join(map(str, killed))} had to be ended" if killed else ""
+        raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {run.path / 'logs'}")
     faults = script_faults(world.endings, lambda ending: tail_of(Path(ending.log), 1000, 1 << 16), is_consequence)
     error, first = failure(world.endings, faults, _log_tails(world, run)), first_to_fail(world.endings, faults)
     if error and first:

@@ -22,6 +22,7 @@ from shoal.launch.plan import Command
 from shoal.launch.post import Post
 from shoal.launch.verdict import Ending
 from shoal.runfolder import RunFolder
+from shoal.units import format_duration
 
 POLL_S = 0.05
 # Over SSH to a slow machine Python alone may take seconds to start.
@@ -50,6 +51,8 @@ class World:
     is_elastic: bool = False
     broken: str = ""
     gave_up: ShoalError | None = None
+    # How long the ranks of a script may take to end once they are asked to stop.
+    grace_s: float | None = None
     _said: set[str] = field(default_factory=set)
     # Nodes whose journals were found to have lines that cannot be used.
     _noted_journals: set[str] = field(default_factory=set)
@@ -122,7 +125,7 @@ class World:
         order = None if members is None else members(self.ranks, self._highest_generation())
         roster = [self._as_member(post) for post in self.posts]
         for post in self.posts:
-            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order)))
+            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order, self.grace_s)))
 
     def _as_member(self, post: Post) -> Member:
         said, node = post.ready or {}, post.node
@@ -175,7 +178,9 @@ class World:
         while self._obeyed < self.interrupts:
             self._obeyed += 1
             self._tell(STOP if self._obeyed == 1 else END)
-            if self._obeyed > 1:
+            if self._obeyed == 1:
+                self._note(asked_to_stop(self.grace_s))
+            else:
                 self._ended_at = self._ended_at or time.monotonic()
 
     def _leave_the_stuck(self) -> None:
@@ -329,6 +334,14 @@ class World:
         for command in self.commands:
             if command.node.name == post.node.name and command.name not in ended:
                 self._end(post, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
+
+
+def asked_to_stop(grace_s: float | None) -> str:
+    """What a user reads after the first Ctrl-C: what happens now, and how to end it sooner."""
+    if grace_s is None:
+        return "the ranks finish their step and save; Ctrl-C again ends them now"
+    limit = f"those that still run in {format_duration(grace_s)} are ended (--grace)" if grace_s else "they are ended"
+    return f"the ranks were asked to stop; {limit}; Ctrl-C again ends them now"
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from shoal.control.process import marks, restore_signals, unmark
 from shoal.data.run_setup import read_facts, to_json
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.supervise import run_ranks, run_script
+from shoal.launch.supervise import GRACE_S, run_ranks, run_script
 from shoal.net.after_run import put_into_words
 from shoal.net.explain import is_consequence
 from shoal.report.finish import finish
@@ -44,14 +44,15 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class Job:
-    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` are a script's.
-    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
+    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` and `grace_s` are a
+    script's. `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
 
     resume: bool = False
     script: tuple[str, ...] = ()
     on: str = ""
     threads: int | None = None
     port: int = 0
+    grace_s: float = GRACE_S
     confirm: bool = False
 
 
@@ -141,7 +142,8 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
     if job.script:
         with open_cluster(job.on, Cargo(project=_project(job)), note) as cluster:
             words = python_words(job.script, Path.cwd(), note)
-            run_script(RunConfig(on=job.on, threads=job.threads), words, run, cluster, log, is_consequence, job.port)
+            config = RunConfig(on=job.on, threads=job.threads)
+            run_script(config, words, run, cluster, log, is_consequence, job.port, job.grace_s)
         return
     config = load_config(run.config)
     try:

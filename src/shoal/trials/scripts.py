@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.cluster.spec import settled
@@ -17,21 +18,11 @@ ShowLine = Callable[[LogLine], None]
 ShowNote = Callable[[str], None]
 
 
-def run_anything(
-    argv: Sequence[str],
-    on: str,
-    out: Path,
-    threads: int | None,
-    port: int,
-    detach: bool,
-    show: ShowLine,
-    show_note: ShowNote,
-) -> RunFolder:
+def run_anything(job: Job, out: Path, detach: bool, show: ShowLine, show_note: ShowNote) -> RunFolder:
     """Raises with the script's own exit code."""
-    on = settled(on)
+    job = replace(job, on=settled(job.on))
     run = RunFolder.create(out)
     keeping = Keeping.from_now(run)
-    job = Job(script=tuple(argv), on=on, threads=threads, port=port)
     logs = LogFollower(run)
 
     def look(notes: list[Event]) -> None:
