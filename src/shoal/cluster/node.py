@@ -77,7 +77,7 @@ def local_node(slots: int) -> Node:
 
 
 def start_process(
-    argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
+    argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = (), stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C at the terminal reaches the launcher, which then asks the ranks to finish.
 
@@ -90,7 +90,7 @@ def start_process(
         return subprocess.Popen(
             argv,
             env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

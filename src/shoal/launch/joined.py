@@ -112,7 +112,7 @@ class LonelyScripts:
     """Says once, a minute after the start, which of a node's ranks have met nobody. Shoal's own ranks are not asked."""
 
     def __init__(self, starts: Iterable[Start], note: Callable[[str], None]) -> None:
-        asked = [start for start in starts if not start.store and "MASTER_PORT" in start.env]
+        asked = [start for start in starts if start.is_script_rank]
         self._ranks = {start.name: start.ranks[0] for start in asked}
         self._note = note
         self._call: RollCall | None = None

@@ -92,6 +92,11 @@ class Start:
     env: dict[str, str]
     store: bool = False
 
+    @property
+    def is_script_rank(self) -> bool:
+        """Whether it is a rank of a user's script, which meets the others at torch's own store."""
+        return not self.store and "MASTER_PORT" in self.env
+
 
 @dataclass(frozen=True)
 class Membership:

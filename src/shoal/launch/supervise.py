@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.node import Node
+from shoal.cluster.node import Meeting, Node
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.cost.batch import world_batch
@@ -20,7 +20,7 @@ from shoal.cost.relief import relief
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.orders import Membership, membership
-from shoal.launch.plan import plan_module, plan_ranks, plan_script
+from shoal.launch.plan import Command, plan_module, plan_ranks, plan_script, settings_notes
 from shoal.launch.verdict import Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
 from shoal.launch.world import World, interruptible
 from shoal.runfolder import RunFolder
@@ -105,16 +105,23 @@ def run_script(
     is_consequence: Callable[[str], bool],
     port: int = 0,
     grace_s: float = GRACE_S,
+    python: str = "",
+    user_env: Mapping[str, str] | None = None,
 ) -> None:
     """Runs anybody's script on every slot. The error that is raised carries the script's own exit code: that of the
     first rank to fail. `is_consequence` knows the messages of ranks that only lost a peer. Once asked to stop, the
-    ranks have `grace_s` for it."""
+    ranks have `grace_s` for it. `python` runs the script, where it is not each machine's own; the variables of
+    `user_env` stay as the user set them."""
+
+    def plan(nodes: list[Node], meeting: Meeting) -> list[Command]:
+        for text in settings_notes(config, nodes, user_env or {}):
+            log.write("note", text=text)
+        return plan_script(config, argv, nodes, meeting, python, user_env)
+
     world = World(run, cluster, log, grace_s=grace_s)
     with interruptible(world), world:
         digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
-        world.launch(
-            lambda nodes, meeting: plan_script(config, argv, nodes, meeting), config=digest, data="", script_port=port
-        )
+        world.launch(plan, config=digest, data="", script_port=port)
         world.see_through()
     if world.interrupts:
         killed = sorted(rank for ending in world.endings if ending.by_us for rank in ending.ranks)

@@ -4,6 +4,7 @@ and go a line of its own."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from shoal.cluster.link import STDIN_FD
 from shoal.cluster.node import start_process
 from shoal.control.membership.generation import read_ballot
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
@@ -52,10 +54,17 @@ class Workplace:
         env = marks(self._run.path, start.name)
         if not alone_with_folder:
             env[KEEPS_FILES] = "0"
+        if start.is_script_rank:
+            # Where torch's `@record` writes the exception of a rank, as under torchrun.
+            env["TORCHELASTIC_ERROR_FILE"] = str(self._run.log(self._node, start.name).with_suffix(".error.json"))
+        stdin = self._take_stdin() if start.is_script_rank and start.ranks == (0,) else None
         with self._starting(start), ExitStack() as theirs:
+            if stdin is not None:
+                # A writer at its other end sees that the rank has ended.
+                theirs.callback(os.close, stdin)
             if start.store:
                 env[AGENT_FD] = str(self._serve_keys(theirs))
-            self._ranks.start(start, env, _descriptors(env))
+            self._ranks.start(start, env, _descriptors(env), stdin)
 
     def start_with_line(self, hand: Hand, hear: Callable[[Hand, ToAgent], None]) -> None:
         """Whether it keeps files it is told with each generation."""
@@ -142,6 +151,12 @@ class Workplace:
         with suppress(OSError):
             return place.mark in self._run.journal(place.node).read_text(encoding="utf-8")
         return False
+
+    @staticmethod
+    def _take_stdin() -> int | None:
+        """The standard input of the user's command, which the launcher handed to this agent."""
+        fd = os.environ.pop(STDIN_FD, None)
+        return None if fd is None else int(fd)
 
     def _serve_keys(self, theirs: ExitStack) -> int:
         ours, end = socket.socketpair()

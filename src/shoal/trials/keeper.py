@@ -44,8 +44,9 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class Job:
-    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` and `grace_s` are a
-    script's. `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
+    """`script` empty: the training whose configuration the folder holds. `on` up to `has_stdin` are a script's:
+    `python` runs it, where it is not each machine's own; rank 0 reads the user's standard input if `has_stdin`.
+    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
 
     resume: bool = False
     script: tuple[str, ...] = ()
@@ -53,6 +54,8 @@ class Job:
     threads: int | None = None
     port: int = 0
     grace_s: float = GRACE_S
+    python: str = ""
+    has_stdin: bool = False
     confirm: bool = False
 
 
@@ -63,7 +66,7 @@ def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
             env={**os.environ, **marks(run.path, "keeper")},
-            stdin=subprocess.PIPE if job.confirm else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if job.confirm else None if job.has_stdin else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -140,10 +143,20 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
         log.write("note", text=text)
 
     if job.script:
-        with open_cluster(job.on, Cargo(project=_project(job)), note) as cluster:
-            words = python_words(job.script, Path.cwd(), note)
-            config = RunConfig(on=job.on, threads=job.threads)
-            run_script(config, words, run, cluster, log, is_consequence, job.port, job.grace_s)
+        stdin = sys.stdin.fileno() if job.has_stdin and sys.stdin is not None else None
+        with open_cluster(job.on, Cargo(project=_project(job)), note, stdin=stdin) as cluster:
+            run_script(
+                RunConfig(on=job.on, threads=job.threads),
+                python_words(job.script, Path.cwd(), note),
+                run,
+                cluster,
+                log,
+                is_consequence,
+                job.port,
+                job.grace_s,
+                job.python,
+                os.environ,
+            )
         return
     config = load_config(run.config)
     try:
