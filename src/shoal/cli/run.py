@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.leftovers import clear_leftovers
-from shoal.cli.lines import make_line_printer, print_note
+from shoal.cli.lines import LineDisplay
 from shoal.cli.output import make_console, print_detached
 from shoal.config.load import validate
 from shoal.config.presets import did_you_mean
@@ -54,9 +54,8 @@ def run(
     validate({"run": {"on": on, "threads": threads}}, "the command line")
     clear_leftovers(clean)
     out = out or default_out(name)
-    show = make_line_printer(make_console(soft_wrap=True))
     job = Job(script=tuple(argv), on=on, threads=threads, port=port, grace_s=grace, python=python)
-    folder = run_anything(job, out, detach, show, print_note)
+    folder = run_anything(job, out, detach, LineDisplay(make_console(soft_wrap=True)))
     if detach:
         print_detached(folder, json=False)
 

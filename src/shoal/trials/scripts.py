@@ -11,9 +11,10 @@ import stat
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.spec import LocalSpec, parse_on, settled
@@ -24,26 +25,33 @@ from shoal.runfolder import RunFolder
 from shoal.trials.following import Keeping, await_running, follow, kept
 from shoal.trials.keeper import Job, start_keeper
 
-ShowLine = Callable[[LogLine], None]
-ShowNote = Callable[[str], None]
+
+class Display(Protocol):
+    """Where the lines of ranks and notes about the run are shown. `is_live`: it shows unfinished lines too."""
+
+    is_live: bool
+
+    def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
 
 
-def run_anything(job: Job, out: Path, detach: bool, show: ShowLine, show_note: ShowNote) -> RunFolder:
+def run_anything(job: Job, out: Path, detach: bool, display: Display) -> RunFolder:
     """Raises with the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
     has_stdin, about_stdin = choose_stdin(job.on, detach)
     job = replace(job, on=settled(job.on), python=python, has_stdin=has_stdin)
     run = RunFolder.create(out, is_training=False)
     for text in filter(None, (about_python, about_stdin)):
-        show_note(text)
+        display.note(text)
     keeping = Keeping.from_now(run)
-    logs = LogFollower(run)
+    logs = LogFollower(run, shows_current=display.is_live)
 
     def look(notes: list[Event]) -> None:
         for note in notes:
-            show_note(note["text"])
-        for line in [] if detach else logs.poll():
-            show(line)
+            display.note(note["text"])
+        if not detach:
+            display.lines(logs.poll(), logs.current())
 
     with contextlib.ExitStack() as held:
         lock = held.enter_context(run.held())
@@ -55,8 +63,8 @@ def run_anything(job: Job, out: Path, detach: bool, show: ShowLine, show_note: S
             try:
                 follow(run, keeper, keeping, look)
             finally:
-                for line in logs.last_words():
-                    show(line)
+                display.lines(logs.last_words())
+                display.close()
     return run
 
 
