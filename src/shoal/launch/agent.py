@@ -190,7 +190,9 @@ class Agent:
             alone = not any(map(self._workplace.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
                 self._workplace.start(start, alone)
-        self._roll = LonelyScripts(go.starts, self._note)
+        self._roll = LonelyScripts(
+            go.starts, lambda met, missing, after_s: self._write("met", met=met, missing=missing, after_s=after_s)
+        )
         self._write("started", processes=self._ranks.alive())
 
     async def _see_through(self) -> None:

@@ -19,6 +19,7 @@ from shoal.cost.batch import world_batch
 from shoal.cost.relief import relief
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import Event, EventLog, EventTail
+from shoal.launch.joined import never_met
 from shoal.launch.orders import Membership, membership
 from shoal.launch.plan import Command, plan_module, plan_ranks, plan_script, settings_notes
 from shoal.launch.verdict import Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
@@ -136,6 +137,8 @@ def run_script(
     if any(ending.code == Interrupted.exit_code for ending in world.endings):
         raise Interrupted("a rank says that it was interrupted", fix=f"look at {run.path / 'logs'}")
     _refuse_a_violent_end(world.endings)
+    if world.ranks > 1 and world.store_keys == 0 and not world.noted_absence:
+        log.write("note", text=never_met(world.ranks))
 
 
 def _fell_apart(world: World) -> ShoalError | None:

@@ -4,8 +4,10 @@ and go a line of its own."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 from collections import deque
@@ -34,6 +36,7 @@ from shoal.runfolder import RunFolder
 # What a rank calls it in its last event.
 _OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
 _LAST_BYTES = 1 << 16
+_STORE_ENDS_S = 3.0
 
 Write = Callable[..., None]
 
@@ -116,10 +119,27 @@ class Workplace:
             )
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.kill()
-            self._store.wait()
-            self._store = None
+        """Ends the store, and writes into the journal how many keys the ranks have left in it."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        store.terminate()
+        try:
+            store.wait(_STORE_ENDS_S)
+        except subprocess.TimeoutExpired:
+            store.kill()
+            store.wait()
+        self.write("meeting", keys=self._keys_in_store(store.returncode))
+
+    def _keys_in_store(self, code: int) -> int | None:
+        """None where it did not say so. One that still imported torch has served no rank."""
+        if code == -signal.SIGTERM:
+            return 0
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            text = self._run.journal(self._node).with_suffix(".store.log").read_text(encoding="utf-8")
+            keys = json.loads(text.splitlines()[-1])["keys"]
+            return keys if isinstance(keys, int) else None
+        return None
 
     def kill(self, name: str) -> None:
         self._ranks.end(name)
