@@ -29,7 +29,8 @@ def stop(run: RunFolder, wait_s: float = ASK_S) -> Outcome:
         return Outcome.NOT_RUNNING
     ask(_heads(run))
     if wait_s and await_end(lambda: find(run.path), wait_s):
-        return Outcome.ENDED if _had_to_be_killed(run) else Outcome.STOPPED
+        is_script = not run.config.is_file()
+        return Outcome.ENDED if is_script and _had_to_be_killed(run) else Outcome.STOPPED
     ask(_heads(run))
     if not await_end(lambda: find(run.path), _END_S):
         end_processes(find(run.path))
@@ -44,7 +45,7 @@ def end_processes(processes: list[Found]) -> None:
 
 
 def _had_to_be_killed(run: RunFolder) -> bool:
-    """Whether an agent killed ranks of the last launch, because they did not stop in time."""
+    """Whether an agent killed ranks of a script's last launch, because they did not stop in time."""
     for journal in run.path.glob("agents/*.jsonl"):
         events = read_last_events(journal, _LAST_BYTES)
         launch = events[-1].get("launch") if events else None
