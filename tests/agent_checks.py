@@ -111,11 +111,11 @@ def roster(team: Sequence[Agent]) -> tuple[Member, ...]:
     )
 
 
-def go(team: Sequence[Agent], *programs: Sequence[Start]) -> None:
+def go(team: Sequence[Agent], *programs: Sequence[Start], grace_s: float | None = None) -> None:
     """Sends each agent off with its part of the plan."""
     everybody = roster(team)
     for agent, starts in zip(team, programs, strict=True):
-        agent.tell(Go(everybody, tuple(starts)))
+        agent.tell(Go(everybody, tuple(starts), grace_s=grace_s))
 
 
 def python(rank: int, program: str, store: bool = False, env: Mapping[str, str] | None = None) -> Start:

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from shoal.control.process import marks
+from shoal.launch.agent import GRACE_AFTER_FAILURE_S
 from shoal.launch.found import find, is_alive
-from shoal.launch.orders import END, Go, Start
+from shoal.launch.orders import END, STOP, Go, Start
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
 
@@ -71,6 +72,40 @@ def test_a_failure_ends_everybody_within_seconds(tmp_path: Path) -> None:
         {"rank-1": (7, False)},
         {"rank-2": (-signal.SIGKILL, True)},
     ]
+
+
+def test_a_rank_that_saves_is_not_ended_because_another_has_stopped(tmp_path: Path) -> None:
+    """One rank ends by the signal, which is no failure; the checkpoint of the other takes longer than a failure may."""
+    saves = (
+        "import time\nprint('begun')\n"
+        "try:\n    time.sleep(300)\n"
+        f"except KeyboardInterrupt:\n    time.sleep({GRACE_AFTER_FAILURE_S + 1})\n    print('saved')\n"
+    )
+    with agents(tmp_path, tmp_path) as team:
+        go(team, [python(0, saves)], [python(1, "import time\nprint('begun')\ntime.sleep(300)")], grace_s=30.0)
+        for rank, agent in enumerate(team):
+            agent.first("started")
+            wait_until(lambda agent=agent, rank=rank: "begun" in log_of(agent, rank))  # type: ignore[misc]
+        team[0].tell(STOP)
+        assert [agent.code() for agent in team] == [0, 0]
+    assert [agent.ended() for agent in team] == [{"rank-0": (0, False)}, {"rank-1": (-signal.SIGINT, False)}]
+    assert log_of(team[0], 0) == "begun\nsaved\n"
+
+
+def test_a_rank_that_ignores_the_request_to_stop_is_ended(tmp_path: Path) -> None:
+    with agents(tmp_path, tmp_path) as team:
+        go(team, [shell(0, "trap '' INT TERM; echo deaf; sleep 300 & wait; wait")], [sleeper(1)], grace_s=0.5)
+        team[1].first("started")
+        wait_until(lambda: "deaf" in log_of(team[0], 0))
+        team[1].tell(STOP)
+        assert [agent.code() for agent in team] == [0, 0]
+        assert find(tmp_path) == []
+    assert [agent.ended() for agent in team] == [
+        {"rank-0": (-signal.SIGKILL, True)},
+        {"rank-1": (-signal.SIGINT, False)},
+    ]
+    assert [note["text"] for note in team[0].said("note")] == ["rank 0 did not stop within 500 ms: ended now"]
+    assert team[1].said("note") == []
 
 
 @pytest.mark.long
@@ -176,6 +211,7 @@ def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> No
         go([agent], [Start("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
         assert agent.code(60) == 0
     assert log_of(agent, 0) == "value\n"
+    assert agent.first("meeting")["keys"] in (1, None)
     assert not is_alive(store)
     with socket.create_server(("127.0.0.1", port)):
         pass

@@ -101,7 +101,8 @@ def test_an_output_folder_in_use_is_not_touched(tmp_path: Path) -> None:
     done = shoal("train", "--out", tmp_path, "--steps", "2", *TINY_FLAGS)
     assert done.returncode == 2
     assert f"the output folder {tmp_path} already exists and is not empty" in done.stderr
-    assert f"shoal train --resume {tmp_path}" in done.stderr
+    # There is no run to go on with.
+    assert "--resume" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 

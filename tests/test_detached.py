@@ -292,9 +292,25 @@ def test_a_run_whose_keeper_was_killed_can_still_be_stopped(tmp_path: Path) -> N
         assert state["state"] == "unkept"
         assert shoal("attach", run).returncode == 3
         stopped = shoal("stop", run)
-        assert (stopped.returncode, stopped.stdout) == (0, f"{run} finished its step and stopped\n")
+        assert (stopped.returncode, stopped.stdout) == (0, f"{run} stopped when it was asked to\n")
         assert find(run) == []
     assert shoal("logs", run).stdout.count("good night\n") == 2
+
+
+@pytest.mark.long
+def test_a_script_that_ignores_ctrl_c_is_ended_and_stop_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(300)\n"
+    with ended_afterwards(run), front(tmp_path, "run", "--grace", "1", "--out", run, script(tmp_path, deaf)) as first:
+        first.await_words("[0] deaf")
+        first.await_words("[1] deaf")
+        stopped = shoal("stop", run)
+        assert (stopped.returncode, stopped.stdout) == (0, f"{run} was ended\n")
+        assert first.code() == 130
+    words = "those that still run in 1 s are ended (--grace); Ctrl-C again ends them now"
+    assert f"note: the ranks were asked to stop; {words}" in first.err
+    assert "note: local: rank 0, rank 1 did not stop within 1 s: ended now" in first.err
+    assert "error: interrupted\n  why:  rank 0, 1 had to be ended\n" in first.err
 
 
 @pytest.mark.exhaustive

@@ -196,6 +196,8 @@ OF_AGENTS: dict[str, dict[str, Any]] = {
             "broken": {"name": "rank-0", "why": "x"},
             "lost": {"member": 1, "node": "node1", "how": "x"},
             "peer": {"node": "node1", "failed": True},
+            "met": {"met": [0], "missing": [1], "after_s": 60.5},
+            "meeting": {"keys": 3},
             "gave-up": {"error": "RunFailed", "seen": "x"},
             "refused": {"error": "RunFailed", "seen": "x"},
             "done": {"finished": True},

@@ -10,14 +10,22 @@ import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shoal.cluster.cluster import LocalCluster
+from shoal.cluster.link import Link
 from shoal.cluster.node import LOOPBACK, Meeting, Node, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
+from shoal.events import EventLog, EventTail, read_events
 from shoal.launch.joined import RollCall, Socket, is_at, lonely, observe, read_table, who_is_alone
 from shoal.launch.plan import Command, plan_script, script_store_command
+from shoal.launch.post import Post
+from shoal.launch.world import World
+from shoal.runfolder import RunFolder
 from tests.lab_checks import standing_lab
+from tests.programs import shoal
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 REST = "00000000:00000000 00:00000000 00000000     0        0"
@@ -100,6 +108,116 @@ def test_who_is_alone(met: dict[int, bool | None], world_size: int, alone: list[
 def test_the_warning_names_ranks_and_place() -> None:
     assert lonely([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
     assert lonely([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
+
+
+class Silent(Link):
+    """An agent that is there and says nothing but by its journal."""
+
+    def send(self, line: bytes) -> None: ...
+    def ended(self) -> str | None:
+        return None
+
+    def is_reachable(self) -> bool:
+        return True
+
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Watched:
+    """The launcher's view of a script with one rank on each of several nodes."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        run = RunFolder.create(folder / "run")
+        nodes = [Node(f"node{rank + 1}", "10.77.0.1", None, 1, 1) for rank in range(ranks)]
+        self.journals = [EventLog(run.journal(node.name), 0) for node in nodes]
+        self.told = run.path / "told.jsonl"
+        self.world = World(run, LocalCluster(1), EventLog(self.told, 0), launch_id="L", grace_s=30.0)
+        self.world.posts = [Post(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+        self.world.commands = [
+            Command(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
+        ]
+        self.world._meeting = Meeting("10.77.0.1", 4711)
+
+    def says(self, node: int, event: str, **fields: Any) -> None:
+        self.journals[node].write(event, launch="L", **fields)
+
+    def ended(self, rank: int, code: int = 0) -> None:
+        self.says(rank, "ended", name=f"rank-{rank}", code=code, by_us=False, starved=False)
+
+    def notes(self) -> list[str]:
+        self.world._look()
+        self.world._note_left_behind()
+        return [event["text"] for event in read_events(self.told)] if self.told.exists() else []
+
+
+def test_the_rank_that_others_wait_for_is_named(tmp_path: Path) -> None:
+    """Each agent sees its own ranks; only together do they show who waits."""
+    watched = Watched(tmp_path, 3)
+    watched.says(1, "met", met=[], missing=[1], after_s=61.0)
+    watched.says(0, "met", met=[0], missing=[], after_s=60.2)
+    assert watched.notes() == []
+    watched.says(2, "met", met=[2], missing=[], after_s=60.2)
+    (note,) = watched.notes()
+    assert note.startswith("rank 0, 2 wait for rank 1, not seen at 10.77.0.1:4711 in 61 s: rank 1 hangs or is busy")
+    assert f"shoal logs {tmp_path / 'run'} --rank 1" in note
+    assert "makes no process group trains once" not in note
+
+
+def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, 2)
+    for rank in (0, 1):
+        watched.says(rank, "met", met=[], missing=[rank], after_s=60.2)
+    (note,) = watched.notes()
+    assert note.startswith("ranks 0, 1 have not met the others at 10.77.0.1:4711 in 60 s")
+
+
+def test_nothing_is_said_where_all_ranks_met(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, 2)
+    for rank in (0, 1):
+        watched.says(rank, "met", met=[rank], missing=[], after_s=60.2)
+    assert watched.notes() == []
+
+
+def test_a_rank_that_runs_long_after_another_has_ended_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, 2)
+    assert watched.notes() == []
+    watched.ended(1)
+    assert watched.notes() == []
+    monkeypatch.setattr("shoal.launch.world.LEFT_AFTER_S", 0.0)
+    (note,) = watched.notes()
+    assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
+    assert note.endswith(f"shoal stop {tmp_path / 'run'}")
+    assert watched.notes() == [note], "once"
+
+
+@pytest.mark.parametrize("codes", [[], [0, 0], [1]])
+def test_no_rank_is_left_behind_where_none_or_all_have_ended(
+    codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.launch.world.LEFT_AFTER_S", -1.0)
+    watched = Watched(tmp_path, 2)
+    for rank, code in enumerate(codes):
+        watched.ended(rank, code)
+    assert watched.notes() == []
+
+
+JOINS_BRIEFLY = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_noted"),
+    [("print('trained')\n", True), pytest.param(JOINS_BRIEFLY, False, marks=pytest.mark.long)],
+)
+def test_a_script_that_never_met_is_told_so_at_its_end(text: str, is_noted: bool, tmp_path: Path) -> None:
+    """However short it is: by the keys that its ranks left in their store."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", script)
+    assert done.returncode == 0, done.stderr
+    assert ("note: no rank joined a process group: each of the 2 ranks ran" in done.stderr) is is_noted
 
 
 def test_a_process_that_is_gone_cannot_be_told() -> None:

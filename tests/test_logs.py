@@ -179,6 +179,19 @@ def test_a_progress_bar_without_an_end_is_shown_now_and_then(tmp_path: Path, mon
     assert texts(follower) == ["20%"]
 
 
+def test_the_current_line_of_each_rank_is_there_for_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path)
+    first, second, follower = Rank(run, 0), Rank(run, 1), LogFollower(run, shows_current=True)
+    monkeypatch.setattr("shoal.launch.logs._BAR_EVERY_S", 0.0)
+    second.says("loading")
+    first.says("whole\n\r10%\r20%")
+    assert texts(follower) == ["whole"], "a state of the bar is no line where it is shown in place"
+    assert [(line.rank, line.text) for line in follower.current()] == [(0, "20%"), (1, "loading")]
+    first.says("\r100%\n")
+    assert texts(follower) == ["100%"]
+    assert [line.text for line in follower.current()] == ["loading"]
+
+
 @given(
     st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"x" * 9]), max_size=30),
     st.lists(st.integers(1, 7), min_size=1, max_size=9),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
 import socket
 import subprocess
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from tests.lab_checks import need_lab
-from tests.programs import shoal
+from tests.programs import shoal, shoal_command
 
 # What a tutorial has: nothing of shoal in them. All three train the same model on the same data.
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -96,6 +99,37 @@ def test_nothing_that_is_printed_is_lost(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0] " + "x" * 5000, "[0] to stderr", "[0] last words"]
     assert "last words" in (tmp_path / "run/logs/local/rank-0.log").read_text()
+
+
+BAR = """
+import sys, time
+for percent in range(0, 101, 4):
+    sys.stderr.write(f"\\r{percent}%")
+    sys.stderr.flush()
+    time.sleep(0.06)
+sys.stderr.write("\\n")
+"""
+
+
+@pytest.mark.long
+def test_a_progress_bar_moves_on_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = shoal_command("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, BAR))
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        # Reading from a terminal that no process has open any more is an error.
+        with contextlib.suppress(OSError):
+            while block := os.read(ours, 1 << 16):
+                seen += block
+        os.close(ours)
+        assert process.wait(20) == 0, seen
+    states = re.findall(r"\[0\] (\d+)%\r\n\x1b\[1A\r\x1b\[J", seen.decode())
+    assert len(states) > 3, seen
+    assert list(map(int, states)) == sorted(map(int, states))
+    assert seen.decode().endswith("100%\r\n"), "its last state stays as a line"
 
 
 def test_a_module_runs_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shoal as package
-from shoal.cli.lines import make_line_printer
+from shoal.cli.lines import LineDisplay, make_line_printer
 from shoal.cli.output import SafeConsole, make_console
 from shoal.launch.logs import LogLine
 from shoal.terminal import PrintableStream, printable, printable_json, printable_line
@@ -131,6 +131,69 @@ def test_lines_of_ranks_are_cleaned_and_keep_their_label() -> None:
     show(LogLine(node="n", rank=1, text="10%\r20%", time=0.0))
     show(LogLine(node="n", rank=1, text="", time=0.0))
     assert out.getvalue() == "[ab] xy\tz\n[1] 10%\n[1] 20%\n[1] \n"
+
+
+class Screen:
+    """What a terminal shows after lines of text, movements up and erasing below."""
+
+    def __init__(self, text: str) -> None:
+        self.rows, row = [""], 0
+        for part in re.findall(r"\x1b\[\d*[A-Za-z]|\n|\r|[^\x1b\r\n]+", text):
+            if part == "\n":
+                row += 1
+                self.rows += [""] * (row + 1 - len(self.rows))
+            elif part.startswith("\x1b[") and part.endswith("A"):
+                row -= int(part[2:-1])
+                assert row >= 0
+            elif part == "\x1b[J":
+                self.rows = [*self.rows[:row], ""]
+            elif part != "\r" and not part.startswith("\x1b"):
+                self.rows[row] += part
+
+
+def lines_of(*texts: str) -> list[LogLine]:
+    return [LogLine(time=0.0, rank=rank, node="n", text=text) for rank, text in enumerate(texts)]
+
+
+def test_the_current_line_of_each_rank_stands_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.lines._REDRAW_S", 0.0)
+    out = io.StringIO()
+    display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=30, height=24))
+    display.lines(lines_of("begun"), lines_of("\x1b[2J 10%|#   |", "loading\tdata"))
+    display.lines([], lines_of(" 20%|##  |" + "x" * 40, "loading\tdata"))
+    assert Screen(out.getvalue()).rows == ["[0] begun", "[0]  20%|##  |xxxxxxxxxxxxxxx", "[1] loading     data", ""]
+    drawn = len(out.getvalue())
+    display.lines([], lines_of(" 20%|##  |" + "x" * 40, "loading\tdata"))
+    assert len(out.getvalue()) == drawn, "nothing is drawn where nothing has changed"
+    display.lines(lines_of(" 20%|##  |"), lines_of("", "loading")[1:])
+    assert Screen(out.getvalue()).rows == ["[0] begun", "[0]  20%|##  |", "[1] loading", ""]
+    display.close()
+    assert Screen(out.getvalue()).rows == ["[0] begun", "[0]  20%|##  |", ""]
+
+
+def test_a_large_world_does_not_fill_the_terminal() -> None:
+    out = io.StringIO()
+    display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=60, height=12))
+    display.lines([], lines_of(*("10%" for _ in range(16))))
+    expected = ["[0] 10%", "[1] 10%", "[2] 10%", "… and the current lines of 13 more ranks", ""]
+    assert Screen(out.getvalue()).rows == expected
+
+
+def test_bars_are_drawn_at_most_ten_times_a_second() -> None:
+    out = io.StringIO()
+    display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=60))
+    for percent in range(100):
+        display.lines([], lines_of(f"{percent}%"))
+    assert out.getvalue().count("%") <= 3
+
+
+def test_elsewhere_nothing_is_drawn_anew() -> None:
+    out = io.StringIO()
+    display = LineDisplay(SafeConsole(file=out, highlight=False, width=60))
+    assert not display.is_live
+    display.lines(lines_of("begun"), lines_of("10%"))
+    display.close()
+    assert out.getvalue() == "[0] begun\n"
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"

@@ -452,6 +452,10 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+def _is_ranks(value: object) -> bool:
+    return isinstance(value, list) and all(_is_int(rank) and rank >= 0 for rank in value)
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -504,6 +508,8 @@ AGENT_EVENTS: Schema = {
     "peer": {"node": _is_text, "failed": _is_bool},
     "generation": {"members": _is_texts},
     "refused": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
+    "met": {"met": _is_ranks, "missing": _is_ranks, "after_s": _is_finite},
+    "meeting": {"keys": _or_none(_is_int)},
     "gave-up": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
 }
 KEEPER_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}

@@ -66,15 +66,19 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """A new, empty folder; an existing one that holds anything is never written into."""
+    def create(cls, path: Path, is_training: bool = True) -> RunFolder:
+        """A new, empty folder; an existing one that holds anything is never written into.
+
+        Only a training can be resumed, so a script is not told to."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
+                resume = f", or continue that run: shoal train --resume {shlex.quote(str(path))}"
+                can_resume = is_training and (path / "config.toml").is_file()
                 raise UsageError(
                     f"the output folder {path} already exists and is not empty",
                     why="a run never overwrites another one",
-                    fix=f"choose another --out, or continue that run: shoal train --resume {shlex.quote(str(path))}",
+                    fix=f"choose another --out{resume if can_resume else ''}",
                 )
             (path / "events").mkdir()
             sync_path(path.parent)

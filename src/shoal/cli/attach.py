@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.lines import make_line_printer, print_note
+from shoal.cli.lines import LineDisplay
 from shoal.cli.output import command, make_console, print_json, print_run, shown
 from shoal.cli.progress import make_display
 from shoal.runfolder import RunFolder
@@ -27,7 +27,7 @@ def attach(
     folder = RunFolder.find(run)
     try:
         if not folder.config.is_file():
-            attach_script(folder, make_line_printer(make_console(soft_wrap=True)), print_note)
+            attach_script(folder, LineDisplay(make_console(soft_wrap=True)))
             return
         attach_training(folder, make_display)
     except KeyboardInterrupt:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -16,6 +18,9 @@ from shoal.units import format_duration
 
 # A note may come from another machine's journal.
 _LONGEST_NOTE = 4_000
+_REDRAW_S = 0.1
+# Of a large world, the current lines of so many ranks.
+_MOST_CURRENT = 8
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -34,6 +39,63 @@ def make_line_printer(console: Console) -> Callable[[LogLine], None]:
         console.file.flush()
 
     return show
+
+
+class LineDisplay:
+    """Prints the lines of ranks as they are finished. On a terminal, the unfinished line of each rank (a progress bar)
+    stands below them and is drawn anew."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._show = make_line_printer(console)
+        self.is_live = console.is_terminal and not console.is_dumb_terminal
+        # The current lines as they stand on the screen, and when they were drawn.
+        self._drawn: list[str] = []
+        self._drawn_at = 0.0
+
+    def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None:
+        below = self._below(current) if self.is_live else []
+        is_due = time.monotonic() - self._drawn_at >= _REDRAW_S
+        if not lines and (below == self._drawn or not is_due):
+            return
+        self._erase()
+        for line in lines:
+            self._show(line)
+        self._draw(below)
+
+    def note(self, text: str) -> None:
+        below = self._drawn
+        self._erase()
+        print_note(text)
+        self._draw(below)
+
+    def close(self) -> None:
+        self._erase()
+        self._console.file.flush()
+
+    def _below(self, current: Sequence[LogLine]) -> list[str]:
+        """Cut to the width of the terminal: a line that wraps could not be drawn anew."""
+        most = max(1, min(_MOST_CURRENT, self._console.height // 3))
+        shown = list(current) if len(current) <= most else list(current[: most - 1])
+        below = [self._cut(line) for line in shown]
+        if len(shown) < len(current):
+            below.append(f"… and the current lines of {len(current) - len(shown)} more ranks")
+        return below
+
+    def _cut(self, line: LogLine) -> str:
+        label = f"[{line.node if line.rank is None else line.rank}] "
+        text = printable_line(label + line.text, _LONGEST_NOTE).expandtabs()
+        return set_cell_size(text, self._console.width - 1).rstrip()
+
+    def _draw(self, below: list[str]) -> None:
+        self._console.file.write("".join(f"{line}\n" for line in below))
+        self._console.file.flush()
+        self._drawn, self._drawn_at = below, time.monotonic()
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._console.file.write(f"\x1b[{len(self._drawn)}A\r\x1b[J")
+            self._drawn = []
 
 
 def process_lines(processes: Iterable[Found]) -> Iterator[str]:

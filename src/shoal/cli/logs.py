@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shoal.cli.lines import make_line_printer, print_note
+from shoal.cli.lines import LineDisplay
 from shoal.cli.output import make_console
 from shoal.errors import UsageError
 from shoal.events import EventTail
@@ -31,25 +31,25 @@ def logs(
     While it follows, notes about the run itself go to stderr: who left, who came, what was done.
     """
     folder = RunFolder.find(run)
-    follower, keeper = LogFollower(folder, rank), EventTail(folder.keeper)
+    display = LineDisplay(make_console(soft_wrap=True))
+    follower, keeper = LogFollower(folder, rank, shows_current=display.is_live), EventTail(folder.keeper)
     keeper.skip_to_end()
-    show = make_line_printer(make_console(soft_wrap=True))
     count = 0
-    while True:
-        over = not follow or not find(folder.path)
-        for line in follower.poll():
-            count += 1
-            show(line)
-        for event in keeper.poll() if follow else ():
-            if event["event"] == "note":
-                print_note(event["text"])
-        if over:
-            break
-        sys.stdout.flush()
-        time.sleep(0.2)
-    for line in follower.last_words():
-        count += 1
-        show(line)
+    with contextlib.closing(display):
+        while True:
+            over = not follow or not find(folder.path)
+            lines = follower.poll()
+            count += len(lines)
+            display.lines(lines, follower.current() if follow else ())
+            for event in keeper.poll() if follow else ():
+                if event["event"] == "note":
+                    display.note(event["text"])
+            if over:
+                break
+            time.sleep(0.2)
+        lines = follower.last_words()
+        count += len(lines)
+        display.lines(lines)
     if folder.is_removed():
         raise folder.removed()
     if not count and rank is not None:

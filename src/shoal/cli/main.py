@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from shoal.config.presets import did_you_mean
+from shoal.control.process import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.terminal import protect_terminal, styled_output
 
@@ -98,6 +99,8 @@ def shoal(
 
 def main() -> None:
     protect_terminal()
+    # A shell has background jobs ignore SIGINT; `kill -INT` is to stop a training wherever it was started.
+    restore_signals((signal.SIGINT, signal.SIGTERM))
     arguments, debug = take_debug(sys.argv[1:])
     code: int | str | None
     try:

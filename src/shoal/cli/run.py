@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from shoal.cli.leftovers import clear_leftovers
-from shoal.cli.lines import make_line_printer, print_note
+from shoal.cli.lines import LineDisplay
 from shoal.cli.output import make_console, print_detached
 from shoal.config.load import validate
+from shoal.config.presets import did_you_mean
 from shoal.errors import UsageError
+from shoal.launch.supervise import GRACE_S
+from shoal.trials.keeper import Job
 from shoal.trials.scripts import run_anything
 from shoal.trials.training import default_out
 
@@ -30,6 +33,12 @@ def run(
             min=0, max=65535, help="MASTER_PORT, when a firewall lets only one through.", show_default="a free one"
         ),
     ] = 0,
+    python: Annotated[
+        str, typer.Option(help="The Python that runs it.", show_default="the activated environment's, or shoal's own")
+    ] = "",
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that ranks have to end after Ctrl-C or shoal stop.")
+    ] = GRACE_S,
     clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
@@ -38,14 +47,15 @@ def run(
     """Start anybody's torchrun-style script on every slot of the cluster.
 
     It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. Ends with the script's exit code.
+    On this machine, rank 0 reads the standard input.
     Modules come from the script's own folder first; with -m from the current folder, unless others can write to it.
     """
     argv, name = script_command(script)
     validate({"run": {"on": on, "threads": threads}}, "the command line")
     clear_leftovers(clean)
     out = out or default_out(name)
-    show = make_line_printer(make_console(soft_wrap=True))
-    folder = run_anything(argv, on, out, threads, port, detach, show, print_note)
+    job = Job(script=tuple(argv), on=on, threads=threads, port=port, grace_s=grace, python=python)
+    folder = run_anything(job, out, detach, LineDisplay(make_console(soft_wrap=True)))
     if detach:
         print_detached(folder, json=False)
 
@@ -56,6 +66,12 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
         if len(words) < 2:
             raise UsageError("-m without a module", fix="write for example: shoal run -m my.training --epochs 3")
         return words, words[1].rpartition(".")[2]
+    if words[0].startswith("-"):
+        name = words[0].partition("=")[0]
+        known = [option for parameter in typer.main.get_command(app).params for option in parameter.opts]
+        raise UsageError(
+            f"shoal run has no option {name}", why=did_you_mean(name, known), fix="see its options: shoal run --help"
+        )
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(

@@ -39,9 +39,15 @@ def stop(
     if json:
         print_json({"run": str(folder.path), "outcome": outcome.name.lower()})
         return
-    sys.stdout.write(f"{shown(folder.path)} {outcome.value}\n")
+    sys.stdout.write(f"{shown(folder.path)} {_words(outcome, folder)}\n")
     if not folder.keeper.exists() and outcome is not Outcome.NOT_RUNNING:
         sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
         return
     if outcome is not Outcome.NOT_RUNNING and folder.checkpoints.is_dir():
         sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")
+
+
+def _words(outcome: Outcome, run: RunFolder) -> str:
+    """Of a script nothing is known but that its ranks ended by themselves; only a training has a configuration."""
+    is_script = run.job.is_file() and not run.config.is_file()
+    return "stopped when it was asked to" if is_script and outcome is Outcome.STOPPED else outcome.value

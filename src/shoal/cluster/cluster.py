@@ -44,11 +44,13 @@ class Cluster(Protocol):
 class LocalCluster:
     """Processes on this machine."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, stdin: int | None = None) -> None:
+        """`stdin` is a descriptor from which rank 0 of a script reads."""
         self.nodes = [local_node(ranks)]
+        self._stdin = stdin
 
     def start_agent(self, node: Node, run: Path) -> Link:
-        return PipeLink(agent_command(run, node.name), run, node.name)
+        return PipeLink(agent_command(run, node.name), run, node.name, self._stdin)
 
     def folder(self, node: Node, run: Path) -> str:
         return str(run)
@@ -136,15 +138,17 @@ def _own_lab(spec: LabSpec) -> Iterator[Lab]:
 
 
 @contextmanager
-def open_cluster(on: str, cargo: Cargo, note: Note, confirm: Confirm | None = None) -> Iterator[Cluster]:
+def open_cluster(
+    on: str, cargo: Cargo, note: Note, confirm: Confirm | None = None, stdin: int | None = None
+) -> Iterator[Cluster]:
     """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run.
 
     `cargo` goes to machines that do not share our disk; `note` gets what a person should hear of later. `confirm` is
-    asked before a machine that joins by itself gets anything.
+    asked before a machine that joins by itself gets anything. `stdin` is for rank 0 of a script on this machine.
     """
     match parse_on(on):
         case LocalSpec(ranks=ranks):
-            yield LocalCluster(ranks)
+            yield LocalCluster(ranks, stdin)
         case StandingLab(name=name):
             yield LabCluster(Lab.open(name))
         case LabSpec() as spec:

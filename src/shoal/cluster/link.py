@@ -14,6 +14,8 @@ from typing import Protocol
 from shoal.control.process import marks
 from shoal.runfolder import RunFolder, check_name
 
+STDIN_FD = "SHOAL_STDIN_FD"
+
 
 def agent_command(run: Path | str, node: str, python: str = sys.executable) -> tuple[str, ...]:
     """Marked by `env`, not by whoever starts it: on an emulated node a helper stands in between, which is no agent."""
@@ -44,17 +46,27 @@ class Link(Protocol):
 class PipeLink:
     """To an agent on this machine or on an emulated node of it, which share our run folder."""
 
-    def __init__(self, argv: Sequence[str], run: Path, node: str) -> None:
-        """In a session of its own and not tied to us: it outlives whoever started it."""
+    def __init__(self, argv: Sequence[str], run: Path, node: str, stdin: int | None = None) -> None:
+        """In a session of its own and not tied to us: it outlives whoever started it.
+
+        Its own standard input has its orders; `stdin` is handed to it for rank 0 of a script."""
         self._log = RunFolder(run).agent_log(node)
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as output:
+        with contextlib.ExitStack() as handed, self._log.open("ab") as output:
+            env, fds = dict(os.environ), []
+            if stdin is not None:
+                # Under another number: the agent's standard input is its own.
+                fds.append(os.dup(stdin))
+                handed.callback(os.close, fds[0])
+                env[STDIN_FD] = str(fds[0])
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=fds,
+                env=env,
             )
 
     def send(self, line: bytes) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from shoal.control.machine import physical_cores
-from shoal.control.process import tie_to
+from shoal.control.process import prepare_child
 from shoal.control.route import interface_of
 from shoal.errors import RunFailed
 from shoal.units import format_duration
@@ -77,24 +77,25 @@ def local_node(slots: int) -> Node:
 
 
 def start_process(
-    argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
+    argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = (), stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C at the terminal reaches the launcher, which then asks the ranks to finish.
 
     Tied to us before it becomes the program: a rank needs seconds to import torch, and when it could first ask for the
-    same by itself, we may be gone (seen: ranks of a killed launcher that trained on as orphans).
+    same by itself, we may be gone (seen: ranks of a killed launcher that trained on as orphans). It begins with default
+    signals, whatever this process ignores.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
             argv,
             env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=tie_to(os.getpid()),
+            preexec_fn=prepare_child(os.getpid()),
         )
 
 

@@ -6,10 +6,12 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Python ignores these in every process it runs, so that they become exceptions.
+_IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 RUN_MARK = "SHOAL_RUN"
 PART_MARK = "SHOAL_PART"
 
@@ -23,6 +25,38 @@ def unmark() -> None:
 def marks(run: Path | str, part: str) -> dict[str, str]:
     """Variables by which a process is later known as ours, whatever its number and parent are by then."""
     return {RUN_MARK: str(run), PART_MARK: part}
+
+
+def default_signals() -> None:
+    """Gives every signal its default action and blocks none. For a child, between fork and exec.
+
+    A program inherits what its parent ignores and blocks. A shell has its background jobs ignore SIGINT, and a rank
+    that inherits it can never be asked to stop. `subprocess` restores only what Python itself changed.
+    """
+    for signum in signal.valid_signals():
+        if signum not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def restore_signals(signals: Iterable[int] | None = None) -> None:
+    """The same for a Python program at its start, where SIGINT raises KeyboardInterrupt. For these signals, or all."""
+    chosen = set(signal.valid_signals() if signals is None else signals) - _IGNORED_BY_PYTHON
+    for signum in chosen:
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, chosen)
+
+
+def prepare_child(parent: int) -> Callable[[], None]:
+    """What a rank does between fork and exec: it is tied to its parent and begins with default signals."""
+    tie = tie_to(parent)
+
+    def prepare() -> None:
+        tie()
+        default_signals()
+
+    return prepare
 
 
 def tie_to(parent: int) -> Callable[[], None]:

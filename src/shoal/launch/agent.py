@@ -21,7 +21,7 @@ from shoal.control.channel import Message
 from shoal.control.machine import boot_clock
 from shoal.control.membership.promisefile import PromiseFile
 from shoal.control.private import torch_caches
-from shoal.control.process import unmark
+from shoal.control.process import restore_signals, unmark
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.again import forget_orders, keep_orders, read_orders
@@ -37,6 +37,7 @@ from shoal.launch.sponsor import Sponsor
 from shoal.launch.suspend import watch_for_sleep
 from shoal.launch.workplace import Workplace
 from shoal.runfolder import RunFolder
+from shoal.units import format_duration
 
 POLL_S = 0.05
 # A rank that lost its peer gets this long to say so in its log before it is ended.
@@ -61,7 +62,8 @@ class Agent:
         self._go: Go | None = None
         self._kept = 0
         self._signals = 0
-        self._asked_to_stop = False
+        self._asked_at: float | None = None
+        self._grace_s: float | None = None
         self._told = False
         self._over: set[int] = set()
         self._serving: set[asyncio.Task[None]] = set()
@@ -139,11 +141,12 @@ class Agent:
             await self._begin_as_guest(go)
             return
         self._roster = dict(enumerate(go.roster))
+        self._grace_s = go.grace_s
         if go.members is not None:
             self._keep_orders(go)
             self._elastic = self._make_elastic(go, go.members)
         await self._mesh.meet(self._roster)
-        if self._asked_to_stop:
+        if self._asked_at is not None:
             raise _asked_too_early()
         self._met_at = boot_clock()
         self._start_all(go)
@@ -187,7 +190,9 @@ class Agent:
             alone = not any(map(self._workplace.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
                 self._workplace.start(start, alone)
-        self._roll = LonelyScripts(go.starts, self._note)
+        self._roll = LonelyScripts(
+            go.starts, lambda met, missing, after_s: self._write("met", met=met, missing=missing, after_s=after_s)
+        )
         self._write("started", processes=self._ranks.alive())
 
     async def _see_through(self) -> None:
@@ -202,6 +207,7 @@ class Agent:
                 await self._on_ended(ended)
             if self._failed_at is not None and boot_clock() - self._failed_at > GRACE_AFTER_FAILURE_S:
                 self._ranks.kill()
+            self._end_the_late()
             self._roll.look(self._ranks.alive(), boot_clock() - self._met_at)
             self._workplace.look_at_store()
             self._keep_places()
@@ -213,6 +219,16 @@ class Agent:
             await self._say_when_done()
             self._journal.retry()
             await asyncio.sleep(POLL_S)
+
+    def _end_the_late(self) -> None:
+        """Ranks of a script may ignore the signal, or hang while they handle it."""
+        if self._asked_at is None or self._grace_s is None or boot_clock() - self._asked_at <= self._grace_s:
+            return
+        if late := self._ranks.alive():
+            names = ", ".join(sorted(name.replace("-", " ") for name in late))
+            self._note(f"{names} did not stop within {format_duration(self._grace_s)}: ended now")
+            self._ranks.kill()
+        self._grace_s = None
 
     def _is_over(self) -> bool:
         return len(self._over) == len(self._roster) if self._elastic is None else self._elastic.is_over()
@@ -262,16 +278,18 @@ class Agent:
             self._elastic.wind_up()
         if at_once:
             self._ranks.kill()
-        elif not self._asked_to_stop:
+        elif self._asked_at is None:
             self._ranks.ask_to_stop()
-        self._asked_to_stop = True
+        self._asked_at = boot_clock() if self._asked_at is None else self._asked_at
         await self._mesh.give_up(_asked_too_early())
 
     async def _on_ended(self, ended: Ended) -> None:
         self._report(ended)
         if self._elastic is not None and self._elastic.ended(ended):
             return
-        if ended.code not in (0, Interrupted.exit_code):
+        # Of a script that is asked to stop, one rank ends by the signal while another still saves.
+        is_obeying = self._asked_at is not None and not ended.start.store
+        if ended.code not in (0, Interrupted.exit_code) and not is_obeying:
             await self._fail()
 
     def _report(self, ended: Ended) -> None:
@@ -361,4 +379,5 @@ async def _main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    restore_signals()
     sys.exit(asyncio.run(_main(sys.argv[1:])))

@@ -82,12 +82,40 @@ def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
 
 
 def lonely(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
-    """What to say about them: to be shown as a warning, not raised, for the script may know better."""
+    """What to say where no rank was seen: to be shown as a warning, not raised, for the script may know better."""
     who = f"rank {alone[0]} has" if len(alone) == 1 else f"ranks {', '.join(map(str, alone))} have"
     return RunFailed(
         f"{who} not met the others at {address}:{port} in {after_s:.0f} s",
         why="a script that makes no process group trains once on every rank; one that meets elsewhere is fine",
-        fix="call torch.distributed.init_process_group(), or tell Lightning its devices and num_nodes",
+        fix="call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes",
+    )
+
+
+def awaited(met: list[int], missing: list[int], address: str, port: int, after_s: float, run: str) -> RunFailed:
+    """The same where some ranks are there: they wait for the others."""
+    those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (met, missing))
+    waits = "waits" if len(met) == 1 else "wait"
+    return RunFailed(
+        f"{those} {waits} for {others}, not seen at {address}:{port} in {after_s:.0f} s",
+        why=f"{others} hangs or is busy before init_process_group, or makes no process group",
+        fix=f"see what it prints: shoal logs {run} --rank {min(missing)}; and what it does: py-spy dump --pid PID",
+    )
+
+
+def never_met(ranks: int) -> str:
+    """For a script that ended well without a single key in the store of its ranks."""
+    return (
+        f"no rank joined a process group: each of the {ranks} ranks ran the whole script alone, unless they met "
+        "elsewhere (call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes)"
+    )
+
+
+def left_behind(ended: list[int], running: list[int], after_s: float, run: str) -> str:
+    """For ranks that still run long after others have ended well."""
+    those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (ended, running))
+    return (
+        f"{those} ended {after_s:.0f} s ago with exit code 0, and {others} still runs: if it waits for an exchange "
+        f"with {those}, that never comes, and torch gives up after 30 minutes. To end it now: shoal stop {run}"
     )
 
 
@@ -109,12 +137,13 @@ class RollCall:
 
 
 class LonelyScripts:
-    """Says once, a minute after the start, which of a node's ranks have met nobody. Shoal's own ranks are not asked."""
+    """Reports once, a minute after the start, which of a node's ranks have come to the meeting, and which have not.
+    Shoal's own ranks are not asked."""
 
-    def __init__(self, starts: Iterable[Start], note: Callable[[str], None]) -> None:
-        asked = [start for start in starts if not start.store and "MASTER_PORT" in start.env]
+    def __init__(self, starts: Iterable[Start], report: Callable[[list[int], list[int], float], None]) -> None:
+        asked = [start for start in starts if start.is_script_rank]
         self._ranks = {start.name: start.ranks[0] for start in asked}
-        self._note = note
+        self._report = report
         self._call: RollCall | None = None
         self._looked_s = 0.0
         if asked and (world_size := int(asked[0].env["WORLD_SIZE"])) > 1:
@@ -128,9 +157,8 @@ class LonelyScripts:
         self._looked_s = elapsed_s
         self._call.look({self._ranks[name]: pid for name, pid in pids.items() if name in self._ranks})
         if elapsed_s > ALONE_AFTER_S:
-            if alone := who_is_alone(self._call.met, self._world_size):
-                warning = lonely(alone, self._call.address, self._call.port, elapsed_s)
-                self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
+            met = sorted(rank for rank, seen in self._call.met.items() if seen)
+            self._report(met, who_is_alone(self._call.met, self._world_size), elapsed_s)
             self._call = None
 
 

@@ -30,10 +30,16 @@ class LogLine:
 
 
 class LogFollower:
-    """Finds logs as they appear, and reads on where it stood."""
+    """Finds logs as they appear, and reads on where it stood.
 
-    def __init__(self, run: RunFolder, rank: int | None = None, only_new: bool = False) -> None:
+    `shows_current`: the reader asks for the unfinished lines by `current`. Otherwise the state of a progress bar comes
+    as a line of its own every few seconds."""
+
+    def __init__(
+        self, run: RunFolder, rank: int | None = None, only_new: bool = False, shows_current: bool = False
+    ) -> None:
         self._folder = run.path / "logs"
+        self._shows_current = shows_current
         self._rank = rank
         self._logs: dict[Path, _Log] = {}
         if only_new:
@@ -43,6 +49,11 @@ class LogFollower:
         """What is new, in order. Lines of one rank keep theirs; between ranks it is good to a twentieth of a second."""
         self._find()
         return sorted((line for log in self._logs.values() for line in log.poll()), key=lambda line: line.time)
+
+    def current(self) -> list[LogLine]:
+        """The line of each rank that has no end yet, such as a progress bar, as it is now. `poll` before."""
+        found = (log.current() for log in self._logs.values())
+        return sorted((line for line in found if line is not None), key=lambda line: (line.rank or 0, line.node))
 
     def last_words(self) -> list[LogLine]:
         """What writers that have ended left without a line's end."""
@@ -55,11 +66,12 @@ class LogFollower:
                 continue
             rank = None if match[1] is None else int(match[1])
             if self._rank is None or rank == self._rank:
-                self._logs[path] = _Log(path, rank, skip)
+                self._logs[path] = _Log(path, rank, skip, self._shows_current)
 
 
 class _Log:
-    def __init__(self, path: Path, rank: int | None, skip: bool) -> None:
+    def __init__(self, path: Path, rank: int | None, skip: bool, shows_current: bool) -> None:
+        self._shows_current = shows_current
         self._lines = LineTail(path, overwrites=True)
         self._times = LineTail(times_of(path))
         self._rank = rank
@@ -81,8 +93,14 @@ class _Log:
         if words := self._lines.last_words():
             yield self._line(words, self._lines.offset)
 
+    def current(self) -> LogLine | None:
+        text = self._lines.last_words()
+        return LogLine(math.inf, self._rank, self._node, text) if text.strip() else None
+
     def _progress(self) -> Iterable[LogLine]:
         """A progress bar has no end of line for hours: its newest state is shown now and then."""
+        if self._shows_current:
+            return
         if self._lines.is_overwritten and time.monotonic() - self._shown_at >= _BAR_EVERY_S:
             text = self._lines.last_words()
             if text and text != self._shown:

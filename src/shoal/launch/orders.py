@@ -92,6 +92,11 @@ class Start:
     env: dict[str, str]
     store: bool = False
 
+    @property
+    def is_script_rank(self) -> bool:
+        """Whether it is a rank of a user's script, which meets the others at torch's own store."""
+        return not self.store and "MASTER_PORT" in self.env
+
 
 @dataclass(frozen=True)
 class Membership:
@@ -106,12 +111,14 @@ class Membership:
 @dataclass(frozen=True)
 class Go:
     """`roster` are the founders. Without `members`, whoever is lost ends the run. `guests` are those who came later, as
-    far as whoever gave this order knew of them."""
+    far as whoever gave this order knew of them. `grace_s`: how long ranks may take to end once they are asked to stop;
+    None: as long as they like, since shoal's own ranks always answer."""
 
     roster: tuple[Member, ...]
     starts: tuple[Start, ...]
     members: Membership | None = None
     guests: dict[Number, Member] = field(default_factory=dict)
+    grace_s: Annotated[float, Field(ge=0)] | None = None
 
     def places(self) -> dict[int, Member]:
         return {**dict(enumerate(self.roster)), **self.guests}
@@ -192,9 +199,16 @@ def _read(kind: type[Order], line: bytes) -> Order:
         ) from None
 
 
-def make_go(roster: Sequence[Member], commands: Sequence[Command], node: str, members: Membership | None = None) -> Go:
+def make_go(
+    roster: Sequence[Member],
+    commands: Sequence[Command],
+    node: str,
+    members: Membership | None = None,
+    grace_s: float | None = None,
+) -> Go:
     """The part of the plan that one node carries out."""
-    return Go(tuple(roster), tuple(as_start(command) for command in commands if command.node.name == node), members)
+    starts = tuple(as_start(command) for command in commands if command.node.name == node)
+    return Go(tuple(roster), starts, members, grace_s=grace_s)
 
 
 async def read_stdin() -> asyncio.StreamReader:

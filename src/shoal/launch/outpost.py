@@ -26,6 +26,7 @@ from pydantic import Field, TypeAdapter
 
 from shoal.cluster.keeping import PIECE_BYTES
 from shoal.cluster.link import agent_command
+from shoal.control.process import restore_signals
 from shoal.errors import ControlError
 from shoal.launch.found import AGENT, ask, end, find
 from shoal.launch.orders import END, STOP, Number, PlainName, read_wish
@@ -54,6 +55,7 @@ class Errand:
 
 
 def main() -> int:
+    restore_signals()
     errand = read_errand(sys.stdin.buffer.readline(_MOST_LINE_BYTES))
     run = RunFolder(Path(errand.folder).expanduser())
     agent = None if errand.follow else _start(errand, run)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.cluster.node import Meeting, Node
+from shoal.cluster.node import LOOPBACK, Meeting, Node
 from shoal.config.schema import RunConfig
 from shoal.control.placement import Placement
 from shoal.errors import ConfigError
@@ -70,8 +70,17 @@ def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[Comm
     return [_own_rank(run, node, place, TRAINING, "--folder", folder) for place in places]
 
 
-def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting: Meeting) -> list[Command]:
+def plan_script(
+    run: RunConfig,
+    words: Sequence[str],
+    nodes: list[Node],
+    meeting: Meeting,
+    python: str = "",
+    user_env: Mapping[str, str] | None = None,
+) -> list[Command]:
     """Anybody's script on every slot, with the variables it would get from torchrun; `words` are what Python gets.
+
+    `python` runs it, or each node's own where that is empty. What the user has set in `user_env` stays as it is.
 
     Python searches modules in the script's own folder first. PYTHONSAFEPATH is not set: it would take that folder away,
     and also that of every script which this one starts.
@@ -84,14 +93,71 @@ def plan_script(run: RunConfig, words: Sequence[str], nodes: list[Node], meeting
         # By its presence Lightning sees that a launcher like torchrun made the world. Without it, it believes its own
         # arguments and waits for ranks that nobody starts, or inside a Slurm job takes its rank from there.
         run_id = {"TORCHELASTIC_RUN_ID": f"shoal-{meeting.port}"}
-        env = {**_common_env(run, node), **replace(place, store_is_served=True).to_env(), **run_id, **_NO_RESTARTS}
+        own = script_settings(run, node, user_env or {})
+        chosen = {name: setting.chosen for name, setting in own.items()}
+        roles = _role_env(place, len(nodes))
+        placed = replace(place, store_is_served=True).to_env()
+        env = {**_common_env(run, node), **chosen, **placed, **roles, **run_id, **_NO_RESTARTS}
         if node.cpu_only:
             # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
         first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
-        argv = (node.python, first, *words[1:])
+        argv = (python or node.python, first, *words[1:])
         commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
+
+
+def _role_env(place: Placement, nodes: int) -> dict[str, str]:
+    """torchrun's variables beyond those that shoal's own ranks read. There is one role, which has every rank."""
+    return {
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "GROUP_WORLD_SIZE": str(nodes),
+    }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable that shoal would set and the user may have set: `ours`, `theirs` and which of them the ranks get."""
+
+    ours: str
+    theirs: str | None
+    chosen: str
+
+
+def script_settings(run: RunConfig, node: Node, user_env: Mapping[str, str]) -> dict[str, Setting]:
+    """The user's own value wins, as under torchrun, but for an option of this command line or the hosts file.
+
+    The name of an interface holds for one machine: on others, and on emulated nodes, each has its own.
+    """
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **_common_env(run, node)}
+    asked = {"OMP_NUM_THREADS"} if run.threads or node.threads else set()
+    elsewhere = set() if node.address == LOOPBACK else {name for name in ours if name.endswith("_SOCKET_IFNAME")}
+    settings = {}
+    for name in ours.keys() - {"PYTHONUNBUFFERED"}:
+        theirs = user_env.get(name)
+        is_theirs = theirs is not None and name not in asked | elsewhere
+        settings[name] = Setting(ours[name], theirs, theirs if is_theirs and theirs is not None else ours[name])
+    return settings
+
+
+def settings_notes(run: RunConfig, nodes: Sequence[Node], user_env: Mapping[str, str]) -> Iterator[str]:
+    """Which of the user's variables stayed, and which gave way, wherever shoal would have chosen another value."""
+    for name in sorted({name for node in nodes for name in script_settings(run, node, user_env)}):
+        found = [script_settings(run, node, user_env).get(name) for node in nodes]
+        settings = [each for each in found if each is not None and each.theirs not in (None, each.ours)]
+        kept = [each for each in settings if each.chosen == each.theirs]
+        if kept:
+            yield f"{name}={kept[0].theirs} of your environment is used; shoal would set {kept[0].ours}"
+        elif settings and name == "OMP_NUM_THREADS":
+            why = "--threads" if run.threads else "the hosts file"
+            yield f"{name}={settings[0].theirs} of your environment is not used: {why} says {settings[0].ours}"
+        elif settings:
+            yield (
+                f"{name}={settings[0].theirs} of your environment is not used: interfaces have other names on other "
+                f"machines, and shoal found {', '.join(sorted({each.ours for each in settings}))} there"
+            )
 
 
 def script_store_command(address: str, port: int, fd: int) -> tuple[str, ...]:

@@ -42,12 +42,14 @@ class Ranks:
         self._now = now
         self._running: list[_Running] = []
 
-    def start(self, start: Start, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> int:
+    def start(
+        self, start: Start, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int | None = None
+    ) -> int:
         log = self._run.log(self._node, start.name)
         # Both before it runs: it may have printed or starved by the time we look.
         clock, starved_before = LogClock(log, self._now), kills_for_memory()
         # The one place that every rank of every launcher passes, on its own machine.
-        process = start_process(start.argv, {**start.env, **env, **torch_caches().variables}, log, pass_fds)
+        process = start_process(start.argv, {**start.env, **env, **torch_caches().variables}, log, pass_fds, stdin)
         self._running.append(_Running(start, process, clock, starved_before))
         return process.pid
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.node import Node
+from shoal.cluster.node import Meeting, Node
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.cost.batch import world_batch
 from shoal.cost.relief import relief
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import Event, EventLog, EventTail
+from shoal.launch.joined import never_met
 from shoal.launch.orders import Membership, membership
-from shoal.launch.plan import plan_module, plan_ranks, plan_script
-from shoal.launch.verdict import Ending, caused, failure, first_to_fail, outlived
+from shoal.launch.plan import Command, plan_module, plan_ranks, plan_script, settings_notes
+from shoal.launch.verdict import Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
 from shoal.launch.world import World, interruptible
 from shoal.runfolder import RunFolder
+
+# What torchrun gives its workers between the signal and SIGKILL.
+GRACE_S = 30.0
 
 
 def run_ranks(
@@ -94,26 +98,47 @@ def run_module(
 
 
 def run_script(
-    config: RunConfig, argv: Sequence[str], run: RunFolder, cluster: Cluster, log: EventLog, port: int = 0
+    config: RunConfig,
+    argv: Sequence[str],
+    run: RunFolder,
+    cluster: Cluster,
+    log: EventLog,
+    is_consequence: Callable[[str], bool],
+    port: int = 0,
+    grace_s: float = GRACE_S,
+    python: str = "",
+    user_env: Mapping[str, str] | None = None,
 ) -> None:
     """Runs anybody's script on every slot. The error that is raised carries the script's own exit code: that of the
-    first rank to fail."""
-    world = World(run, cluster, log)
+    first rank to fail. `is_consequence` knows the messages of ranks that only lost a peer. Once asked to stop, the
+    ranks have `grace_s` for it. `python` runs the script, where it is not each machine's own; the variables of
+    `user_env` stay as the user set them."""
+
+    def plan(nodes: list[Node], meeting: Meeting) -> list[Command]:
+        for text in settings_notes(config, nodes, user_env or {}):
+            log.write("note", text=text)
+        return plan_script(config, argv, nodes, meeting, python, user_env)
+
+    world = World(run, cluster, log, grace_s=grace_s)
     with interruptible(world), world:
         digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
-        world.launch(
-            lambda nodes, meeting: plan_script(config, argv, nodes, meeting), config=digest, data="", script_port=port
-        )
+        world.launch(plan, config=digest, data="", script_port=port)
         world.see_through()
     if world.interrupts:
-        raise Interrupted("interrupted", fix=f"what the ranks printed is in {run.path / 'logs'}")
-    error, first = failure(world.endings, {}, {}), first_to_fail(world.endings, {})
+        killed = sorted(rank for ending in world.endings if ending.by_us for rank in ending.ranks)
+        late = f"rank {', '.join(map(str, killed))} had to be ended" if killed else ""
+        raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {run.path / 'logs'}")
+    faults = script_faults(world.endings, lambda ending: tail_of(Path(ending.log), 1000, 1 << 16), is_consequence)
+    error, first = failure(world.endings, faults, _log_tails(world, run)), first_to_fail(world.endings, faults)
     if error and first:
+        error.why = "; ".join(filter(None, (left_early(world.endings, faults), error.why)))
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
     if any(ending.code == Interrupted.exit_code for ending in world.endings):
         raise Interrupted("a rank says that it was interrupted", fix=f"look at {run.path / 'logs'}")
     _refuse_a_violent_end(world.endings)
+    if world.ranks > 1 and world.store_keys == 0 and not world.noted_absence:
+        log.write("note", text=never_met(world.ranks))
 
 
 def _fell_apart(world: World) -> ShoalError | None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.cost.relief import RELIEF
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event
+
+# torch puts the rank before each line of a traceback.
+_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3|^<")
+# Warnings of torch and of Python's own shutdown follow the exception that ended a process.
+_LINES_AFTER = 20
+_LONGEST_EXCEPTION = 300
+# Of the ranks that failed after the first, so many are quoted.
+_QUOTED = 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,7 @@ def failure(
     others = [ending for ending in failed if ending is not first]
     if isinstance(error, RunFailed) and not _says_why(first, fault):
         error.logs = tuple(ending.log for ending in (first, *others))
-    why = [error.why, *_others(others, faults)]
+    why = [error.why, *_others(others, faults, fault)]
     error.why = "; ".join(filter(None, why))
     # A fault that explains itself stands in the log in the same words.
     if (fault is None or not fault.get("why")) and (tail := log_tail.get(first.name, "").strip()):
@@ -78,14 +95,24 @@ def _says_why(ending: Ending, fault: Event | None) -> bool:
     return bool(fault.get("why") or fault.get("fix"))
 
 
-def _others(failed: list[Ending], faults: Mapping[int, Event]) -> Iterator[str]:
+def _others(failed: list[Ending], faults: Mapping[int, Event], first: Event | None) -> Iterator[str]:
     """Those that failed after the first: most only lost a peer; some met the same trouble themselves."""
     suffered = [rank for ending in failed if _is_consequence(ending, faults) for rank in ending.ranks]
     alike = [rank for ending in failed if not _is_consequence(ending, faults) for rank in ending.ranks]
+    raised = {rank: faults.get(rank, {}).get("raised") for rank in alike}
+    same = [rank for rank in alike if raised[rank] and first is not None and raised[rank] == first.get("raised")]
+    quoted = [rank for rank in alike if raised[rank] and rank not in same][:_QUOTED]
     if suffered:
-        yield f"rank {', '.join(map(str, sorted(suffered)))} then ended because a peer was gone"
-    if alike:
-        yield f"rank {', '.join(map(str, sorted(alike)))} failed too"
+        yield f"{_ranks(suffered)} then ended because a peer was gone"
+    if same:
+        yield f"{_ranks(same)} failed in the same way"
+    yield from (f"rank {rank} failed too: {raised[rank]}" for rank in quoted)
+    if rest := [rank for rank in alike if rank not in {*same, *quoted}]:
+        yield f"{_ranks(rest)} failed too"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def caused(faults: Mapping[int, Event]) -> bool:
@@ -106,12 +133,14 @@ def _fault_of(ending: Ending, faults: Mapping[int, Event]) -> Event | None:
 
 def _explain(ending: Ending, fault: Event | None, relief: str) -> ShoalError:
     who = f"rank {ending.ranks[0]}" if len(ending.ranks) == 1 else ending.name
+    log = f"read its log: less {shlex.quote(ending.log)}"
     if fault is not None:
         error = from_dict(fault)
         if isinstance(error, RunFailed) and "rank" not in error.seen:
             error.seen = f"rank {fault.get('rank', ending.ranks[0])} on {ending.node}: {error.seen}"
+        if "raised" in fault:
+            error.fix = log
         return error
-    log = f"read its log: less {shlex.quote(ending.log)}"
     if ending.lost:
         return RunFailed(f"{ending.node} is gone, and {who} with it", why=ending.lost, fix=log)
     if ending.starved:
@@ -128,3 +157,80 @@ def _how(code: int) -> str:
     if -code == signal.SIGKILL:
         return f"was killed ({name}) by somebody; the machine did not run out of memory meanwhile"
     return f"was killed by {name}"
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The exception that ended a Python program. `place` is the innermost line of the program's own code."""
+
+    text: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        short = self.text if len(self.text) <= _LONGEST_EXCEPTION else self.text[: _LONGEST_EXCEPTION - 1] + "…"
+        return f"{short} ({self.place})" if self.place else short
+
+
+def last_exception(log: str) -> Raised | None:
+    """The exception with which a log ends. Of a chain the first: what is raised while it is handled follows from it.
+
+    None where other output follows the last traceback: the program has gone on after it.
+    """
+    chain: list[Raised] = []
+    frames: list[tuple[str, str]] | None = None
+    is_chained, after = False, 0
+    for line in (_RANK_PREFIX.sub("", line, count=1) for line in log.splitlines()):
+        frame = _FRAME.match(line)
+        if line == _TRACEBACK or (frame and frames is None):
+            chain, frames = (chain if is_chained else []), []
+            is_chained = False
+        if frame and frames is not None:
+            frames.append((frame["file"], frame["line"]))
+        elif frames is not None and line and not line.startswith(" ") and line != _TRACEBACK:
+            chain.append(Raised(line.strip(), _place(frames)))
+            frames, after = None, 0
+        elif line in _CHAINED:
+            is_chained = True
+        else:
+            after += bool(line.strip())
+    return chain[0] if chain and after <= _LINES_AFTER else None
+
+
+def _place(frames: list[tuple[str, str]]) -> str:
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
+    return f"{Path(own[-1][0]).name} line {own[-1][1]}" if own else ""
+
+
+def script_faults(
+    endings: Iterable[Ending], read_log: Callable[[Ending], str], is_consequence: Callable[[str], bool]
+) -> dict[int, Event]:
+    """What the ranks of a script would have said of themselves, told from the exceptions in their logs.
+
+    `is_consequence` knows the messages of a rank that only lost its peer."""
+    faults: dict[int, Event] = {}
+    for ending in _failed(endings):
+        if ending.lost or (raised := last_exception(read_log(ending))) is None:
+            continue
+        rank = ending.ranks[0]
+        faults[rank] = {
+            "rank": rank,
+            "error": (PeerLost if is_consequence(raised.text) else RunFailed).__name__,
+            "seen": f"rank {rank} on {ending.node} {_how(ending.code)}: {raised}",
+            "raised": str(raised),
+        }
+    return faults
+
+
+def left_early(endings: Iterable[Ending], faults: Mapping[int, Event]) -> str:
+    """Where the first failure is a lost peer that had ended well: the ranks did not exchange equally often."""
+    all_endings = list(endings)
+    first = first_to_fail(all_endings, faults)
+    if first is None or not _is_consequence(first, faults):
+        return ""
+    gone = [rank for ending in all_endings if not ending.code and ending.order < first.order for rank in ending.ranks]
+    if not gone:
+        return ""
+    return (
+        f"{_ranks(gone)} had ended before with exit code 0, while others still exchanged: every rank must make the "
+        "same number of steps, and an uneven share of the data is the usual cause"
+    )

@@ -4,13 +4,17 @@ and go a line of its own."""
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shlex
+import signal
 import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from shoal.cluster.link import STDIN_FD
 from shoal.cluster.node import start_process
 from shoal.control.membership.generation import read_ballot
 from shoal.control.placement import AGENT_FD, KEEPS_FILES
@@ -32,6 +36,7 @@ from shoal.runfolder import RunFolder
 # What a rank calls it in its last event.
 _OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
 _LAST_BYTES = 1 << 16
+_STORE_ENDS_S = 3.0
 
 Write = Callable[..., None]
 
@@ -52,10 +57,17 @@ class Workplace:
         env = marks(self._run.path, start.name)
         if not alone_with_folder:
             env[KEEPS_FILES] = "0"
+        if start.is_script_rank:
+            # Where torch's `@record` writes the exception of a rank, as under torchrun.
+            env["TORCHELASTIC_ERROR_FILE"] = str(self._run.log(self._node, start.name).with_suffix(".error.json"))
+        stdin = self._take_stdin() if start.is_script_rank and start.ranks == (0,) else None
         with self._starting(start), ExitStack() as theirs:
+            if stdin is not None:
+                # A writer at its other end sees that the rank has ended.
+                theirs.callback(os.close, stdin)
             if start.store:
                 env[AGENT_FD] = str(self._serve_keys(theirs))
-            self._ranks.start(start, env, _descriptors(env))
+            self._ranks.start(start, env, _descriptors(env), stdin)
 
     def start_with_line(self, hand: Hand, hear: Callable[[Hand, ToAgent], None]) -> None:
         """Whether it keeps files it is told with each generation."""
@@ -107,10 +119,27 @@ class Workplace:
             )
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.kill()
-            self._store.wait()
-            self._store = None
+        """Ends the store, and writes into the journal how many keys the ranks have left in it."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        store.terminate()
+        try:
+            store.wait(_STORE_ENDS_S)
+        except subprocess.TimeoutExpired:
+            store.kill()
+            store.wait()
+        self.write("meeting", keys=self._keys_in_store(store.returncode))
+
+    def _keys_in_store(self, code: int) -> int | None:
+        """None where it did not say so. One that still imported torch has served no rank."""
+        if code == -signal.SIGTERM:
+            return 0
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            text = self._run.journal(self._node).with_suffix(".store.log").read_text(encoding="utf-8")
+            keys = json.loads(text.splitlines()[-1])["keys"]
+            return keys if isinstance(keys, int) else None
+        return None
 
     def kill(self, name: str) -> None:
         self._ranks.end(name)
@@ -142,6 +171,12 @@ class Workplace:
         with suppress(OSError):
             return place.mark in self._run.journal(place.node).read_text(encoding="utf-8")
         return False
+
+    @staticmethod
+    def _take_stdin() -> int | None:
+        """The standard input of the user's command, which the launcher handed to this agent."""
+        fd = os.environ.pop(STDIN_FD, None)
+        return None if fd is None else int(fd)
 
     def _serve_keys(self, theirs: ExitStack) -> int:
         ours, end = socket.socketpair()

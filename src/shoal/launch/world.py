@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ from shoal.errors import ControlError, Interrupted, PeerLost, ShoalError, from_d
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.earlier import highest_generation
 from shoal.launch.found import AGENT, find
+from shoal.launch.joined import awaited, left_behind, lonely
 from shoal.launch.orders import END, STOP, Meet, Member, Membership, make_go, to_line
 from shoal.launch.plan import Command
 from shoal.launch.post import Post
 from shoal.launch.verdict import Ending
 from shoal.runfolder import RunFolder
+from shoal.units import format_duration
 
 POLL_S = 0.05
 # Over SSH to a slow machine Python alone may take seconds to start.
@@ -30,6 +33,8 @@ READY_WITHIN_S = 45.0
 _LAST_WORDS_S = 1.0
 # An agent that was told to end now has this long for it.
 _END_WITHIN_S = 5.0
+# Ranks of a script that run so much longer than the first that ended are mentioned.
+LEFT_AFTER_S = 60.0
 
 Plan = Callable[[list[Node], Meeting], list[Command]]
 
@@ -50,6 +55,16 @@ class World:
     is_elastic: bool = False
     broken: str = ""
     gave_up: ShoalError | None = None
+    # How long the ranks of a script may take to end once they are asked to stop.
+    grace_s: float | None = None
+    # Keys in the store of a script's ranks at its end; None while that is not known.
+    store_keys: int | None = None
+    # Whether the user was told that ranks have not met.
+    noted_absence: bool = False
+    _met: dict[str, Event] = field(default_factory=dict)
+    _meeting: Meeting | None = None
+    _left_at: float | None = None
+    _noted_left: bool = False
     _said: set[str] = field(default_factory=set)
     # Nodes whose journals were found to have lines that cannot be used.
     _noted_journals: set[str] = field(default_factory=set)
@@ -111,7 +126,7 @@ class World:
             post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
             nodes.append(post.node)
         head = self.posts[0].ready or {}
-        meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
+        meeting = self._meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
         if head["script_port"] and len(nodes) > 1:
             self._note(
                 f"the script's store is torch's own and asks for no token: any program that reaches {meeting.address} "
@@ -122,7 +137,7 @@ class World:
         order = None if members is None else members(self.ranks, self._highest_generation())
         roster = [self._as_member(post) for post in self.posts]
         for post in self.posts:
-            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order)))
+            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order, self.grace_s)))
 
     def _as_member(self, post: Post) -> Member:
         said, node = post.ready or {}, post.node
@@ -159,6 +174,7 @@ class World:
             self._look()
             self._need_folder()
             self._leave_the_stuck()
+            self._note_left_behind()
             time.sleep(POLL_S)
         if self.refused and not self.interrupts:
             raise self.refused
@@ -175,7 +191,9 @@ class World:
         while self._obeyed < self.interrupts:
             self._obeyed += 1
             self._tell(STOP if self._obeyed == 1 else END)
-            if self._obeyed > 1:
+            if self._obeyed == 1:
+                self._note(asked_to_stop(self.grace_s))
+            else:
                 self._ended_at = self._ended_at or time.monotonic()
 
     def _leave_the_stuck(self) -> None:
@@ -247,6 +265,11 @@ class World:
                 self._lost(event["node"], event["how"])
             case "peer":
                 self._take_word_for(event["node"], event["failed"])
+            case "met":
+                self._met[post.node.name] = event
+                self._note_absence()
+            case "meeting":
+                self.store_keys = event["keys"]
             case "gave-up":
                 self.gave_up = from_dict(event)
             case "refused" if post.again is not None:
@@ -255,6 +278,35 @@ class World:
                 self._refuse(post, from_dict(event))
             case "done":
                 post.done = True
+
+    def _note_absence(self) -> None:
+        """Once the agents of all nodes have looked: a rank waits for one that another node has."""
+        if self._meeting is None or len(self._met) < len(self.posts):
+            return
+        met, missing = (
+            sorted(rank for event in self._met.values() for rank in event[key]) for key in ("met", "missing")
+        )
+        if missing and not self.noted_absence:
+            place = self._meeting.address, self._meeting.port
+            after_s = max(float(event["after_s"]) for event in self._met.values())
+            run = shlex.quote(str(self.run.path))
+            warning = awaited(met, missing, *place, after_s, run) if met else lonely(missing, *place, after_s)
+            self.noted_absence = True
+            self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
+
+    def _note_left_behind(self) -> None:
+        """Of a script: some ranks have ended well, and others go on for long."""
+        if self.grace_s is None or self.interrupts or self._noted_left or not self.endings:
+            return
+        ended = [rank for ending in self.endings for rank in ending.ranks]
+        running = [rank for command in self.commands for rank in command.ranks if rank not in ended]
+        if any(ending.code for ending in self.endings) or not running:
+            return
+        now = time.monotonic()
+        self._left_at = now if self._left_at is None else self._left_at
+        if now - self._left_at > LEFT_AFTER_S:
+            self._noted_left = True
+            self._note(left_behind(ended, running, now - self._left_at, shlex.quote(str(self.run.path))))
 
     @property
     def ranks(self) -> int:
@@ -329,6 +381,14 @@ class World:
         for command in self.commands:
             if command.node.name == post.node.name and command.name not in ended:
                 self._end(post, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
+
+
+def asked_to_stop(grace_s: float | None) -> str:
+    """What a user reads after the first Ctrl-C: what happens now, and how to end it sooner."""
+    if grace_s is None:
+        return "the ranks finish their step and save; Ctrl-C again ends them now"
+    limit = f"those that still run in {format_duration(grace_s)} are ended (--grace)" if grace_s else "they are ended"
+    return f"the ranks were asked to stop; {limit}; Ctrl-C again ends them now"
 
 
 @contextlib.contextmanager

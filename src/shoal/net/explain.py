@@ -107,6 +107,12 @@ def explain_text(text: str) -> Findings:
     return explain(enumerate(text.splitlines(), 1))
 
 
+def is_consequence(text: str) -> bool:
+    """Whether an error says only that another rank is gone."""
+    found = explain_text(text)
+    return found.best is not None and found.best.weight == Weight.CONSEQUENCE and found.unknown is None
+
+
 def merge(found: Iterable[Findings]) -> Findings:
     """Several texts about one failure, the most telling one first."""
     parts = list(found)

@@ -3,14 +3,22 @@
 By default rank 0 of a script serves the store itself, and torch then listens on every address of the machine. Here an
 agent hands over a socket that listens on the run's address only, and every rank connects as a client. torchrun does
 the same.
+
+Asked to end by SIGTERM, it prints how many keys the ranks have written: none, if no rank ever joined a process group.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 def main() -> int:
@@ -32,9 +40,18 @@ def main() -> int:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
     )
-    signal.pause()
-    del store
-    return 0
+    signal.signal(signal.SIGTERM, lambda *_: _leave(store))
+    while True:
+        signal.pause()
+
+
+def _leave(store: TCPStore) -> NoReturn:
+    # Not every torch that shoal runs with can list them.
+    keys = len(store.list_keys()) if hasattr(store, "list_keys") else None
+    sys.stdout.write(json.dumps({"keys": keys}) + "\n")
+    sys.stdout.flush()
+    # At once: what torch does at the end of a process takes longer than a run should.
+    os._exit(0)
 
 
 if __name__ == "__main__":

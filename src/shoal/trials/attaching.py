@@ -14,7 +14,7 @@ from shoal.report.membership import last_members
 from shoal.report.ranklog import collect
 from shoal.runfolder import RunFolder
 from shoal.trials.following import POLL_S, Keeping, RunNews
-from shoal.trials.scripts import ShowLine, ShowNote
+from shoal.trials.scripts import Display
 from shoal.trials.training import MakeDisplay
 
 _ENTERED = b'{"event":"membership"'
@@ -33,16 +33,15 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     keeping.raise_error()
 
 
-def attach_script(run: RunFolder, show: ShowLine, show_note: ShowNote) -> None:
+def attach_script(run: RunFolder, display: Display) -> None:
     keeping, keeper = Keeping(run), find_keeper(run.path)
-    logs = LogFollower(run)
-    for notes in _until_over(keeping, keeper):
-        for note in notes:
-            show_note(note["text"])
-        for line in logs.poll():
-            show(line)
-    for line in logs.last_words():
-        show(line)
+    logs = LogFollower(run, shows_current=display.is_live)
+    with contextlib.closing(display):
+        for notes in _until_over(keeping, keeper):
+            for note in notes:
+                display.note(note["text"])
+            display.lines(logs.poll(), logs.current())
+        display.lines(logs.last_words())
     keeping.raise_error()
 
 

@@ -27,12 +27,13 @@ from shoal.cluster.hosts.files import project_of
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
 from shoal.control.private import find_danger
-from shoal.control.process import marks, unmark
+from shoal.control.process import marks, restore_signals, unmark
 from shoal.data.run_setup import read_facts, to_json
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.supervise import run_ranks, run_script
+from shoal.launch.supervise import GRACE_S, run_ranks, run_script
 from shoal.net.after_run import put_into_words
+from shoal.net.explain import is_consequence
 from shoal.report.finish import finish
 from shoal.report.replicas import judge_replicas
 from shoal.runfolder import RunFolder, write_atomically
@@ -43,7 +44,8 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class Job:
-    """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` are a script's.
+    """`script` empty: the training whose configuration the folder holds. `on` up to `has_stdin` are a script's:
+    `python` runs it, where it is not each machine's own; rank 0 reads the user's standard input if `has_stdin`.
     `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
 
     resume: bool = False
@@ -51,6 +53,9 @@ class Job:
     on: str = ""
     threads: int | None = None
     port: int = 0
+    grace_s: float = GRACE_S
+    python: str = ""
+    has_stdin: bool = False
     confirm: bool = False
 
 
@@ -61,7 +66,7 @@ def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
             env={**os.environ, **marks(run.path, "keeper")},
-            stdin=subprocess.PIPE if job.confirm else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if job.confirm else None if job.has_stdin else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -93,6 +98,7 @@ def read_job(run: RunFolder) -> Job:
 def main(folder: Path) -> int:
     run = RunFolder(folder)
     unmark()
+    restore_signals(signal.valid_signals() - ENDING)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Both end a keeper in good order, also while it still builds a lab, and also where a shell had them ignored.
     for signum in ENDING:
@@ -137,9 +143,20 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
         log.write("note", text=text)
 
     if job.script:
-        with open_cluster(job.on, Cargo(project=_project(job)), note) as cluster:
-            words = python_words(job.script, Path.cwd(), note)
-            run_script(RunConfig(on=job.on, threads=job.threads), words, run, cluster, log, job.port)
+        stdin = sys.stdin.fileno() if job.has_stdin and sys.stdin is not None else None
+        with open_cluster(job.on, Cargo(project=_project(job)), note, stdin=stdin) as cluster:
+            run_script(
+                RunConfig(on=job.on, threads=job.threads),
+                python_words(job.script, Path.cwd(), note),
+                run,
+                cluster,
+                log,
+                is_consequence,
+                job.port,
+                job.grace_s,
+                job.python,
+                os.environ,
+            )
         return
     config = load_config(run.config)
     try:

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
-from collections.abc import Callable, Sequence
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-from shoal.cluster.spec import settled
+from shoal.cluster.hosts.spec import HostsSpec
+from shoal.cluster.spec import LocalSpec, parse_on, settled
+from shoal.errors import UsageError
 from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.runfolder import RunFolder
 from shoal.trials.following import Keeping, await_running, follow, kept
 from shoal.trials.keeper import Job, start_keeper
 
-ShowLine = Callable[[LogLine], None]
-ShowNote = Callable[[str], None]
+
+class Display(Protocol):
+    """Where the lines of ranks and notes about the run are shown. `is_live`: it shows unfinished lines too."""
+
+    is_live: bool
+
+    def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
 
 
-def run_anything(
-    argv: Sequence[str],
-    on: str,
-    out: Path,
-    threads: int | None,
-    port: int,
-    detach: bool,
-    show: ShowLine,
-    show_note: ShowNote,
-) -> RunFolder:
+def run_anything(job: Job, out: Path, detach: bool, display: Display) -> RunFolder:
     """Raises with the script's own exit code."""
-    on = settled(on)
-    run = RunFolder.create(out)
+    python, about_python = choose_python(job.python, job.on, os.environ)
+    has_stdin, about_stdin = choose_stdin(job.on, detach)
+    job = replace(job, on=settled(job.on), python=python, has_stdin=has_stdin)
+    run = RunFolder.create(out, is_training=False)
+    for text in filter(None, (about_python, about_stdin)):
+        display.note(text)
     keeping = Keeping.from_now(run)
-    job = Job(script=tuple(argv), on=on, threads=threads, port=port)
-    logs = LogFollower(run)
+    logs = LogFollower(run, shows_current=display.is_live)
 
     def look(notes: list[Event]) -> None:
         for note in notes:
-            show_note(note["text"])
-        for line in [] if detach else logs.poll():
-            show(line)
+            display.note(note["text"])
+        if not detach:
+            display.lines(logs.poll(), logs.current())
 
     with contextlib.ExitStack() as held:
         lock = held.enter_context(run.held())
@@ -50,6 +63,99 @@ def run_anything(
             try:
                 follow(run, keeper, keeping, look)
             finally:
-                for line in logs.last_words():
-                    show(line)
+                display.lines(logs.last_words())
+                display.close()
     return run
+
+
+_HAS_TORCH = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 3)"
+_ASK_PYTHON_S = 30.0
+
+
+def choose_python(asked: str, on: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """The Python that runs a script, empty for each machine's own, and a note about the choice.
+
+    An activated environment is the user's choice of Python; shoal may be installed in another one.
+    """
+    if isinstance(parse_on(on), HostsSpec):
+        return asked, ""
+    if asked:
+        return _check_python(asked, env), ""
+    prefix = active_environment(env)
+    if prefix is None:
+        return "", ""
+    python = str(prefix / "bin" / "python")
+    if has_torch(python):
+        return python, f"the script runs with {python}, of the activated environment (another one: --python PYTHON)"
+    return "", (
+        f"the script runs with {sys.executable}: the activated environment {prefix} has no torch "
+        f"(to change that: {python} -m pip install torch)"
+    )
+
+
+def _check_python(asked: str, env: Mapping[str, str]) -> str:
+    found = shutil.which(asked, path=env.get("PATH"))
+    if found is None:
+        raise UsageError(
+            f"--python {asked} is no program",
+            why="the ranks of the script are started with it",
+            fix="write the one that this prints: python -c 'import sys; print(sys.executable)'",
+        )
+    if not has_torch(found):
+        raise UsageError(
+            f"{found} has no torch",
+            why="the ranks of the script are started with it, because of --python",
+            fix=f"install it there: {found} -m pip install torch; or leave --python out",
+        )
+    # Not resolved: an environment's python is a link, and its packages are found by the link's place.
+    return str(Path(found).absolute())
+
+
+def active_environment(env: Mapping[str, str]) -> Path | None:
+    """The environment that the user activated, unless shoal itself runs from it. conda's `base` is always active."""
+    conda = "" if env.get("CONDA_DEFAULT_ENV") == "base" else env.get("CONDA_PREFIX", "")
+    name = env.get("VIRTUAL_ENV") or conda
+    if not name or not os.access(Path(name) / "bin" / "python", os.X_OK):
+        return None
+    return None if os.path.realpath(name) == os.path.realpath(sys.prefix) else Path(name)
+
+
+def has_torch(python: str) -> bool:
+    try:
+        # Not here: a folder or file named torch in the current one is no torch.
+        done = subprocess.run(
+            [python, "-c", _HAS_TORCH], cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_PYTHON_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(
+            f"{python} cannot be run: {error}", why="the ranks of the script are started with it", fix="--python PYTHON"
+        ) from None
+    return done.returncode == 0
+
+
+def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[bool, str]:
+    """Whether rank 0 gets our standard input, as it would under torchrun, and a note where it cannot have it."""
+    try:
+        kind = os.fstat(fd).st_mode
+    except OSError:
+        return False, ""
+    if detach or not isinstance(parse_on(on), LocalSpec):
+        why = "the run is detached" if detach else "only rank 0 of local:N can read it"
+        note = f"what is piped into shoal run is not passed on: {why}. Let the script read a file"
+        return False, note if _has_waiting_input(fd, kind) else ""
+    if os.isatty(fd):
+        # Not in the background of a shell, whose next command line rank 0 would read.
+        with contextlib.suppress(OSError):
+            return os.tcgetpgrp(fd) == os.getpgrp(), ""
+        return False, ""
+    return not stat.S_ISCHR(kind), ""
+
+
+def _has_waiting_input(fd: int, kind: int) -> bool:
+    if stat.S_ISREG(kind):
+        return os.fstat(fd).st_size > 0
+    if not stat.S_ISFIFO(kind):
+        return False
+    waiting = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, waiting)
+    return waiting[0] > 0

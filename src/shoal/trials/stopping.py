@@ -5,12 +5,14 @@ from __future__ import annotations
 from enum import Enum
 
 from shoal.errors import RunFailed
+from shoal.events import read_last_events
 from shoal.launch.found import AGENT, KEEPER, Found, ask, await_end, end, find, is_alive
 from shoal.runfolder import RunFolder
 
 # A step of a large model on a slow machine, and the checkpoint after it, take their time.
 ASK_S = 60.0
 _END_S = 8.0
+_LAST_BYTES = 1 << 16
 
 
 class Outcome(Enum):
@@ -27,7 +29,8 @@ def stop(run: RunFolder, wait_s: float = ASK_S) -> Outcome:
         return Outcome.NOT_RUNNING
     ask(_heads(run))
     if wait_s and await_end(lambda: find(run.path), wait_s):
-        return Outcome.STOPPED
+        is_script = not run.config.is_file()
+        return Outcome.ENDED if is_script and _had_to_be_killed(run) else Outcome.STOPPED
     ask(_heads(run))
     if not await_end(lambda: find(run.path), _END_S):
         end_processes(find(run.path))
@@ -39,6 +42,16 @@ def end_processes(processes: list[Found]) -> None:
     if not await_end(lambda: filter(is_alive, processes), _END_S):
         left = ", ".join(f"{found.pid} ({found.command})" for found in processes if is_alive(found))
         raise RunFailed(f"processes do not end: {left}", why="the kernel has not finished with them")
+
+
+def _had_to_be_killed(run: RunFolder) -> bool:
+    """Whether an agent killed ranks of a script's last launch, because they did not stop in time."""
+    for journal in run.path.glob("agents/*.jsonl"):
+        events = read_last_events(journal, _LAST_BYTES)
+        launch = events[-1].get("launch") if events else None
+        if any(each["event"] == "ended" and each["by_us"] and each.get("launch") == launch for each in events):
+            return True
+    return False
 
 
 def _heads(run: RunFolder) -> list[Found]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from shoal.control.process import default_signals
 from shoal.errors import LabError
 
 # Both links of the chain from us to the program are tied: we to its parent, its parent to the program.
@@ -56,6 +57,7 @@ def start_in_node(argv: Sequence[str], env: Mapping[str, str], log: Path, pass_f
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=pass_fds,
+                preexec_fn=default_signals,
             )
     except OSError as error:
         raise LabError(f"cannot start {argv[-1]} on a node: {error.strerror}", fix="check: ulimit -u; df -h") from error

@@ -1,0 +1,152 @@
+"""Which rank of a script is named first when it fails, and what its exception was: told from the logs alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.verdict import Ending, Raised, failure, first_to_fail, last_exception, left_early, script_faults
+from shoal.net.explain import is_consequence
+from tests.programs import shoal
+
+RAISED = """\
+epoch 1
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/me/oops.py", line 12, in <module>
+[rank1]:     train()
+[rank1]:   File "/home/me/oops.py", line 9, in train
+[rank1]:     raise ValueError("negative learning rate")
+[rank1]: ValueError: negative learning rate
+"""
+# As printed by torch 2.13 where the peer closed its connections in a `finally:`.
+VICTIM = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/home/me/oops.py", line 12, in <module>
+[rank0]:     train()
+[rank0]:   File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce
+[rank0]:     work.wait()
+[rank0]: RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:41610
+"""
+WHILE_HANDLED = (
+    RAISED
+    + """
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/home/me/oops.py", line 15, in <module>
+    dist.barrier()
+RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:41610
+"""
+)
+SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (RAISED, Raised("ValueError: negative learning rate", "oops.py line 9")),
+        # The program's own line, not the one of the library that raised.
+        (VICTIM, Raised(VICTIM.splitlines()[-1].removeprefix("[rank0]: "), "oops.py line 12")),
+        (WHILE_HANDLED, Raised("ValueError: negative learning rate", "oops.py line 9")),
+        (
+            RAISED + WHILE_HANDLED.replace("ValueError", "KeyError"),
+            Raised("KeyError: negative learning rate", "oops.py line 9"),
+        ),
+        (SYNTAX, Raised("SyntaxError: invalid syntax", "oops.py line 3")),
+        (
+            RAISED + "[W1] a warning of torch at its end\n",
+            Raised("ValueError: negative learning rate", "oops.py line 9"),
+        ),
+        (RAISED + "training goes on\n" * 30, None),
+        ("KeyError: printed, not raised\n", None),
+        ("", None),
+        ("Traceback (most recent call last):\n", None),
+    ],
+)
+def test_the_exception_that_ended_a_rank_is_read_from_its_log(log: str, expected: Raised | None) -> None:
+    assert last_exception(log) == expected
+
+
+def ending(rank: int, order: int, code: int = 1) -> Ending:
+    return Ending(f"rank-{rank}", "here", (rank,), code, order, log=f"/logs/rank-{rank}.log")
+
+
+def faults_of(endings: list[Ending], *logs: str) -> dict[int, dict[str, object]]:
+    return script_faults(endings, lambda ending: logs[ending.ranks[0]], is_consequence)
+
+
+def test_the_rank_that_raised_is_named_and_not_its_victim() -> None:
+    endings = [ending(0, order=0), ending(1, order=1, code=4)]
+    faults = faults_of(endings, VICTIM, RAISED)
+    error, first = failure(endings, faults, {"rank-1": "last line"}), first_to_fail(endings, faults)
+    assert error is not None
+    assert first is endings[1]
+    assert error.seen == "rank 1 on here ended with exit code 4: ValueError: negative learning rate (oops.py line 9)"
+    assert error.why == "rank 0 then ended because a peer was gone\nthe end of its log:\nlast line"
+    assert error.fix == "read its log: less /logs/rank-1.log"
+
+
+def test_ranks_that_fail_alike_are_said_to() -> None:
+    endings = [ending(0, order=0), ending(1, order=1), ending(2, order=2)]
+    other = RAISED.replace("ValueError: negative learning rate", "KeyError: 'x'")
+    error = failure(endings, faults_of(endings, RAISED, RAISED, other), {})
+    assert error is not None
+    assert error.why == "rank 1 failed in the same way; rank 2 failed too: KeyError: 'x' (oops.py line 9)"
+
+
+def test_a_rank_without_an_exception_is_still_named() -> None:
+    endings = [ending(0, order=0, code=7), ending(1, order=1)]
+    error = failure(endings, faults_of(endings, "no traceback\n", VICTIM), {})
+    assert error is not None
+    assert error.seen == "rank 0 on here ended with exit code 7"
+    assert "rank 1 then ended because a peer was gone" in error.why
+
+
+def test_a_peer_that_ended_well_too_early_is_named() -> None:
+    endings = [ending(1, order=0, code=0), ending(0, order=1)]
+    assert left_early(endings, faults_of(endings, VICTIM, "")).startswith("rank 1 had ended before with exit code 0")
+    assert left_early(endings, faults_of(endings, RAISED, "")) == ""
+    assert left_early([], {}) == ""
+
+
+def test_the_error_of_a_script_says_what_was_raised_and_where(tmp_path: Path) -> None:
+    script = tmp_path / "oops.py"
+    script.write_text("import os\nrank = os.environ['RANK']\nraise ValueError(f'no data for rank {rank}')\n")
+    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script)
+    assert done.returncode == 1
+    assert (
+        "error: rank 0 on local ended with exit code 1: ValueError: no data for rank 0 (oops.py line 3)\n"
+        in done.stderr
+    )
+    assert "the end of its log:\n" in done.stderr
+
+
+FINALLY = """
+import os, sys
+import torch
+import torch.distributed as dist
+def train():
+    dist.init_process_group("gloo")
+    for step in range(100):
+        if os.environ["RANK"] == "1" and step == 20:
+            raise ValueError("negative learning rate")
+        dist.all_reduce(torch.ones(4))
+try:
+    train()
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_the_victim_of_a_finally_is_not_named_first(tmp_path: Path) -> None:
+    script = tmp_path / "oops.py"
+    script.write_text(FINALLY)
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", script)
+    assert done.returncode == 1
+    assert (
+        "error: rank 1 on local ended with exit code 1: ValueError: negative learning rate (oops.py line 9)"
+        in done.stderr
+    )
+    assert "rank 0 then ended because a peer was gone" in done.stderr
