@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import DataError
+from shoal.events import Event
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import account, explain
 from shoal.report.plots import plot_scaling, step_parts
 from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
 from shoal.report.summary import summarize
+from shoal.sync.times import CommTimes
 from tests.run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)
 
 
 def test_communication_dominates() -> None:
-    two = point(2, 90, 1, forward=15, backward=30, exposed=35, optimizer=8, other=2, allreduce=50)
+    two = point(2, 90, 1, forward=15, backward=30, exposed=35, optimizer=8, other=2, allreduce=50, hidden=15)
     text = explain([ONE, two])
     assert "Two ranks were faster than one rank: 17,067 tokens/s against 15,360 tokens/s" in text
     assert "1.11 times the speed and an efficiency of 56%" in text
@@ -126,6 +129,68 @@ def test_a_run_is_explained_from_its_own_numbers() -> None:
     assert "74% into forward and backward, 12% into communication that backward did not hide" in text
     assert "Each rank sent 5.42 MB a step, +0.4% against the 5.4 MB of 2(N−1)/N·S." in text
     assert "Rank 0 was the slowest: rank 1 waited 6 ms a step for it." in text
+
+
+def shares_in(text: str) -> list[int]:
+    split = re.search(r"Of this time went (.*?)\.", text)
+    assert split is not None
+    return [int(share) for share in re.findall(r"(\d+)%", split[1])]
+
+
+@given(st.lists(st.floats(0.001, 30), min_size=1, max_size=24), st.floats(0.01, 0.99))
+def test_shares_of_a_step_add_up_on_a_busy_machine(seconds: list[float], part: float) -> None:
+    """Steps differ by orders of magnitude, and the load hits forward in one and the optimizer in another."""
+    events = [start(0, world_size=1), *(busy_step(n, took, part) for n, took in enumerate(seconds, 1))]
+    summary = summarize(events)
+    assert summary.step_s is not None
+    assert sum(summary.phases.values()) == pytest.approx(summary.step_s.median)
+    assert min(summary.phases.values()) >= 0
+    assert sum(shares_in(explain_single(summary))) == 100
+
+
+def busy_step(number: int, step_s: float, part: float) -> Event:
+    parts = [part * step_s, (1 - part) * step_s]
+    forward, optimizer = parts if number % 3 else reversed(parts)
+    none = {f"{name}_s": 0.0 for name in ("data", "backward", "exposed", "wait", "other")}
+    return step(number) | none | {"step_s": step_s, "forward_s": forward, "optimizer_s": optimizer}
+
+
+def test_steps_of_two_speeds_do_not_push_a_share_over_the_step() -> None:
+    """The mean of the middle half was 1.5 times the median: 107% went into forward and backward."""
+    times = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 0.3]
+    steps = [busy_step(n, took, 0.9 if n % 3 else 0.1) for n, took in enumerate([*times, *times], 1)]
+    text = explain_single(summarize([start(0, world_size=1), *steps]))
+    assert "a step took 100 ms" in text
+    assert "90% into forward and backward and 10% into the optimizer" in text
+
+
+def test_time_that_no_phase_has_is_named() -> None:
+    steps = [{"event": "step", "rank": 0, "step": n, "step_s": 0.2, "forward_s": 0.15} for n in range(1, 9)]
+    assert "75% into forward and backward and 25% into everything else" in explain_single(summarize([start(), *steps]))
+
+
+def test_waiting_for_a_peer_is_not_hidden_communication() -> None:
+    """The all-reduce is under way while a rank waits for the slowest one, but backward hides nothing then."""
+    assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=0.020).hidden_s == pytest.approx(0.002)
+    assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=0.012, wait_s=0.006).hidden_s == pytest.approx(0.0)
+    assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=None).hidden_s is None
+    assert ", 6 ms of it hidden behind backward." in explain_single(summarize(all_events()))
+
+
+def test_stock_ddp_claims_nothing_of_its_all_reduce() -> None:
+    untimed = {"allreduce_s", "hidden_s"}
+    steps = [
+        {key: value for key, value in step(n, rank).items() if key not in untimed} for n in range(9) for rank in (0, 1)
+    ]
+    summary = summarize([start(0, sync="stock"), start(1, sync="stock"), *steps])
+    text = explain_single(summary)
+    assert "hidden" not in text
+    assert "How long stock DDP's all-reduces took is not measured" in text
+    assert "hidden" not in explain([ONE, replace_ranks(scaling_point(summary), exposed=0.2)])
+
+
+def replace_ranks(found: ScalingPoint, **phases: float) -> ScalingPoint:
+    return found.model_copy(update={"phases": found.phases | phases})
 
 
 def test_one_rank_has_no_all_reduce_to_explain() -> None:

@@ -38,11 +38,11 @@ def test_figures_come_from_the_second_half_only() -> None:
     assert summary.tokens_per_s == TOKENS / 0.5
 
 
-def test_phases_are_medians_averaged_over_ranks() -> None:
+def test_phases_are_averaged_over_ranks() -> None:
     summary = summarize(all_events())
     assert summary.ranks[0].phases["wait"].median == pytest.approx(0.002)
     assert summary.ranks[1].phases["wait"].median == pytest.approx(0.006)
-    assert summary.phases["wait"] == pytest.approx(0.004)
+    assert summary.phases["wait"] == pytest.approx(0.004, rel=1e-3)
 
 
 def test_a_phase_nobody_recorded_is_absent() -> None:

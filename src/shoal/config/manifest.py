@@ -94,9 +94,10 @@ class RecoveryRecord(Record):
 
 
 class Manifest(Record):
-    """Times are from the second half of the run: medians, and for `phases` the means of a typical step, so that they
-    add up. Bytes are per step and rank. Where the world changed, they are of the steps that `world_size` ranks did
-    together; `members` are the ids of those who took part at last.
+    """Times are from the second half of the run: medians. `phases` are the median step divided among its phases, so
+    that they add up to it. All-reduce times are None where they were not measured, as with stock DDP. Bytes are
+    per step and rank. Where the world changed, they are of the steps that `world_size` ranks did together; `members`
+    are the ids of those who took part at last.
     """
 
     shoal_manifest: int = 1

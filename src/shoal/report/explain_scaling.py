@@ -170,9 +170,9 @@ def _exposed_reason(found: Account) -> str:
     point = found.point
     exposed = point.phases.get("exposed", 0.0)
     stood_still = f"ranks stood still {ms(exposed)} a step for it"
-    if point.allreduce_s is None:
+    hidden = point.hidden_s
+    if point.allreduce_s is None or hidden is None:
         return stood_still
-    hidden = max(point.allreduce_s - exposed, 0.0)
     if hidden < NEGLIGIBLE * point.step_s:
         return f"the all-reduce took {ms(point.allreduce_s)} and next to nothing of it was hidden behind backward"
     return f"the all-reduce took {ms(point.allreduce_s)}, {ms(hidden)} of it hidden behind backward; {stood_still}"

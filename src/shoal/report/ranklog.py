@@ -20,7 +20,9 @@ Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
 PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
-TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), "allreduce_s")
+# Of the gradient exchange: how long it was under way, and how much of that lay behind backward. They lie across phases.
+OF_EXCHANGE = ("allreduce_s", "hidden_s")
+TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *OF_EXCHANGE)
 # What a `choice` says anew of what a `start` has said.
 _OF_EXCHANGES = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
 # `entry` is where in `RankLog.entered` the step's generation is; -1 before any.

@@ -30,7 +30,9 @@ def key_figures(manifest: Manifest, summary: Summary) -> str:
         (
             "all-reduce",
             _milliseconds(manifest.allreduce_p50_ms),
-            f"median; p95 {_milliseconds(manifest.allreduce_p95_ms)}",
+            "not measured"
+            if manifest.allreduce_p95_ms is None
+            else f"median; p95 {_milliseconds(manifest.allreduce_p95_ms)}",
         ),
         ("sent per step and rank", _bytes(manifest.wire_bytes_per_step), _theory(manifest)),
         ("loss", _or_nothing(manifest.final_loss, "{:.3f}"), f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"),

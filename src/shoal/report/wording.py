@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
@@ -13,6 +15,17 @@ def ms(seconds: float) -> str:
 
 def percent(part: float) -> str:
     return f"{100 * part:.0f}%"
+
+
+def percents(parts: Sequence[float]) -> list[int]:
+    """Each part's share of their sum, in whole percent that add up to 100: the largest remainders are rounded up."""
+    whole = sum(parts)
+    exact = [100 * part / whole for part in parts]
+    rounded = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda at: rounded[at] - exact[at])
+    for at in by_remainder[: 100 - sum(rounded)]:
+        rounded[at] += 1
+    return rounded
 
 
 def speed(tokens_per_s: float) -> str:
