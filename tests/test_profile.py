@@ -92,13 +92,18 @@ def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96
             "arch": "aarch64",
             "os": "Linux",
             "machine": machine,
-            "load": load,
             "iperf3": "3.12",
         }
         for node, machine in zip(nodes, machines, strict=True)
     }
     links = [link("node1", "node2", together_gbps), link("node2", "node1")]
-    return Measured("lab:2", nodes, facts, links, events_of(nodes), ("a note of the plan",))
+    # Each rank used 30 of 60 s of one core, and its machine was busy for as long as all its ranks and the others.
+    here = {node.name: machines.count(machine) for node, machine in zip(nodes, machines, strict=True)}
+    spent = [
+        {"event": "load", "node": name, "wall_s": 60.0, "cpu_s": 30.0, "machine_busy_s": 30.0 * ranks + 60.0 * load}
+        for name, ranks in here.items()
+    ]
+    return Measured("lab:2", nodes, facts, links, [*events_of(nodes), *spent], ("a note of the plan",))
 
 
 @pytest.fixture
@@ -134,10 +139,16 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
 
 
 def test_what_a_reader_must_know_is_noted() -> None:
-    notes = assemble(measured(("a", "a"), together_gbps=0.5, load=4.0), "now", 60.0, 51.0).notes
+    found = assemble(measured(("a", "a"), together_gbps=0.5, load=1.5), "now", 60.0, 51.0)
+    notes = found.notes
     assert any("share a machine" in note and "one after another" in note for note in notes)
     assert any("52% of alone" in note for note in notes)
-    assert any("busy" in note and "node1, node2" in note for note in notes)
+    assert notes[-1] == (
+        "Other programs kept cores busy meanwhile (1.5 on node1 and 1.5 on node2, on average): measure again when it "
+        "is quiet before you believe these figures."
+    )
+    assert [node.other_programs_cores for node in found.nodes] == [1.5, 1.5]
+    assert [node.other_programs_cores for node in assemble(measured(load=0.1), "now", 60.0, 51.0).nodes] == [0.1, 0.1]
 
 
 def test_a_rank_that_left_no_figures_is_an_error() -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.cli.bench import scaling_document
 from shoal.errors import DataError
 from shoal.events import Event
 from shoal.report.explain_run import explain_single
-from shoal.report.explain_scaling import account, explain
+from shoal.report.explain_scaling import account, explain, is_plausible
 from shoal.report.plots import plot_scaling, step_parts
 from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
 from shoal.report.summary import summarize
 from shoal.sync.times import CommTimes
+from shoal.trials.scaling import ScalingResult
 from tests.run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)
@@ -255,3 +258,16 @@ def test_a_busy_machine_is_said() -> None:
     assert "busy meanwhile (0.0 with one rank and 0.9 with two ranks, on average)" in explain(points)
     quiet = [point.model_copy(update={"other_load": 0.1}) for point in points]
     assert "busy meanwhile" not in explain(quiet)
+    result = ScalingResult(points, {}, None, Path("s.png"), Path("r.html"))  # type: ignore[arg-type]
+    document = scaling_document(result)
+    assert "busy meanwhile" in str(document["warning"])
+    rows: Any = document["rows"]
+    assert [row["other_programs_cores"] for row in rows] == [0.04, 0.9]
+
+
+def test_an_efficiency_above_one_is_not_plausible() -> None:
+    fast = point(2, 45, 1, forward=15, backward=24, optimizer=6)
+    text = explain([ONE, fast])
+    assert "An efficiency above 100% (111% on two ranks) is not plausible: the run on one rank was held back" in text
+    assert not is_plausible(fast, ONE)
+    assert "plausible" not in explain([ONE, point(2, 49, 1, forward=15, backward=28, optimizer=6)])

@@ -82,7 +82,8 @@ class ComputeProfile(Section):
 
 class NodeProfile(Section):
     """`machine` is the same for nodes that are one machine: they share its cores, memory and speed.
-    `fp16_s_per_parameter` is what a rank takes to send a gradient as fp16: making halves, and floats of their sum."""
+    `fp16_s_per_parameter` is what a rank takes to send a gradient as fp16: making halves, and floats of their sum.
+    `other_programs_cores` is how many cores of the machine programs beside the probe kept busy."""
 
     name: str
     address: str
@@ -98,6 +99,7 @@ class NodeProfile(Section):
     compute: ComputeProfile
     paces: tuple[ModelPace, ...] = ()
     fp16_s_per_parameter: Above | None = None
+    other_programs_cores: AtLeastZero | None = None
 
 
 class LinkProfile(Section):

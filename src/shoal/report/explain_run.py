@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.report.summary import DISTURBING_CORES, Spread, Summary
-from shoal.report.wording import join, ms, percents, ranks, speed, times
+from shoal.report.summary import Spread, Summary
+from shoal.report.wording import join, ms, percents, ranks, speed, times, warn_of_other_programs
 from shoal.units import format_si
 
 _NAMES = {
@@ -29,7 +29,7 @@ def explain_single(summary: Summary) -> str:
         _allreduce(summary),
         _bytes(summary),
         _slowest(summary, summary.step_s),
-        _disturbed(summary),
+        warn_of_other_programs({"": summary.other_load}),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -99,9 +99,3 @@ def _slowest(summary: Summary, step_s: Spread) -> str:
     if waits[other] - waits[slowest] < 3 * _WORTH_NAMING * step_s.median:
         return ""
     return f"Rank {slowest} was the slowest: rank {other} waited {ms(waits[other])} a step for it."
-
-
-def _disturbed(summary: Summary) -> str:
-    if summary.other_load is None or summary.other_load < DISTURBING_CORES:
-        return ""
-    return f"Other programs kept {summary.other_load:.1f} cores busy meanwhile, so on a quiet machine it is faster."

@@ -69,8 +69,10 @@ def _unexposed(row: LeverRow) -> float:
 
 
 def _label(row: LeverRow) -> str:
-    speed = f"{row.point.tokens_per_s:,.0f}"
-    return speed if row.of_one_node is None or row.point.name == ONE_NODE else f"{speed}  ({row.of_one_node:.2f}×)"
+    label = f"{row.point.tokens_per_s:,.0f}"
+    if row.of_one_node is not None and row.point.name != ONE_NODE:
+        label += f"  ({row.of_one_node:.2f}×)"
+    return label if row.is_plausible else f"{label}, not plausible"
 
 
 def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:

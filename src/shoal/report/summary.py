@@ -17,9 +17,6 @@ from shoal.report.losses import losses, val_losses
 from shoal.report.membership import Stretch, elsewhere, history, last_members, measured_size, party
 from shoal.report.ranklog import OF_EXCHANGE, PHASES, TIMES, Floats, RankLog, Span, Steps, as_float, collect
 
-# Other programs that kept fewer cores busy than this did not change what was measured.
-DISTURBING_CORES = 0.25
-
 # "unfinished" is alive, or dead without a last word: the folder alone cannot tell the two apart.
 Status = Literal["finished", "interrupted", "failed", "unfinished"]
 
@@ -261,14 +258,18 @@ def _wire_bytes(logs: dict[int, RankLog]) -> float | None:
 
 def _other_load(logs: Collection[RankLog]) -> float | None:
     """How many cores other programs kept busy meanwhile, on the machine where it was worst."""
-    found = []
-    for machine in {_machine(log) for log in logs}:
-        ends = [log.end for log in logs if _machine(log) == machine]
-        cpu, busy, wall = ([as_float(end.get(key)) for end in ends] for key in ("cpu_s", "machine_busy_s", "wall_s"))
-        if not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):
-            return None
-        found.append(max(0.0, (max(busy) - sum(cpu)) / max(wall)))
-    return max(found, default=None)
+    machines = {_machine(log) for log in logs}
+    found = [cores_of_others([log.end for log in logs if _machine(log) == machine]) for machine in machines]
+    known = [cores for cores in found if cores is not None]
+    return max(known, default=None) if len(known) == len(found) else None
+
+
+def cores_of_others(spent: Collection[Event]) -> float | None:
+    """How many cores of one machine programs other than these ranks kept busy, by what each rank's load meter says."""
+    cpu, busy, wall = ([as_float(each.get(key)) for each in spent] for key in ("cpu_s", "machine_busy_s", "wall_s"))
+    if not cpu or not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):
+        return None
+    return max(0.0, (max(busy) - sum(cpu)) / max(wall))
 
 
 def _peak_memory(logs: Collection[RankLog]) -> float | None:

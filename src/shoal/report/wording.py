@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+# Other programs that kept fewer cores busy than this did not change what was measured.
+DISTURBING_CORES = 0.25
+_LISTED = 4
 
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -47,6 +51,26 @@ def times(number: int) -> str:
 def ranks(number: int) -> str:
     word = _SMALL[number] if number < len(_SMALL) else str(number)
     return f"{word} rank" if number == 1 else f"{word} ranks"
+
+
+def warn_of_other_programs(cores: Mapping[str, float | None]) -> str:
+    """The warning beside figures that were measured while other programs used the processor; empty on a quiet machine.
+
+    `cores` they kept busy, on average, by what was measured meanwhile (`with two ranks`, `on node1`); None is unknown.
+    """
+    known = {what: load for what, load in cores.items() if load is not None}
+    if not known or max(known.values()) < DISTURBING_CORES:
+        return ""
+    if len(cores) == 1:
+        [load] = known.values()
+        return f"Other programs kept {load:.1f} cores busy meanwhile, so on a quiet machine it is faster."
+    if len(known) > _LISTED:
+        known = {what: known[what] for what in (min(known, key=lambda w: known[w]), max(known, key=lambda w: known[w]))}
+        listed = " to ".join(f"{load:.1f} {what}" for what, load in known.items())
+    else:
+        listed = join([f"{load:.1f} {what}" for what, load in known.items()])
+    again = "measure again when it is quiet before you believe these figures"
+    return f"Other programs kept cores busy meanwhile ({listed}, on average): {again}."
 
 
 def join(items: list[str]) -> str:
