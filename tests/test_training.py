@@ -89,7 +89,12 @@ def test_the_manifest_has_what_the_design_promises(runs: Runs) -> None:
     assert manifest["tokens_per_sec_2proc"] > 0
     assert manifest["allreduce_p50_ms"] > 0
     # Both ranks are on this machine: gradients go through shared memory, the step's own exchange by gloo.
-    assert manifest["inside"] == "shared"
+    assert (manifest["inside"], manifest["backend"], manifest["process_group"]) == ("shared", "shared memory", "gloo")
+    assert (manifest["on"], manifest["lab"]) == ("local:2", None)
+    [command] = manifest["commands"]
+    assert command.startswith("shoal train ")
+    assert "--on local:2" in command
+    assert 0 < manifest["duration_s"] < 600
     assert manifest["theoretical_bytes_per_step"] == 0
     assert 0 < min(step["wire_bytes"] for step in steps_of(runs[2][0])) < manifest["model_params"]
     assert len(manifest["lesson_notes"]) > 100

@@ -104,11 +104,21 @@ class Manifest(Record):
     created: str | None
     status: Literal["finished", "interrupted", "failed", "unfinished"]
 
-    lab: str
+    on: str = ""
+    """Where it ran, as `--on` names it."""
+    lab: str | None = None
+    """The emulated cluster it ran in, if it did."""
+    commands: list[str] = []
+    """What was typed for each launch, without secrets; none where another launcher started the ranks."""
+    duration_s: float | None = None
+    """From start to end, in all launches together, on the rank that was there longest."""
     preset: str
     seed: int
     launcher: str
     backend: str | None
+    """What carried the gradients: gloo, nccl, or shared memory between ranks of one machine."""
+    process_group: str | None = None
+    """torch.distributed's own backend, which carries everything else."""
     world_size: int
     nodes: list[NodeRecord]
     versions: dict[str, str]

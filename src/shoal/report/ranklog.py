@@ -54,6 +54,8 @@ class RankLog:
     start: Event = field(default_factory=dict)
     shard: Event = field(default_factory=dict)
     started_at: float | None = None
+    ran_s: float | None = None
+    """From its start to its last event, in all launches together."""
     ended: str | None = None
     end: Event = field(default_factory=dict)
     choice: Event = field(default_factory=dict)
@@ -63,6 +65,7 @@ class RankLog:
     entered: list[Entered] = field(default_factory=list)
     member_of: Entered | None = None
     measured_size: int | None = None
+    _last_time: float | None = None
     _val_entry: dict[int, int] = field(default_factory=dict)
     _row: dict[int, int] = field(default_factory=dict)
     _values: dict[str, array[float]] = field(default_factory=_columns)
@@ -71,6 +74,7 @@ class RankLog:
     _trained_since: bool = False
 
     def add(self, event: Event) -> None:
+        self._count_time(event)
         match event.get("event"):
             case "start":
                 self._begin(event)
@@ -92,6 +96,17 @@ class RankLog:
                 self.warnings.append(event)
             case "end":
                 self.ended, self.end, self._trained_since = str(event.get("status")), event, True
+
+    def _count_time(self, event: Event) -> None:
+        """Between two launches the rank did not run: a `membership` may stand just before the `start` of the next one
+        and does not count. A clock that was set back counts nothing."""
+        time = as_float(event.get("time"))
+        if not np.isfinite(time) or event.get("event") == "membership":
+            return
+        if event.get("event") == "start" or self._last_time is None:
+            self._last_time = time
+        self.ran_s = (self.ran_s or 0.0) + max(0.0, time - self._last_time)
+        self._last_time = max(time, self._last_time)
 
     @property
     def steps(self) -> Steps:

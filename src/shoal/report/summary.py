@@ -67,6 +67,7 @@ class Summary:
     took_part: dict[int, RankSummary]
     ranks: dict[int, RankSummary]
     started_at: float | None
+    duration_s: float | None
     steps_done: int
     measured: tuple[int, int] | None
     tokens_per_step: float | None
@@ -124,6 +125,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         took_part={rank: ranks.get(rank) or _summarize_rank(log) for rank, log in everybody.items() if log.entered},
         ranks=ranks,
         started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
+        duration_s=max((log.ran_s for log in everybody.values() if log.ran_s is not None), default=None),
         steps_done=int(loss_steps[-1]) if len(loss_steps) else 0,
         measured=_measured_range(longest),
         tokens_per_step=tokens.median if tokens else None,

@@ -44,7 +44,8 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 @dataclass(frozen=True)
 class Job:
     """`script` empty: the training whose configuration the folder holds. `on`, `threads`, `port` are a script's.
-    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
+    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything. `commands`: what
+    the user typed for each launch of the run, the newest last."""
 
     resume: bool = False
     script: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class Job:
     threads: int | None = None
     port: int = 0
     confirm: bool = False
+    commands: tuple[str, ...] = ()
 
 
 def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:
