@@ -15,7 +15,12 @@ import pytest
 from matplotlib.image import imread
 
 from shoal.cli.main import run
-from shoal.cost.lever import AVAILABLE
+from shoal.config.load import build_config
+from shoal.cost.lever import AVAILABLE, Lever
+from shoal.cost.plan import make_plan
+from shoal.cost.sheet import Overrides, find_link, find_machines, make_setting
+from shoal.cost.workload import workload_of
+from shoal.report.plan_picture import draw_plan
 
 Call = Callable[..., tuple[int, str, str]]
 Plan = Callable[..., dict[str, Any]]
@@ -45,6 +50,39 @@ def plan(call: Call) -> Plan:
         return document
 
     return planned
+
+
+# The picture
+
+
+@pytest.mark.parametrize(
+    ("preset", "link", "counts", "unit"),
+    [
+        ("gpt2-124m", "100mbit", (1, 2, 4, 8, 16), "seconds"),
+        ("grammar", "wifi", (1, 2, 3), "seconds"),
+        ("grammar", "1gbe", (1, 2, 3, 4), "milliseconds"),
+    ],
+)
+def test_the_picture_can_be_read(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
+    """The legend lay on the bars, and the logarithmic axis had the single tick 1."""
+    wired = find_link(link)
+    setting = make_setting(wired, find_machines(None, wired), 1, Overrides())
+    sequences = {"global_batch": 16}
+    workload = workload_of(build_config(preset, flags={"train": sequences}), "fp32")
+    figure = draw_plan(make_plan(workload, Lever(), setting, counts))
+    figure.draw_without_rendering()
+    split, gain = figure.axes
+    assert split.get_ylabel() == f"{unit} per step"
+    legend = split.get_legend()
+    assert legend is not None
+    assert not legend.get_window_extent().overlaps(split.patch.get_window_extent())
+    low, high = gain.get_ylim()
+    ticks = zip(gain.get_yticklabels(), gain.get_yticks(), strict=True)
+    numbers = [label.get_text() for label, at in ticks if low <= at <= high]
+    assert len(numbers) > 1
+    assert all(numbers)
+    axis = [label.get_window_extent() for label in gain.get_xticklabels()]
+    assert not [note.get_text() for note in gain.texts for box in axis if note.get_window_extent().overlaps(box)]
 
 
 # Rows

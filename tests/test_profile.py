@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.probe import picture_of
 from shoal.cli.probetext import print_profile, verdicts
 from shoal.cluster.node import Node
 from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profile
@@ -15,7 +16,7 @@ from shoal.cost.fit import Line
 from shoal.cost.roofline import Roofline
 from shoal.cost.sweep import SIZES
 from shoal.cost.work import flops_per_token, intensity
-from shoal.errors import DataError, RunFailed
+from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
 from shoal.report.probe_picture import draw_probe, plot_probe
 from shoal.trials.measured import Measured, assemble, fastest
@@ -151,6 +152,19 @@ def test_what_a_reader_must_know_is_noted() -> None:
     assert [node.other_programs_cores for node in assemble(measured(load=0.1), "now", 60.0, 51.0).nodes] == [0.1, 0.1]
 
 
+def test_each_profile_has_a_picture_of_its_own(tmp_path: Path) -> None:
+    """A second `probe -o p2.toml` took the picture of the first."""
+    one, two = tmp_path / "p1.toml", tmp_path / "p2.toml"
+    assert (picture_of(one), picture_of(two)) == (tmp_path / "p1.png", tmp_path / "p2.png")
+    (tmp_path / "p2.png").touch()
+    with pytest.raises(DataError, match=r"p2\.png is there already"):
+        picture_of(two)
+    two.touch()
+    assert picture_of(two) == tmp_path / "p2.png"
+    with pytest.raises(UsageError, match="the name of a picture"):
+        picture_of(tmp_path / "p3.png")
+
+
 def test_a_rank_that_left_no_figures_is_an_error() -> None:
     found = measured()
     silent = Measured(
@@ -205,6 +219,12 @@ def test_the_picture_draws_the_point_under_its_roof(profile: Profile, tmp_path: 
     titles = [axes.get_title(loc="left") for axes in draw_probe(profile).axes]
     assert titles[1] == "gloo's all-reduce of 2 ranks"
     assert titles[3] == "Is training bound by memory or by arithmetic?"
+    for axes in draw_probe(profile).axes:
+        if legend := axes.get_legend():
+            labels = [text.get_text() for text in legend.get_texts()]
+            assert len(labels) == len(set(labels)), "two series have the same name"
+        assert len(axes.get_xticks()) > 1
+        assert len(axes.get_yticks()) > 1
     plot_probe(profile, tmp_path / "probe.png")
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
 

@@ -15,7 +15,7 @@ from shoal.errors import DataError
 from shoal.events import Event
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import account, explain, is_plausible
-from shoal.report.plots import plot_scaling, step_parts
+from shoal.report.plots import draw_scaling, log_ticks, plot_scaling, step_parts
 from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
 from shoal.report.summary import summarize
 from shoal.sync.times import CommTimes
@@ -248,6 +248,40 @@ def test_the_plot_is_a_png_of_the_promised_width(tmp_path: Path, points: list[Sc
     content = (tmp_path / "scaling.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert int.from_bytes(content[16:20]) == 1200
+
+
+def slow_points() -> list[ScalingPoint]:
+    """Steps of many seconds, and the more ranks the slower."""
+    one = point(1, 12_400, 2, forward=4100, backward=8000, optimizer=250)
+    two = point(2, 9300, 1, forward=2500, backward=4600, exposed=1500, wait=400, optimizer=250)
+    return [one, two, point(4, 45_000, 1, forward=2500, backward=4600, exposed=36_500, wait=1100, optimizer=250)]
+
+
+@pytest.mark.parametrize("points", [slow_points(), demo_points()], ids=["seconds", "milliseconds"])
+def test_labels_of_the_picture_are_short_and_free(points: list[ScalingPoint]) -> None:
+    """Steps of seconds were labelled `1.24e+04`, and labels of slow points lay on those of the axis."""
+    figure = draw_scaling(points)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        notes = [text for text in axes.texts if text.get_text()]
+        assert notes
+        assert not [text.get_text() for text in notes if "e+" in text.get_text() or len(text.get_text()) > 14]
+        ticks = [*axes.get_xticklabels(), *axes.get_yticklabels(), axes._left_title]  # type: ignore[attr-defined]
+        boxes = [text.get_window_extent() for text in ticks if text.get_text()]
+        for note in notes:
+            # The box of an annotation has a margin, which may touch.
+            box = note.get_window_extent().padded(-2)
+            assert not [other for other in boxes if box.overlaps(other)], note.get_text()
+    unit = "seconds" if points[0].step_s > 1 else "milliseconds"
+    assert figure.axes[1].get_ylabel() == f"{unit} per step"
+
+
+@given(st.floats(1e-9, 1e9), st.floats(1.01, 1e9))
+def test_a_log_axis_has_two_ticks_at_least(low: float, factor: float) -> None:
+    ticks = log_ticks(low, low * factor)
+    assert len(ticks) >= 2
+    assert all(low <= tick <= low * factor for tick in ticks)
+    assert len(ticks) <= 20
 
 
 def test_a_busy_machine_is_said() -> None:

@@ -155,6 +155,11 @@ class CollectiveProfile(Section):
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
     held_out: HeldOut | None = None
 
+    @property
+    def label(self) -> str:
+        """Two of them may be the same operation."""
+        return self.op if self.element_bytes == 4 else f"{self.op}, fp16"
+
     def seconds(self, buffer_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * buffer_bytes
 

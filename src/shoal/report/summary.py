@@ -30,7 +30,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank: who it was, and where its time went over the measured steps."""
+    """One rank: who it was, and where its time went over the measured steps. `phases` each by itself; in `typical` they
+    add up to the median step."""
 
     rank: int
     start: Event
@@ -39,6 +40,7 @@ class RankSummary:
     series: dict[str, Floats]
     step_s: Spread | None
     phases: dict[str, Spread]
+    typical: dict[str, float]
     allreduce_s: Spread | None
     spans: tuple[Span, ...]
 
@@ -175,6 +177,7 @@ def _summarize_rank(log: RankLog) -> RankSummary:
         series=series,
         step_s=spreads["step_s"],
         phases={phase: found for phase in PHASES if (found := spreads[f"{phase}_s"]) is not None},
+        typical=_typical_phases([log], spreads["step_s"].median) if spreads["step_s"] else {},
         allreduce_s=spreads["allreduce_s"],
         spans=log.spans(),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shoal.units import format_duration
+
 # Other programs that kept fewer cores busy than this did not change what was measured.
 DISTURBING_CORES = 0.25
 _LISTED = 4
@@ -12,9 +14,11 @@ _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", 
 
 
 def ms(seconds: float) -> str:
-    """Three digits are what a median of a few dozen steps is good for."""
+    """Three digits are what a median of a few dozen steps is good for; from a second on, seconds."""
     value = seconds * 1e3
-    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
+    if abs(value) >= 999.5:
+        return format_duration(seconds) if seconds > 0 else f"-{format_duration(-seconds)}"
+    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 
 
 def percent(part: float) -> str:
