@@ -53,5 +53,6 @@ def shown(page: str, command: str) -> str:
 )
 def test_an_example_is_what_the_command_prints(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(shlex.split(command)[1:], debug=False) == 0
-    printed = re.sub(r"(\S+ -m )?\S*shoal train", "shoal train", capsys.readouterr().out)
+    # The command to paste begins with however this one was started.
+    printed = re.sub(r"(?m)^  .* train ", "  shoal train ", capsys.readouterr().out)
     assert shown(page, command).split() == printed.split()
