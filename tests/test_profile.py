@@ -70,7 +70,7 @@ def events_of(nodes: list[Node]) -> list[Event]:
     others = [*halves, *(collective("broadcast", size, 2e-3 + 9e-9 * size) for size in (4096, 1 << 20))]
     held_out = collective("all-reduce", 8 << 20, 1.02 * GIGABIT.seconds(8 << 20), kind="held-out")
     trials = [{"event": "connections", "count": count, "seconds": seconds} for count, seconds in ((1, 0.1), (4, 0.05))]
-    cut = {"event": "cut", "op": "all-reduce", "bytes": SIZES[7], "once_s": 0.56}
+    cut = {"event": "cut", "op": "all-reduce", "element_bytes": 2, "bytes": SIZES[7], "once_s": 0.56}
     paces = [
         pace(node.name, rank, size, 0.01 * size * (1 + 0.1 * rank))
         for node in nodes
@@ -135,7 +135,8 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
     assert profile.node("node1").versions == {"torch": "2.13.0", "iperf3": "3.12"}
     assert profile.notes == (
         "a note of the plan",
-        "left out for lack of time, a larger --budget has room for them: all-reduce from 64 MiB on (560 ms a time)",
+        "left out for lack of time, a larger --budget has room for them: all-reduce in fp16 from 64 MiB on "
+        "(560 ms a time)",
     )
 
 

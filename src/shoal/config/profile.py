@@ -140,6 +140,10 @@ class HeldOut(Section):
         return self.predicted_s / self.measured_s - 1
 
 
+def operation_label(op: Op, element_bytes: int) -> str:
+    return op if element_bytes == 4 else f"{op} in fp16"
+
+
 class CollectiveProfile(Section):
     """`alpha_s + beta_s_per_byte · bytes` is the time of one such operation over `world_size` ranks; `fit_error` is the
     median relative error of that over the points. `element_bytes` is 4 for fp32, 2 for fp16, which gloo adds up by
@@ -158,7 +162,7 @@ class CollectiveProfile(Section):
     @property
     def label(self) -> str:
         """Two of them may be the same operation."""
-        return self.op if self.element_bytes == 4 else f"{self.op}, fp16"
+        return operation_label(self.op, self.element_bytes)
 
     def seconds(self, buffer_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * buffer_bytes

@@ -20,6 +20,7 @@ from shoal.config.profile import (
     Profile,
     Summary,
     TrainingPoint,
+    operation_label,
 )
 from shoal.cost.collectives import algorithm_gbps, bus_gbps
 from shoal.cost.fit import fit, median_error
@@ -227,4 +228,4 @@ def _notes(found: Measured, nodes: Sequence[NodeProfile]) -> list[str]:
 
 def _say_cut(event: Event) -> str:
     takes = f" ({format_duration(event['once_s'])} a time)" if event["once_s"] else ""
-    return f"{event['op']} from {size_text(event['bytes'])} on{takes}"
+    return f"{operation_label(event['op'], event['element_bytes'])} from {size_text(event['bytes'])} on{takes}"
