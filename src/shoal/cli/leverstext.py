@@ -65,7 +65,7 @@ def _above_ceiling(table: LeverTable) -> list[str]:
         lines.append(f"{join(fewer)}: faster than no exchange, because larger batches update the weights less often.")
     if wrong := [f"{row.point.name} ({row.of_ceiling:.2f}×)" for row in above if not row.is_plausible]:
         lines.append(
-            f"! {join(wrong)}: not plausible. No exchange can be faster than none, so the run without any was held "
+            f"! {join(wrong)}: not plausible. An exchange takes time, so the run without any was held "
             "back by something. Measure again with --repeat 3."
         )
     return lines
