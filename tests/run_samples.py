@@ -29,13 +29,14 @@ def start(rank: int = 0, world_size: int = 2, **more: Any) -> Event:
 
 
 def step(number: int, rank: int = 0, **more: Any) -> Event:
-    """About 100 ms, of which 20 ms all-reduce, 12 ms of that exposed."""
+    """About 100 ms, of which 20 ms all-reduce, 12 ms of that exposed and 6 ms hidden."""
     wobble = 0.003 * math.sin(number * 1.7 + rank)
     times = {
         "data_s": 0.001, "forward_s": 0.025 + wobble, "backward_s": 0.048 - wobble / 2, "exposed_s": 0.012,
         "wait_s": 0.002 + 0.004 * rank, "optimizer_s": 0.008, "other_s": 0.001, "allreduce_s": 0.020 + abs(wobble),
+        "hidden_s": 0.006,
     }  # fmt: skip
-    total = sum(times.values()) - times["allreduce_s"]
+    total = sum(times.values()) - times["allreduce_s"] - times["hidden_s"]
     loss = 0.9 + 3.2 * math.exp(-number / 25) + 0.02 * math.sin(number * 2.1)
     fields = {"loss": loss, "tokens": TOKENS, "lr": 3e-3, "grad_norm": 0.8, "step_s": total, **times}
     wire = {"wire_bytes": 2 * GRAD_BYTES + 40_000} if rank == 0 else {}
@@ -85,8 +86,8 @@ def make_run(folder: Path, events: list[Event] | None = None, *sets: str) -> Run
 
 
 def point(ranks: int, step_ms: float, threads: int = 1, tokens: int = TOKENS, **phases_ms: float) -> ScalingPoint:
-    """A point of a scaling curve, in milliseconds; `allreduce` is taken out of the phases."""
-    allreduce = phases_ms.pop("allreduce", None)
+    """A point of a scaling curve, in milliseconds; `allreduce` and `hidden` are taken out of the phases."""
+    allreduce, hidden = phases_ms.pop("allreduce", None), phases_ms.pop("hidden", None)
     return ScalingPoint(
         ranks=ranks,
         threads=threads,
@@ -96,6 +97,7 @@ def point(ranks: int, step_ms: float, threads: int = 1, tokens: int = TOKENS, **
         step_s=step_ms / 1e3,
         phases={phase: value / 1e3 for phase, value in phases_ms.items()},
         allreduce_s=None if allreduce is None else allreduce / 1e3,
+        hidden_s=None if hidden is None else hidden / 1e3,
     )
 
 

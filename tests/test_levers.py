@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from shoal.cli.leverstext import explain
+from shoal.cli.leverstext import explain, levers_document, print_levers
 from shoal.cluster.first_node import first_node
 from shoal.cluster.spec import parse_on
 from shoal.config.load import build_config
 from shoal.errors import UsageError
-from shoal.report.levers import CEILING, ONE_NODE, STOCK, Evaluation, LeverPoint, compare, median_point
+from shoal.report.levers import CEILING, ONE_NODE, STOCK, Evaluation, LeverPoint, compare, lever_point, median_point
 from shoal.report.levers_picture import plot_levers
-from shoal.trials.levers import parse_lever, plan_experiments, with_sync
+from shoal.report.summary import summarize
+from shoal.trials.levers import LeversResult, parse_lever, plan_experiments, with_sync
 from tests.programs import TINY, set_flags, shoal
+from tests.run_samples import all_events, end
 
 
 def point(name: str, tokens_per_s: float, **more: object) -> LeverPoint:
@@ -113,6 +117,45 @@ def test_ratios_are_against_one_node_stock_and_ceiling() -> None:
     assert stock.of_stock == 1.0
     assert (int8.of_one_node, int8.of_stock) == (1.5, 2.5)
     assert int8.of_ceiling == pytest.approx(150 / 180)
+
+
+def test_a_lever_above_the_ceiling_is_no_success() -> None:
+    """Without any exchange the nodes were slower than with one: the machine was not theirs alone."""
+    fast = point("fp16", 229, evaluations=curve(4.0), other_load=0.1)
+    near = point("int8", 175, evaluations=curve(4.0), other_load=0.0)
+    larger = point("accumulate:4", 200, evaluations=curve(4.0), tokens_per_step=400.0)
+    table = compare([point(ONE_NODE, 100), point(CEILING, 180, other_load=0.9), fast, near, larger])
+    assert [row.is_plausible for row in table.rows] == [True, True, False, True, True]
+    lines = explain(table)
+    assert "int8: within 5% of what these nodes compute without any exchange." in lines
+    assert any(
+        line.startswith("! fp16 (1.27×): not plausible. An exchange takes time, so the run without any was")
+        for line in lines
+    )
+    assert any(line.startswith("accumulate:4: faster than no exchange, because larger batches") for line in lines)
+    assert lines[-1] == (
+        "Other programs kept cores busy meanwhile (0.9 with no exchange, 0.1 with fp16 and 0.0 with int8, on average): "
+        "measure again when it is quiet before you believe these figures."
+    )
+    document = levers_document(LeversResult(table, {}, Path("levers.png"), Path("levers.json")))
+    assert document["warning"] == lines[-1]
+    rows: Any = document["rows"]
+    assert [(row["plausible"], row["other_programs_cores"]) for row in rows[1:4]] == [
+        (True, 0.9),
+        (False, 0.1),
+        (True, 0.0),
+    ]
+
+
+def test_the_table_marks_what_is_not_plausible(capsys: pytest.CaptureFixture[str]) -> None:
+    print_levers(compare([point(CEILING, 180), point("fp16", 229), point("int8", 170)]))
+    assert re.search(r"fp16 .* 1\.27×! ", capsys.readouterr().out)
+
+
+def test_a_run_brings_its_load_to_the_table() -> None:
+    spent = {"wall_s": 10.0, "cpu_s": 5.0, "machine_busy_s": 22.0}
+    events = [*(event for event in all_events() if event["event"] != "end"), *(end(rank) | spent for rank in (0, 1))]
+    assert lever_point("ddp", summarize(events)).other_load == pytest.approx(1.2)
 
 
 def test_losses_are_compared_after_equal_tokens_and_after_equal_time() -> None:

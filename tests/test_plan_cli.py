@@ -15,7 +15,12 @@ import pytest
 from matplotlib.image import imread
 
 from shoal.cli.main import run
-from shoal.cost.lever import AVAILABLE
+from shoal.config.load import build_config
+from shoal.cost.lever import AVAILABLE, Lever
+from shoal.cost.plan import make_plan
+from shoal.cost.sheet import Overrides, find_link, find_machines, make_setting
+from shoal.cost.workload import workload_of
+from shoal.report.plan_picture import draw_plan
 
 Call = Callable[..., tuple[int, str, str]]
 Plan = Callable[..., dict[str, Any]]
@@ -45,6 +50,39 @@ def plan(call: Call) -> Plan:
         return document
 
     return planned
+
+
+# The picture
+
+
+@pytest.mark.parametrize(
+    ("preset", "link", "counts", "unit"),
+    [
+        ("gpt2-124m", "100mbit", (1, 2, 4, 8, 16), "seconds"),
+        ("grammar", "wifi", (1, 2, 3), "seconds"),
+        ("grammar", "1gbe", (1, 2, 3, 4), "milliseconds"),
+    ],
+)
+def test_the_picture_can_be_read(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
+    """The legend lay on the bars, and the logarithmic axis had the single tick 1."""
+    wired = find_link(link)
+    setting = make_setting(wired, find_machines(None, wired), 1, Overrides())
+    sequences = {"global_batch": 16}
+    workload = workload_of(build_config(preset, flags={"train": sequences}), "fp32")
+    figure = draw_plan(make_plan(workload, Lever(), setting, counts))
+    figure.draw_without_rendering()
+    split, gain = figure.axes
+    assert split.get_ylabel() == f"{unit} per step"
+    legend = split.get_legend()
+    assert legend is not None
+    assert not legend.get_window_extent().overlaps(split.patch.get_window_extent())
+    low, high = gain.get_ylim()
+    ticks = zip(gain.get_yticklabels(), gain.get_yticks(), strict=True)
+    numbers = [label.get_text() for label, at in ticks if low <= at <= high]
+    assert len(numbers) > 1
+    assert all(numbers)
+    axis = [label.get_window_extent() for label in gain.get_xticklabels()]
+    assert not [note.get_text() for note in gain.texts for box in axis if note.get_window_extent().overlaps(box)]
 
 
 # Rows
@@ -198,6 +236,47 @@ def test_a_larger_batch_is_offered_where_it_alone_helps(plan: Plan) -> None:
     assert sentences[0].startswith("Don't distribute this")
     quick = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]["sentences"]
     assert any("A global batch of 16 sequences would allow" in line for line in quick)
+
+
+@pytest.mark.parametrize("words", [("gpt2-124m", "--link", "10gbe"), (), ("--params", "7e9", "--machine", "laptop")])
+def test_a_lever_that_shoal_lacks_is_planned_but_not_advised(plan: Plan, words: tuple[str, ...]) -> None:
+    """It said that one machine is faster, and that four reach 3.9 times its speed."""
+    made = plan(*words, "--sync", "sharded", "--nodes", "1..4")
+    text = " ".join(made["advice"]["sentences"])
+    for speedup in re.findall(r"one machine is faster\. .* reach ([\d.]+) times", text):
+        assert float(speedup) <= 1
+    if made["rows"][-1]["fits"]:
+        assert text.startswith("shoal cannot train by sharded yet; if it could, ")
+    assert "instead of" in text
+    for before, after in re.findall(r"send (\S+ \S+) instead of (\S+ \S+) a step", text):
+        assert before != after
+    assert "DDP does not add up" not in text
+    assert "Sharding divides weights, gradients and moments among 4 ranks: each holds" in text
+    recommended = made["advice"]["recommended"]
+    assert recommended is None or recommended["lever"] == "ddp"
+
+
+def test_memory_is_said_of_the_planned_lever(plan: Plan) -> None:
+    text = " ".join(plan("gpt2-124m", "--sync", "diloco", "--nodes", "2")["advice"]["sentences"])
+    assert "DiLoCo does not add up the machines' memory" in text
+
+
+def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call: Call) -> None:
+    assert [row["nodes"] for row in plan("--machine", "desktop,laptop")["rows"]] == [1, 2]
+    assert [row["nodes"] for row in plan("--machine", "laptop")["rows"]] == list(range(1, 9))
+    more = plan("--machine", "desktop,laptop", "--nodes", "4")["notes"]
+    assert "nodes beyond the 2 named ones are taken to be like the last of them" in more
+
+
+def test_latency_is_named_where_it_is_most_of_the_communication(plan: Plan) -> None:
+    """Bytes over bandwidth give 8.5 s on a thousand nodes, and the table says 26.6 s."""
+    made = plan("gpt2-124m", "--nodes", "1000")
+    [row], workload = made["rows"], made["workload"]
+    bytes_s = row["payload_factor"] * workload["gradient_bytes"] / (0.94 * 1e9 / 8)
+    assert row["comm_s"] - row["comm_latency_s"] == pytest.approx(bytes_s)
+    text = " ".join(made["advice"]["sentences"])
+    assert "Of the 26.6 s of communication on 1000 nodes the bytes take 8.46 s; the other 18.2 s is latency" in text
+    assert "is latency" not in " ".join(plan("gpt2-124m", "--nodes", "4")["advice"]["sentences"])
 
 
 def test_memory_is_always_spoken_of(plan: Plan) -> None:

@@ -291,7 +291,7 @@ def test_two_ranks_on_this_machine_are_probed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = read_profile(folder / "profile.toml")
     assert found == Profile.model_validate_json(done.stdout)
-    assert sorted(path.name for path in folder.iterdir()) == ["probe.png", "profile.toml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.png", "profile.toml"]
     [loopback] = found.links
     assert (loopback.tool, loopback.source, loopback.target) == ("shoal", "local", "local")
     assert "iperf3 is not installed on local" in found.notes[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.probe import picture_of
 from shoal.cli.probetext import print_profile, verdicts
 from shoal.cluster.node import Node
 from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profile
@@ -15,7 +16,7 @@ from shoal.cost.fit import Line
 from shoal.cost.roofline import Roofline
 from shoal.cost.sweep import SIZES
 from shoal.cost.work import flops_per_token, intensity
-from shoal.errors import DataError, RunFailed
+from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
 from shoal.report.probe_picture import draw_probe, plot_probe
 from shoal.trials.measured import Measured, assemble, fastest
@@ -69,7 +70,7 @@ def events_of(nodes: list[Node]) -> list[Event]:
     others = [*halves, *(collective("broadcast", size, 2e-3 + 9e-9 * size) for size in (4096, 1 << 20))]
     held_out = collective("all-reduce", 8 << 20, 1.02 * GIGABIT.seconds(8 << 20), kind="held-out")
     trials = [{"event": "connections", "count": count, "seconds": seconds} for count, seconds in ((1, 0.1), (4, 0.05))]
-    cut = {"event": "cut", "op": "all-reduce", "bytes": SIZES[7], "once_s": 0.56}
+    cut = {"event": "cut", "op": "all-reduce", "element_bytes": 2, "bytes": SIZES[7], "once_s": 0.56}
     paces = [
         pace(node.name, rank, size, 0.01 * size * (1 + 0.1 * rank))
         for node in nodes
@@ -92,13 +93,18 @@ def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96
             "arch": "aarch64",
             "os": "Linux",
             "machine": machine,
-            "load": load,
             "iperf3": "3.12",
         }
         for node, machine in zip(nodes, machines, strict=True)
     }
     links = [link("node1", "node2", together_gbps), link("node2", "node1")]
-    return Measured("lab:2", nodes, facts, links, events_of(nodes), ("a note of the plan",))
+    # Each rank used 30 of 60 s of one core, and its machine was busy for as long as all its ranks and the others.
+    here = {node.name: machines.count(machine) for node, machine in zip(nodes, machines, strict=True)}
+    spent = [
+        {"event": "load", "node": name, "wall_s": 60.0, "cpu_s": 30.0, "machine_busy_s": 30.0 * ranks + 60.0 * load}
+        for name, ranks in here.items()
+    ]
+    return Measured("lab:2", nodes, facts, links, [*events_of(nodes), *spent], ("a note of the plan",))
 
 
 @pytest.fixture
@@ -129,15 +135,35 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
     assert profile.node("node1").versions == {"torch": "2.13.0", "iperf3": "3.12"}
     assert profile.notes == (
         "a note of the plan",
-        "left out for lack of time, a larger --budget has room for them: all-reduce from 64 MiB on (560 ms a time)",
+        "left out for lack of time, a larger --budget has room for them: all-reduce in fp16 from 64 MiB on "
+        "(560 ms a time)",
     )
 
 
 def test_what_a_reader_must_know_is_noted() -> None:
-    notes = assemble(measured(("a", "a"), together_gbps=0.5, load=4.0), "now", 60.0, 51.0).notes
+    found = assemble(measured(("a", "a"), together_gbps=0.5, load=1.5), "now", 60.0, 51.0)
+    notes = found.notes
     assert any("share a machine" in note and "one after another" in note for note in notes)
     assert any("52% of alone" in note for note in notes)
-    assert any("busy" in note and "node1, node2" in note for note in notes)
+    assert notes[-1] == (
+        "Other programs kept cores busy meanwhile (1.5 on node1 and 1.5 on node2, on average): measure again when it "
+        "is quiet before you believe these figures."
+    )
+    assert [node.other_programs_cores for node in found.nodes] == [1.5, 1.5]
+    assert [node.other_programs_cores for node in assemble(measured(load=0.1), "now", 60.0, 51.0).nodes] == [0.1, 0.1]
+
+
+def test_each_profile_has_a_picture_of_its_own(tmp_path: Path) -> None:
+    """A second `probe -o p2.toml` took the picture of the first."""
+    one, two = tmp_path / "p1.toml", tmp_path / "p2.toml"
+    assert (picture_of(one), picture_of(two)) == (tmp_path / "p1.png", tmp_path / "p2.png")
+    (tmp_path / "p2.png").touch()
+    with pytest.raises(DataError, match=r"p2\.png is there already"):
+        picture_of(two)
+    two.touch()
+    assert picture_of(two) == tmp_path / "p2.png"
+    with pytest.raises(UsageError, match="the name of a picture"):
+        picture_of(tmp_path / "p3.png")
 
 
 def test_a_rank_that_left_no_figures_is_an_error() -> None:
@@ -194,6 +220,12 @@ def test_the_picture_draws_the_point_under_its_roof(profile: Profile, tmp_path: 
     titles = [axes.get_title(loc="left") for axes in draw_probe(profile).axes]
     assert titles[1] == "gloo's all-reduce of 2 ranks"
     assert titles[3] == "Is training bound by memory or by arithmetic?"
+    for axes in draw_probe(profile).axes:
+        if legend := axes.get_legend():
+            labels = [text.get_text() for text in legend.get_texts()]
+            assert len(labels) == len(set(labels)), "two series have the same name"
+        assert len(axes.get_xticks()) > 1
+        assert len(axes.get_yticks()) > 1
     plot_probe(profile, tmp_path / "probe.png")
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
 

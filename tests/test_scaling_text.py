@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.cli.bench import scaling_document
 from shoal.errors import DataError
+from shoal.events import Event
 from shoal.report.explain_run import explain_single
-from shoal.report.explain_scaling import account, explain
-from shoal.report.plots import plot_scaling, step_parts
+from shoal.report.explain_scaling import account, explain, is_plausible
+from shoal.report.plots import draw_scaling, log_ticks, plot_scaling, step_parts
 from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
 from shoal.report.summary import summarize
+from shoal.sync.times import CommTimes
+from shoal.trials.scaling import ScalingResult
 from tests.run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)
 
 
 def test_communication_dominates() -> None:
-    two = point(2, 90, 1, forward=15, backward=30, exposed=35, optimizer=8, other=2, allreduce=50)
+    two = point(2, 90, 1, forward=15, backward=30, exposed=35, optimizer=8, other=2, allreduce=50, hidden=15)
     text = explain([ONE, two])
     assert "Two ranks were faster than one rank: 17,067 tokens/s against 15,360 tokens/s" in text
     assert "1.11 times the speed and an efficiency of 56%" in text
@@ -128,6 +134,68 @@ def test_a_run_is_explained_from_its_own_numbers() -> None:
     assert "Rank 0 was the slowest: rank 1 waited 6 ms a step for it." in text
 
 
+def shares_in(text: str) -> list[int]:
+    split = re.search(r"Of this time went (.*?)\.", text)
+    assert split is not None
+    return [int(share) for share in re.findall(r"(\d+)%", split[1])]
+
+
+@given(st.lists(st.floats(0.001, 30), min_size=1, max_size=24), st.floats(0.01, 0.99))
+def test_shares_of_a_step_add_up_on_a_busy_machine(seconds: list[float], part: float) -> None:
+    """Steps differ by orders of magnitude, and the load hits forward in one and the optimizer in another."""
+    events = [start(0, world_size=1), *(busy_step(n, took, part) for n, took in enumerate(seconds, 1))]
+    summary = summarize(events)
+    assert summary.step_s is not None
+    assert sum(summary.phases.values()) == pytest.approx(summary.step_s.median)
+    assert min(summary.phases.values()) >= 0
+    assert sum(shares_in(explain_single(summary))) == 100
+
+
+def busy_step(number: int, step_s: float, part: float) -> Event:
+    parts = [part * step_s, (1 - part) * step_s]
+    forward, optimizer = parts if number % 3 else reversed(parts)
+    none = {f"{name}_s": 0.0 for name in ("data", "backward", "exposed", "wait", "other")}
+    return step(number) | none | {"step_s": step_s, "forward_s": forward, "optimizer_s": optimizer}
+
+
+def test_steps_of_two_speeds_do_not_push_a_share_over_the_step() -> None:
+    """The mean of the middle half was 1.5 times the median: 107% went into forward and backward."""
+    times = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, 0.3, 0.3, 0.3]
+    steps = [busy_step(n, took, 0.9 if n % 3 else 0.1) for n, took in enumerate([*times, *times], 1)]
+    text = explain_single(summarize([start(0, world_size=1), *steps]))
+    assert "a step took 100 ms" in text
+    assert "90% into forward and backward and 10% into the optimizer" in text
+
+
+def test_time_that_no_phase_has_is_named() -> None:
+    steps = [{"event": "step", "rank": 0, "step": n, "step_s": 0.2, "forward_s": 0.15} for n in range(1, 9)]
+    assert "75% into forward and backward and 25% into everything else" in explain_single(summarize([start(), *steps]))
+
+
+def test_waiting_for_a_peer_is_not_hidden_communication() -> None:
+    """The all-reduce is under way while a rank waits for the slowest one, but backward hides nothing then."""
+    assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=0.020).hidden_s == pytest.approx(0.002)
+    assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=0.012, wait_s=0.006).hidden_s == pytest.approx(0.0)
+    assert CommTimes(ready_at=0.0, tail_s=0.018, allreduce_s=None).hidden_s is None
+    assert ", 6 ms of it hidden behind backward." in explain_single(summarize(all_events()))
+
+
+def test_stock_ddp_claims_nothing_of_its_all_reduce() -> None:
+    untimed = {"allreduce_s", "hidden_s"}
+    steps = [
+        {key: value for key, value in step(n, rank).items() if key not in untimed} for n in range(9) for rank in (0, 1)
+    ]
+    summary = summarize([start(0, sync="stock"), start(1, sync="stock"), *steps])
+    text = explain_single(summary)
+    assert "hidden" not in text
+    assert "How long stock DDP's all-reduces took is not measured" in text
+    assert "hidden" not in explain([ONE, replace_ranks(scaling_point(summary), exposed=0.2)])
+
+
+def replace_ranks(found: ScalingPoint, **phases: float) -> ScalingPoint:
+    return found.model_copy(update={"phases": found.phases | phases})
+
+
 def test_one_rank_has_no_all_reduce_to_explain() -> None:
     text = explain_single(summarize(rank_events(0, world_size=1)))
     assert "all-reduce" not in text
@@ -182,6 +250,40 @@ def test_the_plot_is_a_png_of_the_promised_width(tmp_path: Path, points: list[Sc
     assert int.from_bytes(content[16:20]) == 1200
 
 
+def slow_points() -> list[ScalingPoint]:
+    """Steps of many seconds, and the more ranks the slower."""
+    one = point(1, 12_400, 2, forward=4100, backward=8000, optimizer=250)
+    two = point(2, 9300, 1, forward=2500, backward=4600, exposed=1500, wait=400, optimizer=250)
+    return [one, two, point(4, 45_000, 1, forward=2500, backward=4600, exposed=36_500, wait=1100, optimizer=250)]
+
+
+@pytest.mark.parametrize("points", [slow_points(), demo_points()], ids=["seconds", "milliseconds"])
+def test_labels_of_the_picture_are_short_and_free(points: list[ScalingPoint]) -> None:
+    """Steps of seconds were labelled `1.24e+04`, and labels of slow points lay on those of the axis."""
+    figure = draw_scaling(points)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        notes = [text for text in axes.texts if text.get_text()]
+        assert notes
+        assert not [text.get_text() for text in notes if "e+" in text.get_text() or len(text.get_text()) > 14]
+        ticks = [*axes.get_xticklabels(), *axes.get_yticklabels(), axes._left_title]  # type: ignore[attr-defined]
+        boxes = [text.get_window_extent() for text in ticks if text.get_text()]
+        for note in notes:
+            # The box of an annotation has a margin, which may touch.
+            box = note.get_window_extent().padded(-2)
+            assert not [other for other in boxes if box.overlaps(other)], note.get_text()
+    unit = "seconds" if points[0].step_s > 1 else "milliseconds"
+    assert figure.axes[1].get_ylabel() == f"{unit} per step"
+
+
+@given(st.floats(1e-9, 1e9), st.floats(1.01, 1e9))
+def test_a_log_axis_has_two_ticks_at_least(low: float, factor: float) -> None:
+    ticks = log_ticks(low, low * factor)
+    assert len(ticks) >= 2
+    assert all(low <= tick <= low * factor for tick in ticks)
+    assert len(ticks) <= 20
+
+
 def test_a_busy_machine_is_said() -> None:
     points = [
         demo_points()[0].model_copy(update={"other_load": 0.04}),
@@ -190,3 +292,16 @@ def test_a_busy_machine_is_said() -> None:
     assert "busy meanwhile (0.0 with one rank and 0.9 with two ranks, on average)" in explain(points)
     quiet = [point.model_copy(update={"other_load": 0.1}) for point in points]
     assert "busy meanwhile" not in explain(quiet)
+    result = ScalingResult(points, {}, None, Path("s.png"), Path("r.html"))  # type: ignore[arg-type]
+    document = scaling_document(result)
+    assert "busy meanwhile" in str(document["warning"])
+    rows: Any = document["rows"]
+    assert [row["other_programs_cores"] for row in rows] == [0.04, 0.9]
+
+
+def test_an_efficiency_above_one_is_not_plausible() -> None:
+    fast = point(2, 45, 1, forward=15, backward=24, optimizer=6)
+    text = explain([ONE, fast])
+    assert "An efficiency above 100% (111% on two ranks) is not plausible: the run on one rank was held back" in text
+    assert not is_plausible(fast, ONE)
+    assert "plausible" not in explain([ONE, point(2, 49, 1, forward=15, backward=28, optimizer=6)])

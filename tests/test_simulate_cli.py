@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.cli import simulateoptions as knobs
+from shoal.cli import simulatetext
 from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simulate
 from shoal.cost.simulate.straggling import Measured, Slowest
 from shoal.errors import ConfigError, DataError, ShoalError
@@ -87,6 +89,26 @@ def test_an_undisturbed_training_loses_nothing() -> None:
     said = call("--mtbf-hours", "inf", "--recovery", "restart")
     assert "lost:" not in said
     assert "restart: nothing is lost" in said
+
+
+@pytest.mark.parametrize("mtbf_hours", ["100", "20", "5"])
+def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
+    """Few failures: most seeds have none, so that the median of the whole is far below the mean of a part."""
+    said = call("--mtbf-hours", mtbf_hours, "--checkpoint-every", "3000")
+    sentences = re.findall(r": ([\d.]+)% is lost.*?, (.*) to .* \(([\d.]+)%\)", said)
+    assert len(sentences) == 2
+    for whole, how_much, part in sentences:
+        assert float(part) <= float(whole)
+        assert (how_much == "most of it") == (float(part) > float(whole) / 2)
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
+    assert [simulatetext._per_cent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
+        "0.00%",
+        "0.00%",
+        "-1.20%",
+        "25.0%",
+    ]
 
 
 def test_a_training_that_cannot_go_on_is_said_to_make_no_progress() -> None:

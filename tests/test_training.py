@@ -89,7 +89,12 @@ def test_the_manifest_has_what_the_design_promises(runs: Runs) -> None:
     assert manifest["tokens_per_sec_2proc"] > 0
     assert manifest["allreduce_p50_ms"] > 0
     # Both ranks are on this machine: gradients go through shared memory, the step's own exchange by gloo.
-    assert manifest["inside"] == "shared"
+    assert (manifest["inside"], manifest["backend"], manifest["process_group"]) == ("shared", "shared memory", "gloo")
+    assert (manifest["on"], manifest["lab"]) == ("local:2", None)
+    [command] = manifest["commands"]
+    assert command.startswith("shoal train ")
+    assert "--on local:2" in command
+    assert 0 < manifest["duration_s"] < 600
     assert manifest["theoretical_bytes_per_step"] == 0
     assert 0 < min(step["wire_bytes"] for step in steps_of(runs[2][0])) < manifest["model_params"]
     assert len(manifest["lesson_notes"]) > 100
@@ -148,7 +153,9 @@ def test_other_launchers_train_the_same(runs: Runs, launcher: str, tmp_path: Pat
 )
 def test_other_ways_to_exchange_train_the_same(runs: Runs, flags: tuple[str, str], tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", *flags, sets=FIFTY)
-    assert (manifest["allreduce_p50_ms"] is None) == (manifest["phases"] == {}) == ("off" in flags)
+    assert (manifest["allreduce_p50_ms"] is None) == bool({"off", "stock"} & {*flags})
+    assert (manifest["phases"] == {}) == ("off" in flags)
+    assert "hidden" not in manifest["lesson_notes"] or "stock" not in flags
     assert manifest["final_loss"] == pytest.approx(runs[2][1]["final_loss"], rel=1e-4)
     assert manifest["byte_equivalent"] is True
 

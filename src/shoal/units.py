@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from shoal.errors import UsageError
 
@@ -14,29 +14,37 @@ _TIME_SCALES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """So many significant digits, and never an exponent: `6200` is `6,200`, not `6.2e+03`."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
+
+
 def format_si(value: float, unit: str = "", digits: int = 3) -> str:
     """`format_si(1_347_000, "B")` is `1.35 MB`; units are powers of 1000, as on a network."""
-    for scale, prefix in _SI:
-        if abs(value) >= scale:
-            return f"{value / scale:.{digits}g} {prefix}{unit}".rstrip()
-    return f"{value:.{digits}g} {unit}".rstrip()
+    scale, prefix = _si_scale(value, lambda scaled: abs(float(f"{scaled:.{digits}g}")))
+    return f"{format_number(value / scale, digits)} {prefix}{unit}".rstrip()
 
 
 def format_count(value: float) -> str:
     """`124439808` is `124.44M`: short, but enough digits to recognise a model by."""
-    for scale, prefix in _SI:
-        if abs(value) >= scale:
-            return f"{value / scale:.2f}{prefix}"
-    return f"{value:g}"
+    scale, prefix = _si_scale(value, lambda scaled: abs(round(scaled, 2)))
+    return f"{value / scale:.2f}{prefix}" if prefix else f"{value:g}"
+
+
+def _si_scale(value: float, shown: Callable[[float], float]) -> tuple[float, str]:
+    """The smallest in which the number has three digits at most as it is `shown`: 999,936 bytes are 1 MB, rounded."""
+    scales = ((1.0, ""), *reversed(_SI))
+    return next((entry for entry in scales if shown(value / entry[0]) < 1000), scales[-1])
 
 
 def format_duration(seconds: float) -> str:
-    """Two units at most, because nobody plans an evening in milliseconds."""
-    if seconds < 0.001:
+    """Two units at most, because nobody plans an evening in milliseconds. What rounds to the next unit is in it."""
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

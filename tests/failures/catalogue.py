@@ -1,15 +1,19 @@
-"""The list of all explanations for docs/explain.md: `python -m tests.failures.catalogue` puts it there anew."""
+"""The example and the list of all explanations in docs/explain.md: `python -m tests.failures.catalogue` renews them."""
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from pathlib import Path
 
+from shoal.cli.explain import as_lines
+from shoal.net.gather import explain_file
 from shoal.net.pattern import Pattern
 from shoal.net.patterns import PATTERNS
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "explain.md"
 MARK = "<!-- from here on written by: python -m tests.failures.catalogue -->\n"
+_EXAMPLE = re.compile(r"```\n\$ shoal explain (\S+)\n.*?```", re.DOTALL)
 TITLES = {
     "gloo": "Between ranks (gloo)",
     "store": "Where ranks meet (torch's store)",
@@ -40,8 +44,16 @@ def entry(pattern: Pattern) -> str:
     return f"- **`{pattern.id}`** ({pattern.weight.name.lower()}): {cause}. *Fix:* {fix}.{check}"
 
 
+def example(log: str) -> str:
+    """What the command in the document prints."""
+    lines = as_lines(explain_file(DOCUMENT.parent.parent / log))
+    return "\n".join([f"$ shoal explain {log}", *lines])
+
+
 def renewed() -> str:
-    return DOCUMENT.read_text(encoding="utf-8").partition(MARK)[0] + MARK + catalogue()
+    head = DOCUMENT.read_text(encoding="utf-8").partition(MARK)[0]
+    head = _EXAMPLE.sub(lambda found: f"```\n{example(found[1])}\n```", head)
+    return head + MARK + catalogue()
 
 
 if __name__ == "__main__":

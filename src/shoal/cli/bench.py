@@ -11,7 +11,7 @@ from shoal.cli.output import print_json, print_scaling, shown
 from shoal.cli.progress import make_display
 from shoal.config.load import build_config
 from shoal.errors import UsageError
-from shoal.report.explain_scaling import explain
+from shoal.report.explain_scaling import explain, is_plausible, warn_of_load
 from shoal.report.scaling import efficiency
 from shoal.trials.scaling import ScalingResult, measure_scaling
 from shoal.trials.training import default_out
@@ -96,12 +96,15 @@ def scaling_document(result: ScalingResult) -> dict[str, object]:
             "step_s": point.step_s,
             "allreduce_ms": None if point.allreduce_s is None else 1e3 * point.allreduce_s,
             "phases": point.phases,
+            "other_programs_cores": point.other_load,
+            "plausible": is_plausible(point, base),
         }
         for point in result.points
     ]
     return {
         "rows": rows,
         "explanation": explain(result.points),
+        "warning": warn_of_load(result.points) or None,
         "picture": str(result.picture),
         "report": str(result.report),
         "runs": {str(count): str(run.path) for count, run in result.runs.items()},

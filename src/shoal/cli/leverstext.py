@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from shoal.cli.output import stdout_console
-from shoal.report.wording import join
+from shoal.report.wording import join, warn_of_other_programs
 from shoal.units import format_count, format_duration, format_si
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.trials.levers import LeversResult
 
 _TITLES = ("lever", "tokens/s", "×node", "×stock", "×top", "sent", "exposed", "loss", "timed")
+_NEAR = 0.95
 
 
 def print_levers(table: LeverTable) -> None:
@@ -40,9 +41,10 @@ def explain(table: LeverTable) -> list[str]:
             f"{format_duration(table.seconds)} of steps, when the first of them was there."
         )
     rated = [row for row in table.rows if row.of_ceiling is not None and row.point.evaluations]
-    near = [row.point.name for row in rated if row.of_ceiling is not None and row.of_ceiling >= 0.95]
+    near = [each.point.name for each in rated if (each.of_ceiling or 0) >= _NEAR and not each.is_above_ceiling]
     if near:
         lines.append(f"{join(near)}: within 5% of what these nodes compute without any exchange.")
+    lines += _above_ceiling(table)
     slower = [row.point.name for row in rated if row.of_one_node is not None and row.of_one_node < 1]
     if slower:
         lines.append(f"{join(slower)}: slower than one node alone.")
@@ -53,7 +55,24 @@ def explain(table: LeverTable) -> list[str]:
     )
     if best is not None:
         lines.append(f"Most learned in the same time: {best.point.name}.")
+    return [*lines, *([warning] if (warning := warn_of_load(table)) else [])]
+
+
+def _above_ceiling(table: LeverTable) -> list[str]:
+    lines = []
+    above = [row for row in table.rows if row.is_above_ceiling]
+    if fewer := [row.point.name for row in above if row.is_plausible]:
+        lines.append(f"{join(fewer)}: faster than no exchange, because larger batches update the weights less often.")
+    if wrong := [f"{row.point.name} ({row.of_ceiling:.2f}×)" for row in above if not row.is_plausible]:
+        lines.append(
+            f"! {join(wrong)}: not plausible. An exchange takes time, so the run without any was held "
+            "back by something. Measure again with --repeat 3."
+        )
     return lines
+
+
+def warn_of_load(table: LeverTable) -> str:
+    return warn_of_other_programs({f"with {row.point.name}": row.point.other_load for row in table.rows})
 
 
 def levers_document(result: LeversResult) -> dict[str, object]:
@@ -61,6 +80,7 @@ def levers_document(result: LeversResult) -> dict[str, object]:
         "rows": [_row_document(row) for row in result.table.rows],
         "compared_at": {"tokens": result.table.tokens, "seconds": result.table.seconds},
         "explanation": " ".join(line.strip() for line in explain(result.table)),
+        "warning": warn_of_load(result.table) or None,
         "picture": str(result.picture),
         "runs": {name: str(run.path) for name, run in result.runs.items()},
     }
@@ -75,6 +95,8 @@ def _row_document(row: LeverRow) -> dict[str, object]:
         "of_one_node": row.of_one_node,
         "of_stock": row.of_stock,
         "of_ceiling": row.of_ceiling,
+        "plausible": row.is_plausible,
+        "other_programs_cores": point.other_load,
         "step_s": point.step_s,
         "exposed_s": point.exposed_s,
         "wait_s": point.wait_s,
@@ -91,7 +113,8 @@ def _cells(row: LeverRow) -> tuple[str, ...]:
     return (
         point.name,
         f"{point.tokens_per_s:,.0f}",
-        *(_times(ratio) for ratio in (row.of_one_node, row.of_stock, row.of_ceiling)),
+        *(_times(ratio) for ratio in (row.of_one_node, row.of_stock)),
+        _times(row.of_ceiling) + ("" if row.is_plausible else "!"),
         "–" if point.wire_bytes is None or point.nodes == 1 else format_si(point.wire_bytes, "B"),
         f"{100 * point.exposed_s / point.step_s:.0f}%" if point.nodes > 1 else "–",
         *("–" if loss is None else f"{loss:.4f}" for loss in (row.loss_at_tokens, row.loss_at_time)),

@@ -127,7 +127,7 @@ def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
     ]
     if manifest.world_size > 1:
         rows += [
-            ("all-reduce", f"{_number(manifest.allreduce_p50_ms, '.1f')} ms a step, p95 {_p95(manifest)}"),
+            ("all-reduce", _allreduce(manifest)),
             ("on the wire", f"{_wire(manifest)} a rank and step"),
             ("replicas", replica_verdict(manifest)),
         ]
@@ -185,13 +185,15 @@ def _scaling_row(point: ScalingPoint, base: ScalingPoint) -> tuple[str, ...]:
         f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
         f"{100 * efficiency(point, base):.0f}%",
         f"{1e3 * point.step_s:.0f} ms",
-        f"{1e3 * (point.allreduce_s or 0.0):.1f} ms" if point.ranks > 1 else "–",
+        f"{1e3 * point.allreduce_s:.1f} ms" if point.ranks > 1 and point.allreduce_s is not None else "–",
         f"{1e3 * waiting:.1f} ms" if point.ranks > 1 else "–",
     )
 
 
-def _p95(manifest: Manifest) -> str:
-    return f"{_number(manifest.allreduce_p95_ms, '.1f')} ms"
+def _allreduce(manifest: Manifest) -> str:
+    if manifest.allreduce_p50_ms is None:
+        return "not measured"
+    return f"{manifest.allreduce_p50_ms:.1f} ms a step, p95 {_number(manifest.allreduce_p95_ms, '.1f')} ms"
 
 
 def _wire(manifest: Manifest) -> str:

@@ -36,7 +36,9 @@ def plan(
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(help="Numbers of nodes: 4, 1..8 or 1,2,4.", show_default="1..8, or the profile's"),
+        typer.Option(
+            help="Numbers of nodes: 4, 1..8 or 1,2,4.", show_default="1..8, or the machines named or measured"
+        ),
     ] = None,
     link: Annotated[
         str | None,
@@ -117,8 +119,8 @@ def plan(
         run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
         return
     made = make_plan(workload, lever, made_from.setting, counts)
-    if made_from.measured and max(counts) > made_from.measured:
-        notes.append(f"nodes beyond the {made_from.measured} measured ones are taken to be like the last of them")
+    if made_from.known and max(counts) > made_from.known:
+        notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are taken to be like the last of them")
     show(made, [made_from.note, *notes], given)
 
 

@@ -21,14 +21,15 @@ HOSTS = "hosts.toml"
 
 @dataclass(frozen=True)
 class Basis:
-    """`nodes` are those of interest unless somebody names others, `on` is where the command to paste would run,
-    `measured` how many nodes a profile knows."""
+    """`nodes` are those of interest unless the user names others, `on` is where the command to paste would run.
+    `known` is how many nodes are known one by one, `how` from where: measured or named. 0: all are alike."""
 
     setting: Setting
     note: str
     nodes: str
     on: str
-    measured: int = 0
+    known: int = 0
+    how: str = "measured"
 
 
 def basis(given: dict[str, Any]) -> Basis:
@@ -38,7 +39,8 @@ def basis(given: dict[str, Any]) -> Basis:
         machines = find_machines(given["machine"], wired)
         setting = make_setting(wired, machines, given["ranks_per_node"], overrides)
         note = f"{describe(wired, machines, setting)}; measure yours with shoal probe"
-        return Basis(setting, note, NODES, given["on"] or HOSTS)
+        named = len(machines) if len(machines) > 1 else 0
+        return Basis(setting, note, f"1..{named}" if named else NODES, given["on"] or HOSTS, named, "named")
     _refuse_beside_profile(given)
     return _measured(given["profile"], given["link"], given["on"], overrides)
 

@@ -15,13 +15,11 @@ from shoal.config.presets import depth_overrides
 from shoal.config.profile_file import check_writable, write_profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.workload import workload_of
-from shoal.errors import UsageError
+from shoal.errors import DataError, UsageError
 from shoal.report.probe_picture import plot_probe
 from shoal.trials.probing import probe as measure
 
 app = typer.Typer(add_completion=False)
-
-PICTURE = "probe.png"
 
 
 @app.command()
@@ -34,20 +32,38 @@ def probe(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
-    """Measure links, gloo and machines; writes a profile, and probe.png beside it."""
+    """Measure links, gloo and machines; writes a profile, and a picture of the same name beside it."""
     check_writable(output)
+    picture = picture_of(output)
     models = {name: model_called(name) for name in model or []}
     console = make_console(stderr=True)
     with console.status("") as spinner:
         profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
     write_profile(profile, output)
-    picture = output.parent / PICTURE
     plot_probe(profile, picture)
     if json:
         print_json(profile.model_dump(mode="json"))
         return
     print_profile(profile)
     typer.echo(f"\nprofile: {shown(output)}\npicture: {shown(picture)}")
+
+
+def picture_of(profile: Path) -> Path:
+    """Of the same name, so that a second profile does not take the picture of the first."""
+    if profile.suffix == ".png":
+        raise UsageError(
+            f"{profile} is the name of a picture",
+            why="-o names the profile, a TOML file; its picture gets the same name with .png",
+            fix=f"write -o {profile.with_suffix('.toml')}",
+        )
+    picture = profile.with_suffix(".png")
+    if picture.exists() and not profile.exists():
+        raise DataError(
+            f"{picture} is there already, and there is no profile {profile} that it would belong to",
+            why="only the picture of an older profile is replaced",
+            fix="choose another file: -o FILE",
+        )
+    return picture
 
 
 def model_called(name: str) -> ModelConfig:

@@ -11,7 +11,7 @@ from shoal.cli.output import stdout_console
 from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.cost.roofline import explain
 from shoal.cost.sweep import size_text
-from shoal.units import format_duration, format_si
+from shoal.units import format_duration, format_number, format_si
 
 _LEAST_WIDTH = 120
 
@@ -95,7 +95,7 @@ def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
     largest = max(point.bus_gbps for point in entry.points)
     return [
         (
-            "" if number else _operation(entry),
+            "" if number else entry.label,
             size_text(point.bytes),
             format_duration(point.seconds),
             _gbps(point.algorithm_gbps),
@@ -106,18 +106,14 @@ def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
     ]
 
 
-def _operation(entry: CollectiveProfile) -> str:
-    return entry.op if entry.element_bytes == 4 else f"{entry.op}, fp16"
-
-
 def _node_row(node: NodeProfile) -> tuple[str, ...]:
     compute = node.compute
     training = ", ".join(f"{point.threads}: {point.tokens_per_s:,.0f}" for point in compute.training)
     return (
         node.name,
-        f"{compute.fp32_gflops:.3g}",
-        f"{compute.bf16_gflops:.3g}",
-        f"{compute.memory_gbytes_per_s:.3g}",
+        format_number(compute.fp32_gflops),
+        format_number(compute.bf16_gflops),
+        format_number(compute.memory_gbytes_per_s),
         training,
         compute.bound,
     )

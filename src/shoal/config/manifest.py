@@ -94,20 +94,31 @@ class RecoveryRecord(Record):
 
 
 class Manifest(Record):
-    """Times are from the second half of the run: medians, and for `phases` the means of a typical step, so that they
-    add up. Bytes are per step and rank. Where the world changed, they are of the steps that `world_size` ranks did
-    together; `members` are the ids of those who took part at last.
+    """Times are from the second half of the run: medians. `phases` are the median step divided among its phases, so
+    that they add up to it. All-reduce times are None where they were not measured, as with stock DDP. Bytes are
+    per step and rank. Where the world changed, they are of the steps that `world_size` ranks did together; `members`
+    are the ids of those who took part at last.
     """
 
     shoal_manifest: int = 1
     created: str | None
     status: Literal["finished", "interrupted", "failed", "unfinished"]
 
-    lab: str
+    on: str = ""
+    """Where it ran, as `--on` names it."""
+    lab: str | None = None
+    """The emulated cluster it ran in, if it did."""
+    commands: list[str] = []
+    """What was typed for each launch, without secrets; none where another launcher started the ranks."""
+    duration_s: float | None = None
+    """From start to end, in all launches together, on the rank that was there longest."""
     preset: str
     seed: int
     launcher: str
     backend: str | None
+    """What carried the gradients: gloo, nccl, or shared memory between ranks of one machine."""
+    process_group: str | None = None
+    """torch.distributed's own backend, which carries everything else."""
     world_size: int
     nodes: list[NodeRecord]
     versions: dict[str, str]

@@ -82,7 +82,8 @@ class ComputeProfile(Section):
 
 class NodeProfile(Section):
     """`machine` is the same for nodes that are one machine: they share its cores, memory and speed.
-    `fp16_s_per_parameter` is what a rank takes to send a gradient as fp16: making halves, and floats of their sum."""
+    `fp16_s_per_parameter` is what a rank takes to send a gradient as fp16: making halves, and floats of their sum.
+    `other_programs_cores` is how many cores of the machine programs beside the probe kept busy."""
 
     name: str
     address: str
@@ -98,6 +99,7 @@ class NodeProfile(Section):
     compute: ComputeProfile
     paces: tuple[ModelPace, ...] = ()
     fp16_s_per_parameter: Above | None = None
+    other_programs_cores: AtLeastZero | None = None
 
 
 class LinkProfile(Section):
@@ -138,6 +140,10 @@ class HeldOut(Section):
         return self.predicted_s / self.measured_s - 1
 
 
+def operation_label(op: Op, element_bytes: int) -> str:
+    return op if element_bytes == 4 else f"{op} in fp16"
+
+
 class CollectiveProfile(Section):
     """`alpha_s + beta_s_per_byte · bytes` is the time of one such operation over `world_size` ranks; `fit_error` is the
     median relative error of that over the points. `element_bytes` is 4 for fp32, 2 for fp16, which gloo adds up by
@@ -152,6 +158,11 @@ class CollectiveProfile(Section):
     cores: AtLeastZero = 0.0
     points: tuple[CollectivePoint, ...] = Field(min_length=1)
     held_out: HeldOut | None = None
+
+    @property
+    def label(self) -> str:
+        """Two of them may be the same operation."""
+        return operation_label(self.op, self.element_bytes)
 
     def seconds(self, buffer_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * buffer_bytes

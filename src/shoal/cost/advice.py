@@ -69,6 +69,8 @@ def candidates(base: Lever, workload: Workload, setting: Setting, nodes: int) ->
     free = list(_free(base, workload, setting, nodes))
     yield from (base.with_(**{name: True}) for name in free)
     plain = base.with_(**{name: True for name in free if AVAILABLE[name]})
+    if base.sync == "sharded":
+        yield plain.with_(sync="ddp")
     if base.sync != "ddp":
         return
     wires = [plain.with_(wire=wire) for wire in ("fp16", "bf16", "int8", "powersgd") if wire != base.wire]

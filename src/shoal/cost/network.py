@@ -12,10 +12,15 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class Exchange:
-    """`cores` is how many cores of a node it keeps busy while it lasts."""
+    """`cores` is how many cores of a node it keeps busy while it lasts. For `latency_s` of its seconds messages wait,
+    however small they are; the rest is bandwidth."""
 
     seconds: float
     cores: float = 0.0
+    latency_s: float = 0.0
+
+    def times(self, factor: float) -> Exchange:
+        return replace(self, seconds=factor * self.seconds, latency_s=factor * self.latency_s)
 
 
 NOTHING = Exchange(0.0)
@@ -50,8 +55,11 @@ class RingNetwork:
             return NOTHING
         wire = self.wire(world_size)
         algorithms: tuple[Algorithm, ...] = ("ring", "tree") if self.trees else ("ring",)
-        seconds = min(collective_s("all-reduce", world_size, buffer_bytes, wire, each) for each in algorithms)
-        return Exchange(seconds, min(1.0, self.cores_per_byte_s * buffer_bytes / seconds))
+        by_algorithm = {each: collective_s("all-reduce", world_size, buffer_bytes, wire, each) for each in algorithms}
+        fastest = min(algorithms, key=lambda each: by_algorithm[each])
+        seconds = by_algorithm[fastest]
+        latency_s = collective_s("all-reduce", world_size, 0, wire, fastest)
+        return Exchange(seconds, min(1.0, self.cores_per_byte_s * buffer_bytes / seconds), latency_s)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class NodesNetwork:
         outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)
         seconds = inner.seconds + outer.seconds
         busy_s = inner.cores * inner.seconds + outer.cores * outer.seconds
-        return Exchange(seconds, busy_s / seconds)
+        return Exchange(seconds, busy_s / seconds, inner.latency_s + outer.latency_s)
 
 
 @dataclass(frozen=True)
@@ -99,8 +107,9 @@ class MeasuredNetwork:
         line = self.lines.get(element_bytes, self.lines[4])
         rounds = (world_size - 1) / (self.world_size - 1)
         payload = payload_factor(world_size) / payload_factor(self.world_size)
-        seconds = rounds * line.alpha_s + payload * line.beta_s_per_byte * buffer_bytes
-        return Exchange(seconds, self.cores.get(element_bytes, self.cores.get(4, 0.0)))
+        latency_s = rounds * line.alpha_s
+        seconds = latency_s + payload * line.beta_s_per_byte * buffer_bytes
+        return Exchange(seconds, self.cores.get(element_bytes, self.cores.get(4, 0.0)), latency_s)
 
 
 class NoNetwork:

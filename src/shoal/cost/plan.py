@@ -39,6 +39,7 @@ class Row:
             "payload_factor": self.payload_factor,
             "wire_bytes": prediction.wire_bytes,
             "comm_s": step.comm_s,
+            "comm_latency_s": step.latency_s,
             "compute_s": step.compute_s,
             "exposed_s": step.exposed_s,
             "wait_s": step.wait_s,

@@ -56,6 +56,7 @@ class _Exchanges:
 
     comm_s: float
     exposed_s: float
+    latency_s: float = 0.0
     encode_s: float = 0.0
 
 
@@ -130,6 +131,7 @@ def _step(works: Sequence[RankWork], last: RankWork, exchanges: _Exchanges, leve
         wait_s=wait_s if len(works) > 1 else 0.0,
         optimizer_s=last.optimizer_s,
         other_s=last.other_s,
+        latency_s=exchanges.latency_s,
     )
 
 
@@ -167,7 +169,7 @@ def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: in
 
     def exchange(bucket: Bucket) -> Exchange:
         once = network.all_reduce(world_size, each * bucket.parameters / messages, element)
-        return replace(once, seconds=messages * once.seconds)
+        return once.times(messages)
 
     return exchange
 
@@ -175,8 +177,14 @@ def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: in
 def _every_step(
     lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
 ) -> _Exchanges:
-    comm_s = sum(exchange(bucket).seconds for bucket in buckets)
-    return _Exchanges(comm_s, exposed_s(work, buckets, exchange, lever.overlap))
+    comm_s, latency_s = _alone(buckets, exchange)
+    return _Exchanges(comm_s, exposed_s(work, buckets, exchange, lever.overlap), latency_s)
+
+
+def _alone(buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]) -> tuple[float, float]:
+    """How long all of them take one after another, and how much of that is latency."""
+    exchanges = [exchange(bucket) for bucket in buckets]
+    return sum(each.seconds for each in exchanges), sum(each.latency_s for each in exchanges)
 
 
 def _sharded(
@@ -186,13 +194,14 @@ def _sharded(
     reduce-scatter are an all-reduce's two halves. All of it for each micro-batch, because nobody has room to wait."""
 
     def gather(bucket: Bucket) -> Exchange:
-        whole = exchange(bucket)
-        return replace(whole, seconds=whole.seconds / 2)
+        return exchange(bucket).times(0.5)
 
     both = _every_step(lever, work, buckets, exchange)
     forward = _every_step(lever, replace(work, backward_s=work.forward_s), _early(buckets), gather)
     return _Exchanges(
-        work.micro_batches * (forward.comm_s + both.comm_s), work.micro_batches * (forward.exposed_s + both.exposed_s)
+        work.micro_batches * (forward.comm_s + both.comm_s),
+        work.micro_batches * (forward.exposed_s + both.exposed_s),
+        work.micro_batches * (forward.latency_s + both.latency_s),
     )
 
 
@@ -200,19 +209,20 @@ def _blocking(
     lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
 ) -> _Exchanges:
     """Everybody stands still for the exchange of the weights, but only so often."""
-    comm_s = sum(exchange(bucket).seconds for bucket in buckets) / lever.every
-    return _Exchanges(comm_s, comm_s)
+    comm_s, latency_s = _alone(buckets, exchange)
+    return _Exchanges(comm_s / lever.every, comm_s / lever.every, latency_s / lever.every)
 
 
 def _streaming(
     lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
 ) -> _Exchanges:
     """Fragment by fragment, each behind the computing of the steps for which it may be on its way."""
-    comm_s = sum(exchange(bucket).seconds for bucket in buckets) / lever.every
+    comm_s, latency_s = _alone(buckets, exchange)
     fragments = min(lever.every, SyncConfig().fragments)
     asked = SyncConfig(mode="streaming", every=lever.every, fragments=fragments)
     behind = replace(work, backward_s=min(lever.every, fragments * asked.overlap_steps) * _busy_s(work))
-    return _Exchanges(comm_s, exposed_s(behind, _early(buckets), exchange, overlap=True) / lever.every)
+    shown_s = exposed_s(behind, _early(buckets), exchange, overlap=True)
+    return _Exchanges(comm_s / lever.every, shown_s / lever.every, latency_s / lever.every)
 
 
 def _early(buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.config.profile import Bound, ComputeProfile
+from shoal.units import format_number
 
 # A program this far below both roofs is held up by something else: dispatching many small operations, or other load.
 _FAR_BELOW = 0.25
@@ -37,7 +38,7 @@ def explain(name: str, compute: ComputeProfile) -> str:
     roof, best = roofline_of(compute), compute.best
     reached = best.gflops / roof.roof_gflops(compute.intensity)
     threads = f"{best.threads} thread" + ("s" if best.threads > 1 else "")
-    point = f"the small GPT reaches {best.gflops:.3g} GFLOP/s with {threads}, {reached:.0%} of its roof"
+    point = f"the small GPT reaches {format_number(best.gflops)} GFLOP/s with {threads}, {reached:.0%} of its roof"
     ridge = f"{compute.intensity:.3g} operations a byte, and from {roof.ridge:.3g} on arithmetic is the limit"
     match compute.bound:
         case "arithmetic":

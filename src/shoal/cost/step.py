@@ -35,7 +35,8 @@ class RankWork:
 @dataclass(frozen=True)
 class StepTime:
     """Of the rank that everybody waits for. `comm_s` is how long all exchanges would take by themselves, `exposed_s`
-    how long the rank stands still for them or is slowed down by them; what adds up to `step_s` are the others."""
+    how long the rank stands still for them or is slowed down by them; what adds up to `step_s` are the others. For
+    `latency_s` of `comm_s` messages wait, however few bytes they have."""
 
     compute_s: float
     comm_s: float
@@ -43,6 +44,7 @@ class StepTime:
     wait_s: float
     optimizer_s: float
     other_s: float
+    latency_s: float = 0.0
 
     @property
     def step_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.cost.fit import Sample, fit
+from shoal.units import format_number
 
 FIRST_BYTES = 4 << 10
 STEP = 4
@@ -55,5 +56,5 @@ def size_text(buffer_bytes: int) -> str:
     """`4 KiB`, `25 MiB`: the sizes here are powers of two."""
     for scale, unit in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if buffer_bytes >= 0.99 * scale:
-            return f"{buffer_bytes / scale:.3g} {unit}"
+            return f"{format_number(buffer_bytes / scale)} {unit}"
     return f"{buffer_bytes} B"

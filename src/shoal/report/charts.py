@@ -61,7 +61,7 @@ def medians_chart(summary: Summary) -> Figure:
     names = [f"rank {rank.rank}" for rank in ranks]
     traces = []
     for phase, name in PHASE_NAMES.items():
-        seconds = [rank.phases[phase].median if phase in rank.phases else 0.0 for rank in ranks]
+        seconds = [rank.typical.get(phase, 0.0) for rank in ranks]
         if any(seconds):
             traces.append(_bar(name, _milliseconds(seconds), names, PHASE_COLOURS[phase], horizontal=True))
     figure = _figure(traces, x="ms per step", y="")

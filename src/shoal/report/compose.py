@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +30,7 @@ def compose_manifest(
     data: DataFacts | None = None,
     prediction: PredictionRecord | None = None,
     changes: Changes | None = None,
+    commands: Sequence[str] = (),
 ) -> Manifest:
     """Facts come from what the ranks recorded, and from the configuration where they recorded nothing."""
     start = summary.start
@@ -39,11 +41,15 @@ def compose_manifest(
     return Manifest(
         created=_iso(summary.started_at),
         status=summary.status,
-        lab=config.run.preset,
+        on=config.run.on,
+        lab=config.run.on if config.run.on.partition(":")[0] == "lab" else None,
+        commands=list(commands),
+        duration_s=summary.duration_s,
         preset=config.run.preset,
         seed=config.train.seed,
         launcher=_text(start, "launcher") or config.run.launcher,
-        backend=_text(start, "backend"),
+        backend=_carrier(summary),
+        process_group=_text(start, "backend"),
         world_size=summary.world_size,
         nodes=_nodes(summary),
         versions=_versions(start),
@@ -104,6 +110,15 @@ def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
     if fresh.byte_equivalent is None:
         kept |= {"byte_equivalent": stored.byte_equivalent, "max_abs_diff": stored.max_abs_diff}
     return fresh.model_copy(update=kept)
+
+
+def _carrier(summary: Summary) -> str | None:
+    """Between ranks of one machine gradients may go through memory, and between machines never."""
+    group = _text(summary.start, "backend")
+    if _text(summary.start, "inside") in (None, "gloo") or group is None:
+        return group
+    machines = {rank.hardware.get("boot_id") or rank.node for rank in summary.ranks.values()}
+    return "shared memory" if len(machines) == 1 else f"shared memory, {group} between machines"
 
 
 def _speeds(summary: Summary, scaling: list[ScalingPoint]) -> dict[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.cost.advice import Advice, Option
 from shoal.cost.batch import scaled_lr
 from shoal.cost.memory import PROCESS_BYTES, largest_micro_batch, needed
-from shoal.cost.plan import Plan, Row
+from shoal.cost.plan import Plan, Row, make_row
 from shoal.cost.workload import Workload
 from shoal.units import format_duration, format_si
 
@@ -13,6 +13,9 @@ from shoal.units import format_duration, format_si
 _HIDDEN = 2 / 3
 # Up to there linear scaling was seen to hold (Goyal and others, 2017, from 256 to 8,192); with Adam often less far.
 _FAR = 8
+# Of the communication: from there on latency is named.
+_LATENCY = 1 / 3
+_SYNC_NAMES = {"ddp": "DDP", "local": "LocalSGD", "diloco": "DiLoCo", "streaming": "Streaming DiLoCo"}
 
 
 def explain(plan: Plan, advice: Advice) -> list[str]:
@@ -27,11 +30,23 @@ def verdict(plan: Plan, advice: Advice) -> str:
         return f"This does not fit into the memory of {_machines(plan)}."
     best = advice.best
     if best is None:
-        return _alone(plan, advice)
+        return _cannot(plan) + _alone(plan, advice)
     alone = best.tokens_per_s / best.row.speedup
-    return (
+    return _cannot(plan) + (
         f"Distribute it: {best.row.nodes} nodes by {best.lever} train {best.row.speedup:.2f} times as fast as one, "
         f"{best.tokens_per_s:,.0f} tokens/s against {alone:,.0f}."
+    )
+
+
+def _cannot(plan: Plan) -> str:
+    """Of a plan for what shoal cannot do: its figures stand, and are no advice."""
+    together = [row for row in plan.rows if row.nodes > 1]
+    if plan.lever.is_available or not together:
+        return ""
+    fastest = max(together, key=lambda row: row.speedup)
+    return (
+        f"shoal cannot train by {plan.lever} yet; if it could, {fastest.nodes} nodes would reach "
+        f"{fastest.speedup:.2f} times one machine's speed. "
     )
 
 
@@ -39,16 +54,24 @@ def _alone(plan: Plan, advice: Advice) -> str:
     together = [row for row in plan.rows if row.nodes > 1]
     if not together:
         return "One node: nothing is exchanged."
-    fastest = max(together, key=lambda row: row.speedup)
+    # Of a lever that shoal does not have, nothing is advised: then the options show what it has.
+    tried = (
+        together if plan.lever.is_available else [option.row for option in advice.options if option.lever.is_available]
+    )
+    possible = [row for row in tried if row.prediction.fits]
+    by = "" if plan.lever.is_available else " by ddp"
+    if not possible:
+        return f"Don't distribute this: several nodes{by} do not have the memory for it."
+    fastest = max(possible, key=lambda row: row.speedup)
     step = fastest.prediction.step
     words = (
-        f"Don't distribute this{_as_it_is(advice)}: one machine is faster. {fastest.nodes} nodes reach "
+        f"Don't distribute this{_as_it_is(advice)}: one machine is faster. {fastest.nodes} nodes{by} reach "
         f"{fastest.speedup:.2f} times its speed: in each step they compute for {format_duration(step.compute_s)} and "
         f"stand still for {format_duration(step.exposed_s + step.wait_s)} while gradients travel."
     )
     ahead = [option for option in advice.options if option.row.speedup > 1 and option.row.prediction.fits]
     later = [option for option in ahead if not option.lever.is_available]
-    if later:
+    if later and plan.lever.is_available:
         words += f" What shoal cannot do yet would help: {later[0].lever}, {later[0].row.speedup:.2f} times."
     return words
 
@@ -64,7 +87,7 @@ def _ratio(plan: Plan) -> str:
     first, last = together[0], together[-1]
     ratios = f"{first.ratio:.2f} on {first.nodes} nodes"
     ratios += f" and {last.ratio:.2f} on {last.nodes}" if last is not first else ""
-    return f"T_comm/T_compute is {ratios}. {_ratio_meaning(last)}"
+    return f"T_comm/T_compute is {ratios}. {_ratio_meaning(last)}{_latency(last)}"
 
 
 def _ratio_meaning(row: Row) -> str:
@@ -72,6 +95,18 @@ def _ratio_meaning(row: Row) -> str:
         return "Above 0.67 it cannot all hide behind backward, which is two thirds of the computing."
     hidden = 1 - row.prediction.step.exposed_s / row.prediction.step.comm_s if row.prediction.step.comm_s else 1.0
     return f"Of the exchange {max(0.0, hidden):.0%} hides behind backward."
+
+
+def _latency(row: Row) -> str:
+    """Said where bytes over bandwidth would be far from the figure in the table."""
+    step = row.prediction.step
+    if step.latency_s < _LATENCY * step.comm_s:
+        return ""
+    return (
+        f" Of the {format_duration(step.comm_s)} of communication on {row.nodes} nodes the bytes take "
+        f"{format_duration(step.comm_s - step.latency_s)}; the other {format_duration(step.latency_s)} is latency: "
+        "messages that wait for each other, however small they are."
+    )
 
 
 def _larger_batch(advice: Advice) -> str:
@@ -104,11 +139,14 @@ def _memory(plan: Plan, advice: Advice) -> str:
         f"weights {_gb(memory.weights)}, gradients {_gb(memory.gradients)}, moments {_gb(memory.moments)}, "
         f"activations {_gb(memory.activations)}, the rest {_gb(memory.copies + PROCESS_BYTES)}"
     )
+    held = f"{_gb(memory.total)} of its {_gb(available)} ({parts})."
+    if plan.lever.sync == "sharded":
+        words = f"Sharding divides weights, gradients and moments among {world_size} ranks: each holds {held}"
+        return " ".join([words, *_room(plan, row, available), *_by_ddp(plan, row)])
     words = (
-        "DDP does not add up the machines' memory: every rank holds the whole training, "
-        f"{_gb(memory.total)} of its {_gb(available)} ({parts})."
+        f"{_SYNC_NAMES[plan.lever.sync]} does not add up the machines' memory: every rank holds the whole training, "
     )
-    return " ".join([words, *_room(plan, row, available), *_sharding(plan, advice.options, row)])
+    return " ".join([words + held, *_room(plan, row, available), *_sharding(plan, advice.options, row)])
 
 
 def _room(plan: Plan, row: Row, available: float) -> list[str]:
@@ -132,6 +170,18 @@ def _sharding(plan: Plan, options: tuple[Option, ...], row: Row) -> list[str]:
         f"Sharding it over {found.world_size} ranks (not in shoal yet) would take {_gb(memory.total)} each, send "
         f"{format_si(found.wire_bytes, 'B')} instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and make "
         f"the step {format_duration(found.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
+    ]
+
+
+def _by_ddp(plan: Plan, row: Row) -> list[str]:
+    """What sharding is compared with."""
+    if row.nodes == 1:
+        return []
+    found = make_row(plan.workload, plan.lever.with_(sync="ddp"), plan.setting, row.nodes).prediction
+    return [
+        f"By DDP each rank would hold {_gb(found.memory.total)} and send {format_si(found.wire_bytes, 'B')} instead of "
+        f"{format_si(row.prediction.wire_bytes, 'B')} a step, and the step would take "
+        f"{format_duration(found.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
     ]
 
 

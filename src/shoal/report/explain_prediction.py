@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.config.manifest import ChoiceRecord, PredictionRecord
-from shoal.report.summary import DISTURBING_CORES, Summary
-from shoal.report.wording import join, ms
+from shoal.report.summary import Summary
+from shoal.report.wording import DISTURBING_CORES, join, ms
 
 NAMES = {
     "compute": "forward and backward",

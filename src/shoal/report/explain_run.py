@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.report.summary import DISTURBING_CORES, Spread, Summary
-from shoal.report.wording import join, ms, percent, ranks, speed, times
+from shoal.report.summary import Spread, Summary
+from shoal.report.wording import join, ms, percents, ranks, speed, times, warn_of_other_programs
 from shoal.units import format_si
 
 _NAMES = {
@@ -15,6 +15,7 @@ _NAMES = {
     "other": "everything else",
 }
 _WORTH_NAMING = 0.01
+_STOCK = "How long stock DDP's all-reduces took is not measured: only how long ranks stood still for them."
 
 
 def explain_single(summary: Summary) -> str:
@@ -28,7 +29,7 @@ def explain_single(summary: Summary) -> str:
         _allreduce(summary),
         _bytes(summary),
         _slowest(summary, summary.step_s),
-        _disturbed(summary),
+        warn_of_other_programs({"": summary.other_load}),
     ]
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -52,22 +53,28 @@ def _changed(summary: Summary) -> str:
 def _split(summary: Summary, step_s: Spread) -> str:
     if not summary.phases:
         return "Its phases were not measured (sync.measure=off)."
-    parts = {name: seconds for name, seconds in _parts(summary).items() if seconds >= _WORTH_NAMING * step_s.median}
-    named = sorted(parts.items(), key=lambda part: -part[1])
-    shares = [f"{percent(seconds / step_s.median)} into {_NAMES[name]}" for name, seconds in named]
-    return f"Of this time went {join(shares)}." if shares else ""
+    named = sorted(_parts(summary, _WORTH_NAMING * step_s.median).items(), key=lambda part: -part[1])
+    shares = percents([seconds for _, seconds in named])
+    parts = [f"{share}% into {_NAMES[name]}" for share, (name, _) in zip(shares, named, strict=True) if share]
+    return f"Of this time went {join(parts)}."
 
 
-def _parts(summary: Summary) -> dict[str, float]:
+def _parts(summary: Summary, least_s: float) -> dict[str, float]:
+    """The phases by name; what is not worth a name is with everything else, so that they add up to a step."""
     phases = dict(summary.phases)
-    return {"compute": phases.pop("forward", 0.0) + phases.pop("backward", 0.0), **phases}
+    phases["compute"] = phases.pop("forward", 0.0) + phases.pop("backward", 0.0)
+    small = [name for name, seconds in phases.items() if seconds < least_s and name != "other"]
+    phases["other"] = phases.get("other", 0.0) + sum(phases.pop(name) for name in small)
+    return phases
 
 
 def _allreduce(summary: Summary) -> str:
     cost = summary.allreduce_s
-    if summary.world_size < 2 or cost is None:
+    if summary.world_size < 2:
         return ""
-    hidden = max(cost.median - summary.phases.get("exposed", 0.0), 0.0)
+    if cost is None:
+        return _STOCK if summary.phases and summary.start.get("sync") == "stock" else ""
+    hidden = summary.hidden_s.median if summary.hidden_s else 0.0
     behind = f", {ms(hidden)} of it hidden behind backward" if hidden >= _WORTH_NAMING * cost.median else ""
     return f"The all-reduce took {ms(cost.median)} a step (mean {ms(cost.mean)}, p95 {ms(cost.p95)}){behind}."
 
@@ -92,9 +99,3 @@ def _slowest(summary: Summary, step_s: Spread) -> str:
     if waits[other] - waits[slowest] < 3 * _WORTH_NAMING * step_s.median:
         return ""
     return f"Rank {slowest} was the slowest: rank {other} waited {ms(waits[other])} a step for it."
-
-
-def _disturbed(summary: Summary) -> str:
-    if summary.other_load is None or summary.other_load < DISTURBING_CORES:
-        return ""
-    return f"Other programs kept {summary.other_load:.1f} cores busy meanwhile, so on a quiet machine it is faster."

@@ -7,17 +7,17 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
-from shoal.report.summary import DISTURBING_CORES
-from shoal.report.wording import count, join, ms, percent, ranks, speed, tokens
+from shoal.report.wording import count, join, ms, percent, ranks, speed, tokens, warn_of_other_programs
 
 CAUSES = ("compute", "exposed", "wait", "optimizer", "rest")
 
 # Below this part of a step a difference is noise on an ordinary machine, and is not given a reason.
 NEGLIGIBLE = 0.03
+# So far above the ideal a figure can be by chance.
+PLAUSIBLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,30 @@ def explain(points: list[ScalingPoint]) -> str:
     sentences = [sentence for point in others for sentence in _explain_point(account(base, point))]
     if len(others) > 1:
         sentences.append(_trend(base, others))
-    sentences.extend(_disturbed([base, *others]))
-    return " ".join(sentences)
+    sentences.append(_implausible(base, others))
+    sentences.append(warn_of_load(points))
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _disturbed(points: list[ScalingPoint]) -> Iterator[str]:
-    """Said only when it could have changed the verdict: shared machines are never quite quiet."""
-    loads = {point.ranks: point.other_load for point in points if point.other_load is not None}
-    if loads and max(loads.values()) >= DISTURBING_CORES:
-        listed = join([f"{load:.1f} with {ranks(count)}" for count, load in loads.items()])
-        yield (
-            f"But other programs kept cores of this machine busy meanwhile ({listed}, on average): measure again when "
-            "it is quiet before you believe the comparison."
-        )
+def warn_of_load(points: list[ScalingPoint]) -> str:
+    return warn_of_other_programs({f"with {ranks(point.ranks)}": point.other_load for point in in_order(points)})
+
+
+def is_plausible(point: ScalingPoint, base: ScalingPoint) -> bool:
+    """Ranks beside each other do not make each other faster: an efficiency above 1 is an unequal measurement."""
+    return efficiency(point, base) <= 1 + PLAUSIBLE
+
+
+def _implausible(base: ScalingPoint, others: list[ScalingPoint]) -> str:
+    above = [
+        f"{percent(efficiency(each, base))} on {ranks(each.ranks)}" for each in others if not is_plausible(each, base)
+    ]
+    if not above:
+        return ""
+    return (
+        f"An efficiency above 100% ({join(above)}) is not plausible: the run on {ranks(base.ranks)} was held back by "
+        "something. Measure again with --repeat 3."
+    )
 
 
 def _only_one(point: ScalingPoint) -> str:
@@ -170,9 +181,9 @@ def _exposed_reason(found: Account) -> str:
     point = found.point
     exposed = point.phases.get("exposed", 0.0)
     stood_still = f"ranks stood still {ms(exposed)} a step for it"
-    if point.allreduce_s is None:
+    hidden = point.hidden_s
+    if point.allreduce_s is None or hidden is None:
         return stood_still
-    hidden = max(point.allreduce_s - exposed, 0.0)
     if hidden < NEGLIGIBLE * point.step_s:
         return f"the all-reduce took {ms(point.allreduce_s)} and next to nothing of it was hidden behind backward"
     return f"the all-reduce took {ms(point.allreduce_s)}, {ms(hidden)} of it hidden behind backward; {stood_still}"

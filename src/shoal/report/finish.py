@@ -53,8 +53,18 @@ def manifest_of(
     prediction = read_prediction(run)
     changes = describe_changes(summary.history, read_commits(run), _read_journals(run))
     config = load_config(run.config)
-    fresh = compose_manifest(config, summary, replicas, scaling, _data_facts(run), prediction, changes)
+    data, commands = _data_facts(run), _read_commands(run)
+    fresh = compose_manifest(config, summary, replicas, scaling, data, prediction, changes, commands)
     return carry_over(fresh, read_manifest(run))
+
+
+def _read_commands(run: RunFolder) -> list[str]:
+    """What was typed, from the keeper's orders; another launcher leaves none, and on a guest's machine nothing was."""
+    try:
+        found = json.loads(run.job.read_bytes()).get("commands", [])
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [str(command) for command in found] if isinstance(found, list) else []
 
 
 def read_commits(run: RunFolder) -> list[Event]:

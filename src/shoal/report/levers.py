@@ -18,6 +18,8 @@ from shoal.report.summary import RankSummary, Summary
 ONE_NODE, CEILING, STOCK = "one node", "no exchange", "stock"
 # A curve that ends a little before the others has been as far as they.
 _AS_FAR = 0.98
+# So far above the ceiling a figure can be by chance.
+_CHANCE = 0.05
 
 
 class Evaluation(BaseModel):
@@ -31,7 +33,8 @@ class Evaluation(BaseModel):
 
 
 class LeverPoint(BaseModel):
-    """One measured run. Bytes, times and phases are a step's; `exposed_s` is what a rank waited for the network."""
+    """One measured run. Bytes, times and phases are a step's; `exposed_s` is what a rank waited for the network;
+    `other_load` is how many cores other programs kept busy meanwhile."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,6 +48,7 @@ class LeverPoint(BaseModel):
     wire_bytes: float | None = None
     theory_bytes: float | None = None
     peak_memory_bytes: float | None = None
+    other_load: float | None = None
     evaluations: tuple[Evaluation, ...] = ()
 
     def loss_at(self, *, tokens: float | None = None, seconds: float | None = None) -> float | None:
@@ -57,14 +61,25 @@ class LeverPoint(BaseModel):
 
 
 class LeverRow(BaseModel):
-    """A point beside the others. None is what was not measured in this experiment, or has no meaning for this row."""
+    """A point beside the others. None is what was not measured in this experiment, or has no meaning for this row.
+    `larger_batch`: a step of it has more tokens than one of the ceiling."""
 
     point: LeverPoint
     of_one_node: float | None
     of_stock: float | None
     of_ceiling: float | None
+    larger_batch: bool
     loss_at_tokens: float | None
     loss_at_time: float | None
+
+    @property
+    def is_above_ceiling(self) -> bool:
+        return self.of_ceiling is not None and self.of_ceiling > 1 + _CHANCE
+
+    @property
+    def is_plausible(self) -> bool:
+        """No exchange is faster than none. A larger batch may be: it updates the weights less often."""
+        return not self.is_above_ceiling or self.larger_batch
 
 
 class LeverTable(BaseModel):
@@ -97,6 +112,7 @@ def lever_point(name: str, summary: Summary) -> LeverPoint:
         wire_bytes=None if name == CEILING else summary.wire_bytes_per_step,
         theory_bytes=None if name == CEILING else summary.theoretical_bytes_per_step,
         peak_memory_bytes=summary.peak_memory_bytes,
+        other_load=summary.other_load,
         # Replicas that never met have learned a part each: their average is nobody's training.
         evaluations=() if name == CEILING else tuple(_evaluations(summary)),
     )
@@ -117,6 +133,7 @@ def compare(points: Sequence[LeverPoint]) -> LeverTable:
             of_one_node=_ratio(point, by_name.get(ONE_NODE)),
             of_stock=_ratio(point, by_name.get(STOCK)) if point.name not in (ONE_NODE, CEILING) else None,
             of_ceiling=_ratio(point, by_name.get(CEILING)) if point.name != ONE_NODE else None,
+            larger_batch=CEILING in by_name and point.tokens_per_step > by_name[CEILING].tokens_per_step,
             loss_at_tokens=point.loss_at(tokens=tokens) if tokens is not None else None,
             loss_at_time=point.loss_at(seconds=seconds) if seconds is not None else None,
         )

@@ -48,18 +48,23 @@ def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     names = [row.point.name for row in rows]
     speeds = [row.point.tokens_per_s for row in rows]
     colours = [IDEAL if name in (ONE_NODE, CEILING) else MEASURED for name in names]
-    bars = axes.barh(names, speeds, 0.62, color=colours)
+    axes.barh(names, speeds, 0.62, color=colours)
     lost = [_unexposed(row) - speed for row, speed in zip(rows, speeds, strict=True)]
-    axes.barh(names, lost, 0.62, left=speeds, color=PHASE_COLOURS["exposed"], alpha=0.35, label="lost to the network")
-    axes.bar_label(bars, [_label(row) for row in rows], label_type="edge", padding=4, fontsize=9)
+    ends = axes.barh(
+        names, lost, 0.62, left=speeds, color=PHASE_COLOURS["exposed"], alpha=0.35, label="lost to the network"
+    )
+    for text in axes.bar_label(ends, [_label(row) for row in rows], label_type="edge", padding=4, fontsize=9):
+        text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})
     ceiling = next((row.point.tokens_per_s for row in rows if row.point.name == CEILING), None)
     if ceiling is not None:
         axes.axvline(ceiling, color=IDEAL, linestyle="--", lw=1)
     axes.invert_yaxis()
-    axes.set(xlabel="tokens per second", xlim=(0, 1.28 * max(map(_unexposed, rows))))
+    room = 1.28 if all(row.is_plausible for row in rows) else 1.8
+    axes.set(xlabel="tokens per second", xlim=(0, room * max(map(_unexposed, rows))))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if max(lost) > 0.02 * max(speeds):
-        axes.legend(frameon=False, fontsize=9, loc="upper right", handlelength=1)
+        # Below: a bar may be as long as the axis.
+        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
     axes.set_title("Speed, and times one node", loc="left", fontweight="bold", fontsize=10)
 
 
@@ -69,8 +74,10 @@ def _unexposed(row: LeverRow) -> float:
 
 
 def _label(row: LeverRow) -> str:
-    speed = f"{row.point.tokens_per_s:,.0f}"
-    return speed if row.of_one_node is None or row.point.name == ONE_NODE else f"{speed}  ({row.of_one_node:.2f}×)"
+    label = f"{row.point.tokens_per_s:,.0f}"
+    if row.of_one_node is not None and row.point.name != ONE_NODE:
+        label += f"  ({row.of_one_node:.2f}×)"
+    return label if row.is_plausible else f"{label}, not plausible"
 
 
 def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:

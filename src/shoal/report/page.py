@@ -103,7 +103,7 @@ def _times(summary: Summary, figures: dict[str, Figure]) -> str:
         return ""
     window = f" over steps {summary.measured[0]}–{summary.measured[1]}" if summary.measured else ""
     return (
-        f"{sections.phases_legend()}<h3>Medians{window}</h3>{_chart('medians', figures)}"
+        f"{sections.phases_legend()}<h3>A median step{window}</h3>{_chart('medians', figures)}"
         f"<h3>Over the steps of {_rank_choice(figures)}</h3>{_steps_chart(figures)}"
     )
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
 from shoal.report.palette import IDEAL, MEASURED
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
+from shoal.units import format_number
+
+# Below this part of the axis a label under its point would lie on the axis' own labels.
+LOW = 0.15
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Forward and backward are one block here: the figure is about what comes on top of the computing.
@@ -60,19 +66,44 @@ def step_parts(point: ScalingPoint) -> dict[str, float]:
     return {name: seconds * 1e3 for name, seconds in parts.items()}
 
 
+def step_unit(longest_s: float) -> tuple[str, float]:
+    """In which a step is drawn, and how many of them a second has: labels of three digits fit into a bar."""
+    return ("seconds", 1.0) if longest_s >= 1 else ("milliseconds", 1e3)
+
+
+def set_log_ticks(axis: Axis, low: float, high: float) -> None:
+    """At least two ticks with a number each: powers of ten alone may be one, or none."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axis.set_major_locator(FixedLocator(log_ticks(low, high)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: format_number(value))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
+        ticks = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+        if len(ticks) > 2:
+            return ticks
+    return [low, high]
+
+
 def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
     ranks = [point.ranks for point in points]
     base = points[0]
     ideal = [base.tokens_per_s * count / base.ranks for count in ranks]
     axes.plot(ranks, ideal, color=IDEAL, linestyle="--", label="ideal")
     axes.plot(ranks, [point.tokens_per_s for point in points], color=MEASURED, marker="o", lw=2, label="measured")
+    top = 1.25 * max(*ideal, *(point.tokens_per_s for point in points))
     for point in points:
         reached = efficiency(point, base)
         note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
-        _note(axes, note, (point.ranks, point.tokens_per_s), 8 if reached > 1 else -9)  # away from the ideal line
+        # Away from the ideal line, unless the axis with its own labels is there.
+        above = reached > 1 or point.tokens_per_s < LOW * top
+        _note(axes, note, (point.ranks, point.tokens_per_s), 8 if above else -9)
     axes.set_title("Speed, with efficiency against the ideal", loc="left", fontweight="bold", fontsize=10)
-    highest = max(*ideal, *(point.tokens_per_s for point in points))
-    axes.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, ylim=(0, highest * 1.25))
+    axes.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, ylim=(0, top))
     axes.margins(x=0.16)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", alpha=0.25)
@@ -82,18 +113,19 @@ def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
 def _draw_split(axes: Axes, points: list[ScalingPoint]) -> None:
     names = [str(point.ranks) for point in points]
     bottoms = [0.0] * len(points)
+    unit, per_s = step_unit(max(point.step_s for point in points))
+    largest = per_s * max(point.step_s for point in points)
     for part, (label, colour) in STACK.items():
-        heights = [step_parts(point)[part] for point in points]
+        heights = [1e-3 * per_s * step_parts(point)[part] for point in points]
         bars = axes.bar(names, heights, 0.55, bottom=bottoms, color=colour, label=label)
-        largest = max(point.step_s for point in points) * 1e3
-        labels = [f"{height:.3g}" if height > 0.06 * largest else "" for height in heights]
+        labels = [format_number(height) if height > 0.06 * largest else "" for height in heights]
         axes.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for position, total in enumerate(bottoms):
-        _note(axes, f"{total:.3g}", (position, total), 3)
+        _note(axes, format_number(total), (position, total), 3)
     axes.set_title("Time of a step", loc="left", fontweight="bold", fontsize=10)
     middle, half = (len(points) - 1) / 2, max(len(points), 3) / 2
-    axes.set(xlabel="ranks", ylabel="milliseconds per step", xlim=(middle - half, middle + half))
+    axes.set(xlabel="ranks", ylabel=f"{unit} per step", xlim=(middle - half, middle + half))
     axes.margins(y=0.12)
     handles, texts = axes.get_legend_handles_labels()
     axes.legend(

@@ -10,6 +10,8 @@ from shoal.cost.roofline import Roofline, roofline_of
 from shoal.cost.sweep import size_text
 from shoal.errors import ShoalError
 from shoal.report.palette import IDEAL, MEASURED, PHASE_COLOURS
+from shoal.report.plots import set_log_ticks
+from shoal.units import format_duration, format_number, format_si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +24,7 @@ _MOST_LINKS = 12
 
 
 def plot_probe(profile: Profile, path: Path) -> None:
-    """Writes `probe.png`, 1440 pixels wide."""
+    """Writes a PNG, 1440 pixels wide."""
     figure = draw_probe(profile)
     try:
         figure.savefig(path, dpi=120)
@@ -66,7 +68,7 @@ def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
     for number, (label, (colour, values)) in enumerate(bars.items()):
         places = [place + 0.26 * (number - 1) for place in range(len(chosen))]
         drawn = axes.barh(places, values, 0.25, color=colour, label=label)
-        axes.bar_label(drawn, [f"{value:.3g}" if value else "" for value in values], padding=3, fontsize=8)
+        axes.bar_label(drawn, [format_number(value) if value else "" for value in values], padding=3, fontsize=8)
     axes.set_yticks(range(len(chosen)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -79,29 +81,29 @@ def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
 def _draw_times(axes: Axes, entry: CollectiveProfile) -> None:
     sizes = [point.bytes for point in entry.points]
     curve = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
-    alpha, gbps = 1e3 * entry.alpha_s, 8e-9 / entry.beta_s_per_byte if entry.beta_s_per_byte else float("inf")
-    label = f"fit: {alpha:.3g} ms + bytes at {gbps:.3g} Gbit/s"
+    rate = f" + bytes at {format_si(8 / entry.beta_s_per_byte, 'bit/s')}" if entry.beta_s_per_byte else ""
+    label = f"fit: {format_duration(entry.alpha_s)}{rate}"
     axes.plot(curve, [1e3 * entry.seconds(size) for size in curve], color=IDEAL, linestyle="--", label=label)
     axes.plot(sizes, [1e3 * point.seconds for point in entry.points], "o", color=MEASURED, label="measured")
     if held := entry.held_out:
         note = f"held out: {held.error:+.1%}"
         axes.plot([held.bytes], [1e3 * held.measured_s], "D", color=_TOGETHER, fillstyle="none", ms=9, label=note)
     axes.set(xscale="log", yscale="log", xlabel="size of the buffer", ylabel="milliseconds")
-    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=35, ha="right", fontsize=8)
     axes.minorticks_off()
+    set_log_ticks(axes.yaxis, *axes.get_ylim())
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="upper left", fontsize=9)
-    _title(axes, f"gloo's {entry.op} of {entry.world_size} ranks")
+    _title(axes, f"gloo's {entry.label} of {entry.world_size} ranks")
 
 
 def _draw_bus(axes: Axes, profile: Profile) -> None:
     colours = zip(profile.collectives, (MEASURED, *_NODES[1:]), _MARKS, strict=False)
     for entry, colour, mark in colours:
         values = [point.bus_gbps for point in entry.points]
-        axes.plot([point.bytes for point in entry.points], values, marker=mark, ms=5, color=colour, label=entry.op)
+        axes.plot([point.bytes for point in entry.points], values, marker=mark, ms=5, color=colour, label=entry.label)
     if wire := profile.summary.wire_gbps:
-        axes.axhline(wire, color=IDEAL, linestyle="--", label=f"the wire: {wire:.3g} Gbit/s")
+        axes.axhline(wire, color=IDEAL, linestyle="--", label=f"the wire: {format_si(1e9 * wire, 'bit/s')}")
     sizes = [point.bytes for point in profile.collectives[0].points]
     axes.set(xscale="log", xlabel="size of the buffer", ylabel="Gbit/s", ylim=(0, None))
     axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=35, ha="right", fontsize=8)
@@ -127,12 +129,11 @@ def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (operations a byte)", ylabel="GFLOP/s")
     # Room above for the words, and below for the legend.
     axes.set_ylim(min(peaks) / 60, 3 * max(peaks))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
+    set_log_ticks(axes.xaxis, *axes.get_xlim())
+    set_log_ticks(axes.yaxis, *axes.get_ylim())
     _note_ridge(axes, roofline_of(nodes[0].compute))
     _note_point(axes, nodes[0])
-    axes.grid(alpha=0.25, which="both")
+    axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     more = f" ({len(nodes)} nodes, the first {len(_NODES)} drawn)" if len(nodes) > len(_NODES) else ""
     _title(axes, "Is training bound by memory or by arithmetic?" + more)
@@ -141,7 +142,8 @@ def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:
 def _roof_label(node: NodeProfile) -> str:
     compute = node.compute
     return (
-        f"{node.name}: {compute.fp32_gflops:.3g} GFLOP/s fp32, {compute.memory_gbytes_per_s:.3g} GB/s; "
+        f"{node.name}: {format_number(compute.fp32_gflops)} GFLOP/s fp32, "
+        f"{format_number(compute.memory_gbytes_per_s)} GB/s; "
         f"{compute.best.tokens_per_s:,.0f} tokens/s"
     )
 

@@ -20,7 +20,9 @@ Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
 PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
-TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), "allreduce_s")
+# Of the gradient exchange: how long it was under way, and how much of that lay behind backward. They lie across phases.
+OF_EXCHANGE = ("allreduce_s", "hidden_s")
+TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *OF_EXCHANGE)
 # What a `choice` says anew of what a `start` has said.
 _OF_EXCHANGES = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
 # `entry` is where in `RankLog.entered` the step's generation is; -1 before any.
@@ -52,6 +54,8 @@ class RankLog:
     start: Event = field(default_factory=dict)
     shard: Event = field(default_factory=dict)
     started_at: float | None = None
+    ran_s: float | None = None
+    """From its start to its last event, in all launches together."""
     ended: str | None = None
     end: Event = field(default_factory=dict)
     choice: Event = field(default_factory=dict)
@@ -61,6 +65,7 @@ class RankLog:
     entered: list[Entered] = field(default_factory=list)
     member_of: Entered | None = None
     measured_size: int | None = None
+    _last_time: float | None = None
     _val_entry: dict[int, int] = field(default_factory=dict)
     _row: dict[int, int] = field(default_factory=dict)
     _values: dict[str, array[float]] = field(default_factory=_columns)
@@ -69,6 +74,7 @@ class RankLog:
     _trained_since: bool = False
 
     def add(self, event: Event) -> None:
+        self._count_time(event)
         match event.get("event"):
             case "start":
                 self._begin(event)
@@ -90,6 +96,17 @@ class RankLog:
                 self.warnings.append(event)
             case "end":
                 self.ended, self.end, self._trained_since = str(event.get("status")), event, True
+
+    def _count_time(self, event: Event) -> None:
+        """Between two launches the rank did not run: a `membership` may stand just before the `start` of the next one
+        and does not count. A clock that was set back counts nothing."""
+        time = as_float(event.get("time"))
+        if not np.isfinite(time) or event.get("event") == "membership":
+            return
+        if event.get("event") == "start" or self._last_time is None:
+            self._last_time = time
+        self.ran_s = (self.ran_s or 0.0) + max(0.0, time - self._last_time)
+        self._last_time = max(time, self._last_time)
 
     @property
     def steps(self) -> Steps:

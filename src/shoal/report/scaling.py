@@ -12,7 +12,8 @@ SCALING_FILE = "scaling.json"
 
 
 class ScalingPoint(BaseModel):
-    """One measured run. Times are medians in seconds per step; phases are averaged over the ranks."""
+    """One measured run. Times are medians in seconds per step; phases are averaged over the ranks and add up to a
+    step. `hidden_s` is the part of the all-reduce that lay behind backward; both are None where not measured."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -24,6 +25,7 @@ class ScalingPoint(BaseModel):
     step_s: float = Field(gt=0)
     phases: dict[str, float] = {}
     allreduce_s: float | None = None
+    hidden_s: float | None = None
     other_load: float | None = None
 
     @property
@@ -52,6 +54,7 @@ def scaling_point(summary: Summary) -> ScalingPoint:
         step_s=summary.step_s.median,
         phases=summary.phases,
         allreduce_s=summary.allreduce_s.median if summary.allreduce_s else None,
+        hidden_s=summary.hidden_s.median if summary.hidden_s else None,
         other_load=summary.other_load,
     )
 

@@ -13,8 +13,8 @@ from shoal.report.explain_prediction import NAMES, phase_errors
 from shoal.report.palette import PHASE_COLOURS, PHASE_NAMES
 from shoal.report.scaling import ScalingPoint, efficiency, in_order
 from shoal.report.summary import Summary
-from shoal.report.wording import count
-from shoal.units import format_count, format_share, format_si
+from shoal.report.wording import count, ms
+from shoal.units import format_count, format_number, format_share, format_si
 
 NOTHING = "–"
 _ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest"}
@@ -26,11 +26,13 @@ def key_figures(manifest: Manifest, summary: Summary) -> str:
     share = format_share(exposed, manifest.step_s_measured or 0)
     figures = [
         ("speed", _or_nothing(summary.tokens_per_s, "{:,.0f}"), "tokens per second"),
-        ("step", _milliseconds(manifest.step_s_measured, 1e3), f"{share} communication and waiting"),
+        ("step", _duration(manifest.step_s_measured), f"{share} communication and waiting"),
         (
             "all-reduce",
             _milliseconds(manifest.allreduce_p50_ms),
-            f"median; p95 {_milliseconds(manifest.allreduce_p95_ms)}",
+            "not measured"
+            if manifest.allreduce_p95_ms is None
+            else f"median; p95 {_milliseconds(manifest.allreduce_p95_ms)}",
         ),
         ("sent per step and rank", _bytes(manifest.wire_bytes_per_step), _theory(manifest)),
         ("loss", _or_nothing(manifest.final_loss, "{:.3f}"), f"validation {_or_nothing(manifest.val_loss, '{:.3f}')}"),
@@ -183,8 +185,12 @@ def _fact(record: Event, key: str) -> Any:
     return NOTHING if value is None else value
 
 
-def _milliseconds(value: float | None, scale: float = 1) -> str:
-    return NOTHING if value is None else f"{value * scale:.3g} ms"
+def _duration(seconds: float | None) -> str:
+    return NOTHING if seconds is None else ms(seconds)
+
+
+def _milliseconds(value: float | None) -> str:
+    return NOTHING if value is None else ms(1e-3 * value)
 
 
 def _bytes(value: float | None) -> str:
@@ -203,5 +209,5 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "<br>".join(f"{_value(item)}" for item in value) or NOTHING
     if isinstance(value, float):
-        value = f"{value:.6g}"
+        value = format_number(value, 6)
     return NOTHING if value is None else escape(str(value))

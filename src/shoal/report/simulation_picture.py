@@ -105,7 +105,8 @@ def _draw_band(axes: Axes, place: float, share: float, band: Band, wall_s: float
     low, high = band.low / wall_s, band.high / wall_s
     axes.plot([low, high], [place, place], color="black", lw=1, alpha=0.6)
     beside = (max(share, high), place)
-    axes.annotate(f"{share:.1%}", beside, (5, 0), textcoords="offset points", va="center", fontsize=9)
+    # What rounds to zero has no sign.
+    axes.annotate(f"{round(share, 3) + 0.0:.1%}", beside, (5, 0), textcoords="offset points", va="center", fontsize=9)
 
 
 def _share(found: Forecast, cause: Cause) -> float:

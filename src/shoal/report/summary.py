@@ -15,10 +15,7 @@ from shoal.errors import PeerLost
 from shoal.events import Event
 from shoal.report.losses import losses, val_losses
 from shoal.report.membership import Stretch, elsewhere, history, last_members, measured_size, party
-from shoal.report.ranklog import PHASES, TIMES, Floats, RankLog, Span, Steps, as_float, collect
-
-# Other programs that kept fewer cores busy than this did not change what was measured.
-DISTURBING_CORES = 0.25
+from shoal.report.ranklog import OF_EXCHANGE, PHASES, TIMES, Floats, RankLog, Span, Steps, as_float, collect
 
 # "unfinished" is alive, or dead without a last word: the folder alone cannot tell the two apart.
 Status = Literal["finished", "interrupted", "failed", "unfinished"]
@@ -33,7 +30,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank: who it was, and where its time went over the measured steps."""
+    """One rank: who it was, and where its time went over the measured steps. `phases` each by itself; in `typical` they
+    add up to the median step."""
 
     rank: int
     start: Event
@@ -42,6 +40,7 @@ class RankSummary:
     series: dict[str, Floats]
     step_s: Spread | None
     phases: dict[str, Spread]
+    typical: dict[str, float]
     allreduce_s: Spread | None
     spans: tuple[Span, ...]
 
@@ -57,7 +56,8 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. What was never recorded is None, an empty dictionary or an empty curve.
+    """A run in figures. What was never recorded is None, an empty dictionary or an empty curve. `phases` add up to the
+    median of `step_s`. `hidden_s` is the part of `allreduce_s` that lay behind backward.
 
     `world_size` is that of the steps that were measured, `ranks` are those of the last launch and `members` the ids of
     those who took part at last; `history` and `took_part` are of all launches, empty where nobody can come or go."""
@@ -69,6 +69,7 @@ class Summary:
     took_part: dict[int, RankSummary]
     ranks: dict[int, RankSummary]
     started_at: float | None
+    duration_s: float | None
     steps_done: int
     measured: tuple[int, int] | None
     tokens_per_step: float | None
@@ -76,6 +77,7 @@ class Summary:
     tokens_per_s: float | None
     phases: dict[str, float]
     allreduce_s: Spread | None
+    hidden_s: Spread | None
     wire_bytes_per_step: float | None
     theoretical_bytes_per_step: float | None
     loss_steps: Steps
@@ -125,13 +127,15 @@ def summarize(events: Iterable[Event]) -> Summary:
         took_part={rank: ranks.get(rank) or _summarize_rank(log) for rank, log in everybody.items() if log.entered},
         ranks=ranks,
         started_at=min((log.started_at for log in logs.values() if log.started_at is not None), default=None),
+        duration_s=max((log.ran_s for log in everybody.values() if log.ran_s is not None), default=None),
         steps_done=int(loss_steps[-1]) if len(loss_steps) else 0,
         measured=_measured_range(longest),
         tokens_per_step=tokens.median if tokens else None,
         step_s=step_s,
         tokens_per_s=tokens.median / step_s.median if tokens and step_s and step_s.median > 0 else None,
-        phases=_typical_phases(logs.values()),
+        phases=_typical_phases(logs.values(), step_s.median) if step_s else {},
         allreduce_s=spread(_pooled(logs, "allreduce_s")),
+        hidden_s=spread(_pooled(logs, "hidden_s")),
         wire_bytes_per_step=_wire_bytes(timed),
         theoretical_bytes_per_step=_theory(timed, longest.start, world_size),
         loss_steps=loss_steps,
@@ -173,6 +177,7 @@ def _summarize_rank(log: RankLog) -> RankSummary:
         series=series,
         step_s=spreads["step_s"],
         phases={phase: found for phase in PHASES if (found := spreads[f"{phase}_s"]) is not None},
+        typical=_typical_phases([log], spreads["step_s"].median) if spreads["step_s"] else {},
         allreduce_s=spreads["allreduce_s"],
         spans=log.spans(),
     )
@@ -187,7 +192,7 @@ def _measured(log: RankLog, name: str) -> Floats:
     """One value a step or, where replicas meet only now and then, a round: a step with an exchange and one without are
     no two samples of the same thing, and a median of steps would never see the exchange."""
     values = log.column(name)[log.measured()]
-    return values if name == "allreduce_s" else _by_rounds(values, _round_steps(log.start))
+    return values if name in OF_EXCHANGE else _by_rounds(values, _round_steps(log.start))
 
 
 def _by_rounds(values: Floats, round_steps: int) -> Floats:
@@ -210,19 +215,30 @@ def _measured_range(log: RankLog) -> tuple[int, int] | None:
     return (int(steps[0]), int(steps[-1])) if len(steps) else None
 
 
-def _typical_phases(logs: Collection[RankLog]) -> dict[str, float]:
-    """Where the time of a typical step went, averaged over the ranks.
+def _typical_phases(logs: Collection[RankLog], step_s: float) -> dict[str, float]:
+    """Where the time of a typical step went on an average rank; the phases add up to `step_s`.
 
-    Means over the middle half of the steps by duration: unlike medians of each phase they add up to a step, and unlike
-    plain means they leave out the steps in which the machine was busy with something else.
+    Each phase has its share of the time of the middle half of the steps, by duration. Medians of each phase would not
+    add up, and plain means would count the steps in which the machine was busy with something else. On a busy machine
+    the mean of that middle half is not the median step either: hence shares, of which `step_s` is the whole.
     """
-    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    total_s = dict.fromkeys(PHASES, 0.0)
+    whole_s = 0.0
     for log in logs:
+        recorded = [phase for phase in PHASES if np.isfinite(log.column(f"{phase}_s")[log.measured()]).any()]
         typical = _middle_half(_measured(log, "step_s"))
-        for phase, means in found.items():
-            if (values := spread(_measured(log, f"{phase}_s")[typical])) is not None:
-                means.append(values.mean)
-    return {phase: sum(means) / len(means) for phase, means in found.items() if means}
+        if not recorded or not len(typical):
+            continue
+        whole_s += float(_measured(log, "step_s")[typical].mean())
+        for phase in recorded:
+            seconds = np.nan_to_num(log.column(f"{phase}_s")[log.measured()])
+            total_s[phase] += max(0.0, float(_by_rounds(seconds, _round_steps(log.start))[typical].mean()))
+    if not whole_s:
+        return {}
+    del total_s["other"]
+    named_s = sum(total_s.values())
+    whole_s = max(whole_s, named_s)
+    return {phase: seconds / whole_s * step_s for phase, seconds in (total_s | {"other": whole_s - named_s}).items()}
 
 
 def _middle_half(step_s: Floats) -> Steps:
@@ -247,14 +263,18 @@ def _wire_bytes(logs: dict[int, RankLog]) -> float | None:
 
 def _other_load(logs: Collection[RankLog]) -> float | None:
     """How many cores other programs kept busy meanwhile, on the machine where it was worst."""
-    found = []
-    for machine in {_machine(log) for log in logs}:
-        ends = [log.end for log in logs if _machine(log) == machine]
-        cpu, busy, wall = ([as_float(end.get(key)) for end in ends] for key in ("cpu_s", "machine_busy_s", "wall_s"))
-        if not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):
-            return None
-        found.append(max(0.0, (max(busy) - sum(cpu)) / max(wall)))
-    return max(found, default=None)
+    machines = {_machine(log) for log in logs}
+    found = [cores_of_others([log.end for log in logs if _machine(log) == machine]) for machine in machines]
+    known = [cores for cores in found if cores is not None]
+    return max(known, default=None) if len(known) == len(found) else None
+
+
+def cores_of_others(spent: Collection[Event]) -> float | None:
+    """How many cores of one machine programs other than these ranks kept busy, by what each rank's load meter says."""
+    cpu, busy, wall = ([as_float(each.get(key)) for each in spent] for key in ("cpu_s", "machine_busy_s", "wall_s"))
+    if not cpu or not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):
+        return None
+    return max(0.0, (max(busy) - sum(cpu)) / max(wall))
 
 
 def _peak_memory(logs: Collection[RankLog]) -> float | None:

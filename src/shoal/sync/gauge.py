@@ -88,7 +88,7 @@ class Collectives:
             buffer_bytes, call = _prepare(op, dtype, size, self.world)
             once_s = self._try(call, expected_s(size, tries), tries, keep_s)
             if once_s is None:
-                self._cut(op, size, tries)
+                self._cut(op, dtype, size, tries)
                 break
             tries.append((buffer_bytes, once_s))
             calls[buffer_bytes] = call
@@ -154,9 +154,10 @@ class Collectives:
     def _left_s(self) -> float:
         return max(0.0, self.budget_s - agree(self.world, [self._spent_s()])[0])
 
-    def _cut(self, op: Op, size: int, seen: list[Sample]) -> None:
+    def _cut(self, op: Op, dtype: torch.dtype, size: int, seen: list[Sample]) -> None:
         if self.world.is_main:
-            self.log.write("cut", op=op, bytes=size, once_s=expected_s(size, seen))
+            once_s = expected_s(size, seen)
+            self.log.write("cut", op=op, element_bytes=dtype.itemsize, bytes=size, once_s=once_s)
 
 
 def agree(world: World, values: list[float]) -> list[float]:

@@ -27,6 +27,7 @@ from shoal.runfolder import RunFolder
 from shoal.sync.gauge import Collectives, agree
 from shoal.sync.world import World, join, leave
 from shoal.train.facts import hardware, versions
+from shoal.train.load import LoadMeter
 from shoal.train.pace import Pacer, halving_s
 from shoal.train.peaks import Machine
 
@@ -62,6 +63,7 @@ def main() -> int:
 def gauge(placement: Placement, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
     machine = Machine() if placement.local_rank == 0 else None
     world = join(placement, torch.device("cpu"), "gloo")
+    load = LoadMeter()
     log.write("facts", node=world.node, interface=world.interface, versions=versions(), hardware=hardware())
     turns, mine = _turns(world)
     [age_s] = agree(world, [time.time() - psutil.Process().create_time()])
@@ -84,6 +86,7 @@ def gauge(placement: Placement, log: EventLog, budget_s: float, models: Mapping[
             log.write("doing", text=f"what {placement.node} computes")
             log.write("compute", node=placement.node, turns=turns, **machine.measure(left_s / turns))
         _wait_for_all(world, f"turn/{turn}")
+    log.write("load", node=world.node, **load.since_start())
     leave(world)
 
 

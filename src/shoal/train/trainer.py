@@ -236,8 +236,13 @@ class Trainer:
         return any(shared.stop for shared in known)
 
     def _record(self, step: int, exchanges: tuple[CommTimes, ...], **figures: float) -> None:
-        under_way = [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]
-        self.times = self.timer.finish() | ({"allreduce": sum(under_way)} if under_way else {})
+        self.times = self.timer.finish()
+        for name, seconds in (
+            ("allreduce", [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]),
+            ("hidden", [comm.hidden_s for comm in exchanges if comm.hidden_s is not None]),
+        ):
+            if seconds:
+                self.times[name] = sum(seconds)
         self.recorder.step(step, self.times, tokens=self.global_tokens, **figures)
 
     def _look_for_laggards(self, known: list[Shared]) -> None:

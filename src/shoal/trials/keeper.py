@@ -46,7 +46,8 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 class Job:
     """`script` empty: the training whose configuration the folder holds. `on` up to `has_stdin` are a script's:
     `python` runs it, where it is not each machine's own; rank 0 reads the user's standard input if `has_stdin`.
-    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything."""
+    `confirm`: the owner is asked, through standard input, before a machine that joins gets anything. `commands`: what
+    the user typed for each launch of the run, the newest last."""
 
     resume: bool = False
     script: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class Job:
     python: str = ""
     has_stdin: bool = False
     confirm: bool = False
+    commands: tuple[str, ...] = ()
 
 
 def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:

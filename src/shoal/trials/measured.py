@@ -20,6 +20,7 @@ from shoal.config.profile import (
     Profile,
     Summary,
     TrainingPoint,
+    operation_label,
 )
 from shoal.cost.collectives import algorithm_gbps, bus_gbps
 from shoal.cost.fit import fit, median_error
@@ -27,12 +28,13 @@ from shoal.cost.roofline import Roofline
 from shoal.cost.sweep import size_text
 from shoal.errors import RunFailed
 from shoal.events import Event
+from shoal.report.summary import cores_of_others
+from shoal.report.wording import warn_of_other_programs
 from shoal.units import format_duration
 
 # More connections cost threads and buffers: they must gain more than noise.
 _WORTH_IT = 0.9
 _SHARED_RATIO = 0.8
-_BUSY_LOAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,15 @@ def _node(node: Node, found: Measured) -> NodeProfile:
             (event["fp16_s_per_parameter"] for event in found.of_kind("halving") if event["node"] == node.name),
             default=None,
         ),
+        other_programs_cores=_cores_of_others(node, found),
     )
+
+
+def _cores_of_others(node: Node, found: Measured) -> float | None:
+    """Of the node's machine: what its kernel counted, less all ranks on it."""
+    machine = found.facts[node.name]["machine"]
+    here = [name for name, facts in found.facts.items() if facts["machine"] == machine]
+    return cores_of_others([event for event in found.of_kind("load") if event["node"] in here])
 
 
 def _paces(node: str, found: Measured) -> Iterator[ModelPace]:
@@ -211,13 +221,11 @@ def _notes(found: Measured, nodes: Sequence[NodeProfile]) -> list[str]:
             f"links get in each other's way: together they reach {min(ratios):.0%} of alone. They share something: "
             "a switch's uplink, a daisy chain, the air, or the cores of one machine"
         )
-    loads = {node.name: float(found.facts[node.name]["load"]) for node in nodes}
-    if busy := [node.name for node in nodes if loads[node.name] > _BUSY_LOAD * node.cores]:
-        most = max(loads[name] for name in busy)
-        notes.append(f"busy with something else, so figures are low: {', '.join(busy)} (load {most:.1f})")
+    if warning := warn_of_other_programs({f"on {node.name}": node.other_programs_cores for node in nodes}):
+        notes.append(warning)
     return notes
 
 
 def _say_cut(event: Event) -> str:
     takes = f" ({format_duration(event['once_s'])} a time)" if event["once_s"] else ""
-    return f"{event['op']} from {size_text(event['bytes'])} on{takes}"
+    return f"{operation_label(event['op'], event['element_bytes'])} from {size_text(event['bytes'])} on{takes}"

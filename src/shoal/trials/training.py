@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -14,13 +18,13 @@ from shoal.config.load import load_config
 from shoal.config.manifest import Manifest
 from shoal.config.schema import Config
 from shoal.data.run_setup import create_run, reopen_run
-from shoal.errors import RunFailed, UsageError
+from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
 from shoal.report.finish import read_manifest
 from shoal.runfolder import RunFolder
 from shoal.trials.confirming import require_terminal
 from shoal.trials.following import Keeping, RunNews, await_running, follow, kept
-from shoal.trials.keeper import Job, start_keeper
+from shoal.trials.keeper import Job, read_job, start_keeper
 
 
 class Display(Protocol):
@@ -31,6 +35,11 @@ class Display(Protocol):
 
 
 MakeDisplay = Callable[[Config], Display]
+
+# shoal's own flags take no secret on the command line but the code of `join`; a script's or a later one's may.
+_SECRET = re.compile(r"token(?!s|izer)|passw|secret|credential|api.?key|^-*code$", re.IGNORECASE)
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]*@")
+_HIDDEN = "HIDDEN"
 
 
 def train_new(
@@ -90,6 +99,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(contextlib.ExitStack())
         lock = held.enter_context(run.held())
+        job = replace(job, commands=(*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv)))
         prepare()
         config = load_config(run.config)
         news, keeping = RunNews(run), Keeping.from_now(run)
@@ -101,6 +111,31 @@ def _train(
             return None
         follow(run, keeper, keeping, lambda notes: display([*notes, *news.poll()]))
     return the_manifest(run)
+
+
+def _earlier_commands(run: RunFolder) -> tuple[str, ...]:
+    """None where an older shoal started the run, or a launcher of another kind."""
+    try:
+        return read_job(run).commands
+    except DataError:
+        return ()
+
+
+def command_line(words: Sequence[str]) -> str:
+    """As somebody could type it again, without anything secret: the manifest is shown around."""
+    shown: list[str] = []
+    is_secret = False
+    for word in words[1:]:
+        name, equals, _ = word.partition("=")
+        named = _SECRET.search(name) is not None
+        if is_secret:
+            shown.append(_HIDDEN)
+        else:
+            shown.append(f"{name}={_HIDDEN}" if named and equals else _PASSWORD.sub(rf"\1{_HIDDEN}@", word))
+        is_secret = named and not equals and not is_secret and word.startswith("-")
+    program = Path(words[0])
+    # `python -m shoal` gives the path of `shoal/__main__.py`.
+    return shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *shown])
 
 
 def the_manifest(run: RunFolder) -> Manifest:

@@ -20,7 +20,6 @@ def facts(_: dict[str, Any]) -> dict[str, Any]:
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
         "machine": _machine(),
-        "load": os.getloadavg()[0],
         "iperf3": iperf3_version(),
         "torch": _installed("torch"),
     }

@@ -1,0 +1,65 @@
+"""Numbers as people read them: three digits and a unit, never an exponent."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cost.sweep import size_text
+from shoal.report.wording import ms, percents
+from shoal.units import format_count, format_duration, format_number, format_si
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999_936, "1 MB"),
+        (999_499, "999 kB"),
+        (1_347_000, "1.35 MB"),
+        (999_999_999, "1 GB"),
+        (-999_936, "-1 MB"),
+        (5.2e15, "5,200 TB"),
+    ],
+)
+def test_bytes_that_round_to_the_next_unit_are_in_it(value: float, text: str) -> None:
+    assert format_si(value, "B") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.00099996, "1 ms"),
+        (0.9996, "1 s"),
+        (59.97, "1 min 00 s"),
+        (6.2, "6.2 s"),
+        (0.0123, "12.3 ms"),
+        (104, "1 min 44 s"),
+        (7265, "2 h 01 min"),
+    ],
+)
+def test_durations_that_round_to_the_next_unit_are_in_it(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_a_step_of_seconds_is_said_in_seconds() -> None:
+    texts = [ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2)]
+    assert texts == ["6.2 s", "1 s", "123 ms", "12.3 ms", "-6.2 s"]
+
+
+def test_counts_that_round_to_the_next_unit_are_in_it() -> None:
+    assert [format_count(value) for value in (999_999, 124_439_808, 12)] == ["1.00M", "124.44M", "12"]
+
+
+@given(st.floats(0, 1e17))
+def test_no_number_has_an_exponent(value: float) -> None:
+    assert "e+" not in format_si(value, "B") + format_number(value) + format_duration(value) + size_text(round(value))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(sum))
+def test_percents_add_up(parts: list[float]) -> None:
+    found = percents(parts)
+    assert sum(found) == 100
+    assert all(abs(share - 100 * part / sum(parts)) < 1 for share, part in zip(found, parts, strict=True))
