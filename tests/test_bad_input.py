@@ -81,7 +81,6 @@ def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
     ("words", "seen", "hint"),
     [
         ("gramar", "there is no preset 'gramar'", "did you mean 'grammar'?"),
-        ("shakespeare-char", "the preset shakespeare-char needs a text", "--data FILE"),
         ("--set train.stesp=3", "unknown setting train.stesp", "did you mean 'train.steps'?"),
         ("--on local:0", "a world needs at least one rank", "--on local:2"),
         ("--on local:-1", "a world needs at least one rank", "--on local:2"),

@@ -13,7 +13,6 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from shoal.config.load import load_config, to_toml
-from shoal.config.presets import NEEDS_TEXT
 from shoal.config.schema import Config
 from shoal.cost.batch import world_batch
 from shoal.data.prepare import Prepared, check_enough, prepare
@@ -37,10 +36,12 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
     _check_shares(config, world_size)
     config = _with_absolute_path(config)
-    prepared = _prepare(config)
+    prepared = prepare(config.data)
     resolved = _with_vocabulary(config, prepared.vocab_size)
+    is_weak = resolved.train.scaling == "weak"
+    batch_unit = resolved.sync.accumulate * (world_size if is_weak else 1)
     batch = resolved.sync.accumulate * world_batch(resolved.train, world_size)
-    check_enough(prepared, resolved.model.seq_len, batch)
+    check_enough(prepared, resolved.model.seq_len, batch, batch_unit, 1 if is_weak else world_size)
     run = RunFolder.create(out)
     try:
         write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
@@ -60,7 +61,7 @@ def reopen_run(path: Path, steps: int | None = None, lineage: str = "") -> RunFo
     """For `--resume`: the same configuration, and the same text or none at all. `lineage` counts for this once."""
     run = RunFolder.open(path)
     config = load_config(run.config)
-    prepared = _prepare(config)
+    prepared = prepare(config.data)
     if prepared.digest != read_facts(run).digest:
         raise DataError(
             f"the text of {run.path} has changed since the run began",
@@ -110,16 +111,6 @@ def read_facts(run: RunFolder) -> DataFacts:
             why="it says where the encoded text lies and is written when a run is created",
             fix="start a new run with shoal train",
         ) from error
-
-
-def _prepare(config: Config) -> Prepared:
-    if config.data.path is None and config.run.preset in NEEDS_TEXT:
-        raise ConfigError(
-            f"the preset {config.run.preset} needs a text to train on",
-            why="it is made for one particular text, which does not come with shoal",
-            fix="name a text file or a folder of them: --data FILE",
-        )
-    return prepare(config.data)
 
 
 def _check_shares(config: Config, world_size: int) -> None:
