@@ -373,20 +373,20 @@ def test_exactly_one_batch_is_enough(counted: Prepared) -> None:
 def test_a_text_shorter_than_one_batch_says_what_would_fit(counted: Prepared) -> None:
     with pytest.raises(DataError, match="training text has 10 sequences of 64 tokens, 11 are needed") as caught:
         check_enough(counted, seq_len=64, global_batch=11)
-    assert "--global-batch 10" in caught.value.fix
+    assert "--set train.global_batch=10," in caught.value.fix
 
 
 def test_a_text_shorter_than_one_sequence_asks_for_shorter_ones(counted: Prepared) -> None:
     with pytest.raises(DataError, match="training text has 0 sequences") as caught:
         check_enough(counted, seq_len=1024, global_batch=4)
-    assert "--seq-len 64," in caught.value.fix
+    assert "--set model.seq_len=64," in caught.value.fix
     check_enough(counted, seq_len=64, global_batch=4)
 
 
 def test_validation_needs_one_sequence(counted: Prepared) -> None:
     with pytest.raises(DataError, match="validation text has 0 sequences of 65 tokens, 1 are needed") as caught:
         check_enough(counted, seq_len=65, global_batch=1)
-    assert "--seq-len 64" in caught.value.fix
+    assert "--set model.seq_len=64" in caught.value.fix
 
 
 @given(
@@ -407,7 +407,7 @@ def test_the_advice_for_a_short_text_works_at_once(
         check_enough(text, seq_len, unit * batch, unit, ranks)
     except DataError as error:
         fix = error.fix
-    seq, smaller = (re.search(rf"--{name} (\d+)", fix) for name in ("seq-len", "global-batch"))
+    seq, smaller = (re.search(rf"{name}=(\d+)", fix) for name in ("seq_len", "global_batch"))
     if seq is None and smaller is None:
         assert not fix or "a longer text, of at least" in fix
         return
@@ -420,8 +420,8 @@ def test_a_text_of_three_bytes_is_told_how_long_a_text_must_be(tmp_path: Path) -
     text = prepare(DataConfig(path=tmp_path / "three.txt", tokenizer="byte", cache_dir=tmp_path / "cache"))
     with pytest.raises(DataError) as caught:
         check_enough(text, seq_len=64, global_batch=16, least_batch=2)
-    assert "--seq-len" not in caught.value.fix
-    assert re.search(r"a longer text, of at least 1,\d\d\d tokens: --data LONGER.txt", caught.value.fix)
+    assert "seq_len" not in caught.value.fix
+    assert re.search(r"a longer text, of at least 1,\d\d\d tokens: --set data.path=LONGER.txt", caught.value.fix)
 
 
 # --- the text that comes with shoal ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import typer
 from shoal.cli.lines import make_line_printer, print_note
 from shoal.cli.output import command, make_console, print_json, print_run, shown
 from shoal.cli.progress import make_display
+from shoal.errors import UsageError
 from shoal.runfolder import RunFolder
 from shoal.trials.attaching import attach_script, attach_training
 from shoal.trials.training import the_manifest
@@ -27,6 +28,12 @@ def attach(
     folder = RunFolder.find(run)
     try:
         if not folder.config.is_file():
+            if json:
+                raise UsageError(
+                    "--json does not go with the run of a script",
+                    why="it prints the manifest of a training, and a script has none",
+                    fix=f"leave it out: shoal attach {run}",
+                )
             attach_script(folder, make_line_printer(make_console(soft_wrap=True)), print_note)
             return
         attach_training(folder, make_display)

@@ -62,8 +62,20 @@ def join(
     if Path(invitation).is_dir():
         if code is not None or code_file is not None:
             raise UsageError(f"{invitation} is a run folder: to come back to a run takes no code")
+        if out is not None:
+            raise UsageError(
+                "--out does not go with a run folder",
+                why=f"this machine comes back to the run in {invitation}",
+                fix=f"leave it out: shoal join {invitation}",
+            )
         sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
         return
+    if node is not None:
+        raise UsageError(
+            "--node goes with a run folder",
+            why="it says as which node a machine comes back; one that joins is given its name",
+            fix=f"leave it out: shoal join {invitation}",
+        )
     invited = parse_invitation(invitation)
     # Also when the code comes another way: no process that is started here inherits it.
     from_environment = take_code_from_environment()

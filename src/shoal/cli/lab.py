@@ -53,6 +53,8 @@ def up_(
 ) -> None:
     """Build a lab: N nodes, each with its own eth0, address, host name and processes, on one switch."""
     spec = make_spec(nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, profile=profile, sshd=sshd)
+    if dry_run and json:
+        raise UsageError("--json does not go with --dry-run", why="it prints commands for a shell", fix="leave one out")
     if dry_run:
         _print_script(build_steps(plan_state(spec, observe())))
         return
@@ -187,6 +189,12 @@ def firewall(
     dry_run: DryRun = False,
 ) -> None:
     """Let nobody in who was not asked: the home firewall that makes a run hang."""
+    if off and allow:
+        raise UsageError(
+            "--allow does not go with --off",
+            why="without a firewall every port is open",
+            fix=f"shoal lab firewall {node} --off",
+        )
     need_tools({"nft": "nftables"})
     _perform(name, changes.set_firewall(node, None if off else parse_ports(allow)), dry_run)
 

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.given import is_given
 from shoal.cli.output import command, print_json, shown
 from shoal.cluster.hosts.spec import HostsSpec
+from shoal.errors import UsageError
 from shoal.launch.found import find
 from shoal.runfolder import RunFolder
 from shoal.trials.elsewhere import stop_on
@@ -24,6 +26,7 @@ _FINALITY = ("not_running", "stopped", "ended")
 
 @app.command()
 def stop(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="The run folder.")],
     now: Annotated[bool, typer.Option("--now", help="Don't wait for the step and the checkpoint.")] = False,
     wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds it may take to stop by itself.")] = ASK_S,
@@ -31,6 +34,8 @@ def stop(
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Ask a run to finish its step and save; end exactly its own processes if it doesn't."""
+    if now and is_given(context, "wait_s"):
+        raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find(run.resolve()) else RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
     if not here and outcome is Outcome.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):

@@ -14,10 +14,10 @@ from shoal.cli.output import print_detached, print_json, print_run
 from shoal.cli.progress import make_display
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Meeting
-from shoal.config.load import build_config
+from shoal.config.load import build_config, refuse_twice, refuse_without_effect, typed_settings
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.report.explain_prediction import say_prediction
 from shoal.runfolder import RunFolder
@@ -124,7 +124,7 @@ def train(
         typer.Option(help="What --plan and --sync auto predict from; see shoal probe.", show_default=str(PROFILE)),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Train a model data-parallel; gradients are exchanged in every step, or with --sync parameters now and then.
 
@@ -143,14 +143,15 @@ def train(
         run, manifest = train_on(resume, make_display, steps, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
-        settings = build_config(name, config, flags_to_overrides(given), set_ or [])
+        settings = settings_of(given, name)
         if dry_run:
-            print_plan(settings, out or default_out(name))
+            refuse_with_dry_run(given)
+            print_plan(settings, out or default_out(name), json)
             return
         if confirm:
             refuse_confirm(settings.run.on)
         clear_leftovers(clean)
-        before = before_start(settings, profile or PROFILE if plan or profile else None)
+        before = before_start(settings, profile, plan)
         run, manifest = train_new(settings, out or default_out(name), make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
@@ -160,16 +161,39 @@ def train(
         print_run(run, manifest)
 
 
-def before_start(settings: Config, profile: Path | None) -> Callable[[RunFolder], None]:
-    """What is said of the run before it begins: how it would synchronise, where that is open, and how fast."""
+def settings_of(given: dict[str, Any], preset: str) -> Config:
+    """The settings of a new run; a setting of the command line that it would ignore is refused."""
+    flags, sets = flags_to_overrides(given), given["set_"] or []
+    named = {key: "--" + flag.rstrip("_").replace("_", "-") for flag, key in FLAGS.items() if given[flag] is not None}
+    refuse_twice(named, sets)
+    settings = build_config(preset, given["config"], flags, sets)
+    refuse_without_effect(settings, typed_settings(flags, sets))
+    return settings
+
+
+def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable[[RunFolder], None]:
+    """Prints what is foreseen before the run begins: how it would synchronise, where that is open, and how fast.
+
+    `--sync auto` uses ./profile.toml where there is one; a profile of another cluster is only refused if it was named.
+    """
+    asked = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
         if settings.sync.mode == "auto":
-            typer.echo(NO_PLAN if profile is None else store_sync_plan(run, profile), err=True)
-        if profile is not None:
-            typer.echo(say_prediction(store_prediction(run, profile)), err=True)
+            typer.echo(store_sync_plan(run, asked) if asked else _offered_sync_plan(run), err=True)
+        if asked is not None:
+            typer.echo(say_prediction(store_prediction(run, asked)), err=True)
 
     return before
+
+
+def _offered_sync_plan(run: RunFolder) -> str:
+    if not PROFILE.exists():
+        return NO_PLAN
+    try:
+        return store_sync_plan(run, PROFILE, discard=False)
+    except ShoalError as error:
+        return f"plan: ./{PROFILE} is not used: {error.seen}; the first steps alone choose how to synchronise"
 
 
 def flags_to_overrides(given: dict[str, Any]) -> Overrides:
@@ -196,10 +220,28 @@ def refuse_with_resume(given: dict[str, Any]) -> None:
         )
 
 
-def print_plan(config: Config, out: Path) -> None:
+def refuse_with_dry_run(given: dict[str, Any]) -> None:
+    for name in ("plan", "profile"):
+        if given[name]:
+            raise UsageError(
+                f"--{name} does not go with --dry-run",
+                why="--dry-run prints the commands that start the ranks, and predicts nothing",
+                fix="leave one of them out; to predict without training: shoal plan",
+            )
+
+
+def print_plan(config: Config, out: Path, json: bool) -> None:
     """Commands as they could be typed. The port is a placeholder: the real one is found at launch."""
     nodes = planned_nodes(config.run.on)
     meeting = Meeting(nodes[0].address, 0)
-    for command in plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False):
+    commands = plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False)
+    if json:
+        ranks = [
+            {"name": each.name, "node": each.node.name, "env": dict(sorted(each.env.items())), "argv": [*each.argv]}
+            for each in commands
+        ]
+        print_json({"run": str(out), "config": config.model_dump(mode="json"), "commands": ranks})
+        return
+    for command in commands:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
         typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")

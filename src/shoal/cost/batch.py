@@ -107,7 +107,7 @@ def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_
         raise ConfigError(
             f"{world_size} ranks cannot share a global batch of {batch} sequences",
             why="every rank needs at least one sequence in each step",
-            fix=f"use --global-batch {world_size} or more, or fewer ranks",
+            fix=f"use --set train.global_batch={world_size} or more, or fewer ranks",
         )
     if train.micro_batch is None:
         return _least_work(batch, _divisors(batch, most), weights)
@@ -129,7 +129,7 @@ def _check_fits(size: int, batch: int, world_size: int) -> None:
     raise ConfigError(
         f"a global batch of {batch} sequences cannot be dealt to {world_size} ranks in micro-batches of {size}",
         why="shares are whole micro-batches of one shape, at least one for every rank",
-        fix=f"use --micro-batch {nearest}, or leave it out",
+        fix=f"use --set train.micro_batch={nearest}, or leave it out",
     )
 
 

@@ -186,14 +186,17 @@ def check_enough(
 
 
 def _what_fits(prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int, least_batch: int) -> str:
-    """The settings with which both parts of this text suffice, if there are any that teach a model something."""
+    """The settings with which both parts of this text suffice, if there are any that teach a model something.
+
+    They are named with `--set`, which every verb that trains has; not every one has `--seq-len`.
+    """
     smaller = window_count(prepared.train_tokens, seq_len) // batch_unit
     if smaller >= least_batch and window_count(prepared.val_tokens, seq_len):
-        return f"use --global-batch {smaller}, or more text: --data LONGER.txt"
-    for batch, flag in ((global_batch, ""), (batch_unit * least_batch, f" --global-batch {least_batch}")):
+        return f"use --set train.global_batch={smaller}, or more text: --set data.path=LONGER.txt"
+    for batch, flag in ((global_batch, ""), (batch_unit * least_batch, f" --set train.global_batch={least_batch}")):
         shorter = min((prepared.train_tokens - 1) // batch, prepared.val_tokens - 1)
         if shorter >= _SHORTEST_USEFUL:
-            return f"use --seq-len {shorter}{flag}, or more text: --data LONGER.txt"
+            return f"use --set model.seq_len={shorter}{flag}, or more text: --set data.path=LONGER.txt"
     part = prepared.val_tokens / max(1, prepared.train_tokens + prepared.val_tokens)
     whole = max(global_batch * seq_len / (1 - part), seq_len / part) if part else global_batch * seq_len
-    return f"name a longer text, of at least {math.ceil(1.1 * whole):,} tokens: --data LONGER.txt"
+    return f"name a longer text, of at least {math.ceil(1.1 * whole):,} tokens: --set data.path=LONGER.txt"

@@ -119,7 +119,7 @@ def _check_shares(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",
             why="each rank has an equal shard, so unequal shares would use some samples twice before others once",
-            fix=f"use a --global-batch that {world_size} divides, or data.sharding=cursor",
+            fix=f"use a train.global_batch that {world_size} divides, or --set data.sharding=cursor",
         )
 
 
