@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 
 import shoal as package
+from shoal.cli import sample as sample_cli
 from shoal.cli.main import main, take_debug
+from shoal.errors import DataError
+from shoal.report.replicas import compare_replicas
+from shoal.runfolder import RunFolder
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of, train_tiny
+from tests.run_samples import make_run, start
 
 
 @dataclass(frozen=True)
@@ -307,6 +312,30 @@ def test_a_dry_run_is_printed_as_json(call: Call, tmp_path: Path) -> None:
     assert "shoal.train.worker" in document["commands"][0]["argv"]
     assert (document["run"], document["config"]["train"]["steps"]) == (str(tmp_path / "run"), 7)
     assert not (tmp_path / "run").exists()
+
+
+# A run that has just begun
+
+
+def test_a_running_run_without_a_checkpoint_is_not_called_ended(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run", [start(0), start(1)], "train.checkpoint_every=40")
+    monkeypatch.setattr(sample_cli, "find", lambda run: ["a process"])
+    said = call("sample", folder.path)
+    assert said.code == 2
+    assert "has no checkpoint yet" in said.err
+    assert "it is running, and writes its first checkpoint after step 40" in said.err
+    assert f"logs -f {folder.path}\n" in said.err
+
+
+def test_advice_of_a_rank_names_the_run_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "my run")
+    named = run.name_in("end the run and resume it: shoal stop RUN; shoal train --resume RUN")
+    assert named == f"end the run and resume it: shoal stop '{run.path}'; shoal train --resume '{run.path}'"
+    with pytest.raises(DataError) as missing:
+        compare_replicas({}, [0, 1], run.path)
+    assert missing.value.fix == f"finish it, then verify again: shoal train --resume '{run.path}'"
 
 
 # Pipes

@@ -23,6 +23,8 @@ _STATE = re.compile(r"state-rank-(\d+)\.safetensors")
 # part of a path, no option of a command, and means nothing to a shell or in a glob pattern.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
+# Ranks advise commands for "RUN": the folder is another one on their machine than on the user's.
+_NAMELESS = re.compile(r"(\bshoal (?:train --resume|stop|verify|report|sample|attach|logs)) RUN\b")
 
 
 def is_plain_name(name: object) -> bool:
@@ -140,6 +142,10 @@ class RunFolder:
                 fix="ls runs/",
             )
         return run
+
+    def name_in(self, text: str) -> str:
+        """The advice of a rank with this folder in the commands that it names."""
+        return _NAMELESS.sub(lambda found: f"{found[1]} {shlex.quote(str(self.path))}", text)
 
     def is_removed(self) -> bool:
         """Whether nothing is left that says what the run is; a rank may make the folder anew for a checkpoint."""

@@ -177,7 +177,7 @@ def read_code_file(file: Path) -> str:
 
 
 class OwnRank:
-    """Progress of the rank on this machine, as a host shows that of rank 0."""
+    """Progress of the rank on this machine, by its own number, as a host shows that of rank 0."""
 
     def __init__(self) -> None:
         self._display: Display | None = None
@@ -195,10 +195,11 @@ class OwnRank:
         if self._gone:
             return
         if self._tail is None and (files := run.event_files()):
-            self._tail = EventTail(next(iter(files.values())))
-            self._display = make_display(load_config(run.config))
+            rank, path = next(iter(files.items()))
+            self._tail = EventTail(path)
+            self._display = make_display(load_config(run.config), rank=rank)
         if self._tail is not None and self._display is not None:
-            self._display([{**event, "rank": 0} for event in self._tail.poll()])
+            self._display(self._tail.poll())
 
     def close(self) -> None:
         if self._display is not None:

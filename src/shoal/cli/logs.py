@@ -11,11 +11,14 @@ import typer
 
 from shoal.cli.lines import make_line_printer, print_note
 from shoal.cli.output import make_console
+from shoal.cli.progress import make_plain_display
+from shoal.config.load import load_config
 from shoal.errors import UsageError
-from shoal.events import EventTail
 from shoal.launch.found import find
 from shoal.launch.logs import LogFollower
 from shoal.runfolder import RunFolder
+from shoal.trials.attaching import opening
+from shoal.trials.following import Keeping, RunNews
 
 app = typer.Typer(add_completion=False)
 
@@ -28,21 +31,21 @@ def logs(
 ) -> None:
     """What the ranks printed, stderr included: merged in order, line by line, coloured by rank.
 
-    While it follows, notes about the run itself go to stderr: who left, who came, what was done.
+    While it follows, what happens goes to stderr: of a training its steps, losses and warnings, as shoal train shows
+    them (not with --rank), and of any run who left, who came and how it ended.
     """
     folder = RunFolder.find(run)
-    follower, keeper = LogFollower(folder, rank), EventTail(folder.keeper)
-    keeper.skip_to_end()
+    follower = LogFollower(folder, rank)
     show = make_line_printer(make_console(soft_wrap=True))
+    happenings = Happenings(folder, with_progress=rank is None) if follow else None
     count = 0
     while True:
         over = not follow or not find(folder.path)
         for line in follower.poll():
             count += 1
             show(line)
-        for event in keeper.poll() if follow else ():
-            if event["event"] == "note":
-                print_note(event["text"])
+        if happenings is not None:
+            happenings.show()
         if over:
             break
         sys.stdout.flush()
@@ -50,6 +53,8 @@ def logs(
     for line in follower.last_words():
         count += 1
         show(line)
+    if happenings is not None:
+        happenings.show_end()
     if folder.is_removed():
         raise folder.removed()
     if not count and rank is not None:
@@ -59,3 +64,31 @@ def logs(
             why=f"logs there are: {there or 'none'}",
             fix=f"shoal logs {run}",
         )
+
+
+class Happenings:
+    """Prints on stderr what happens to a run: the keeper's notes, and of a training what its ranks' events say."""
+
+    def __init__(self, run: RunFolder, with_progress: bool) -> None:
+        self._keeping = Keeping.from_now(run)
+        self._news = RunNews(run)
+        self._display = None
+        if with_progress and run.config.is_file():
+            self._display = make_plain_display(load_config(run.config))
+            # Each rank prints its own part of the data.
+            self._display([event for event in opening(run) if event["event"] != "shard"])
+
+    def show(self) -> None:
+        notes = self._keeping.poll()
+        if self._display is None:
+            for note in notes:
+                print_note(note["text"])
+            return
+        self._display([*notes, *(event for event in self._news.poll() if event["event"] != "shard")])
+
+    def show_end(self) -> None:
+        """How the run ended, where that was while we followed."""
+        self.show()
+        if self._keeping.ended is not None:
+            failed = self._keeping.ended["code"]
+            print_note(f"the run has ended: {self._keeping.ended.get('seen')}" if failed else "the run has ended well")
