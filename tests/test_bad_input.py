@@ -230,7 +230,7 @@ def test_a_resume_on_another_text_is_refused(finished: Path, tmp_path: Path) -> 
     run = shutil.copytree(finished, tmp_path / "run")
     facts = json.loads((run / "data.json").read_text())
     (run / "data.json").write_text(json.dumps({**facts, "digest": "0" * 64}))
-    done = shoal("train", "--resume", run)
+    done = shoal("train", "--resume", run, "--steps", "4")
     assert done.returncode == 2
     assert f"error: the text of {run} has changed since the run began" in done.stderr
 

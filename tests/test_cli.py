@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import pytest
 import shoal as package
 from shoal.cli import sample as sample_cli
 from shoal.cli.main import main, take_debug
+from shoal.config.load import load_config, to_toml
 from shoal.errors import DataError
 from shoal.report.replicas import compare_replicas
 from shoal.runfolder import RunFolder
-from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of, train_tiny
+from shoal.trials.keeper import training_cargo
+from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 from tests.run_samples import make_run, start
 
 
@@ -260,9 +263,8 @@ def test_a_missing_folder_and_one_that_is_no_run_are_refused(call: Call, tmp_pat
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--global-batch", "48"], "--global-batch"),
-        (["--set", "train.lr=1"], "--set"),
-        (["--threads", "0"], "--threads"),
+        (["--depth", "0"], "--depth"),
+        (["--config", "my.toml"], "--config"),
         (["--out", "elsewhere"], "--out"),
         (["--dry-run"], "--dry-run"),
         (["shakespeare-char"], "shakespeare-char"),
@@ -272,6 +274,73 @@ def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[
     said = call("train", *words, "--resume", tmp_path / "run")
     assert said.code == 2
     assert said.err.startswith(f"error: {named} does not go with --resume\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "why"),
+    [
+        (["--global-batch", "48"], "--global-batch cannot be changed", "another training"),
+        (["--set", "train.lr=1"], "train.lr cannot be changed", "another training"),
+        (["--sync", "diloco"], "--sync cannot be changed", "the checkpoint holds"),
+        (["--set", "model.layers=2"], "model.layers cannot be changed", "a model of this shape"),
+        (["--data", "my.txt"], "--data cannot be changed", "order of the samples"),
+        (["--set", "run.on=lab:2"], "run.on cannot be changed", "this cluster"),
+        (["--set", "run.lineage=1-1"], "run.lineage cannot be changed", "--lineage"),
+        (["--threads", "0"], "run.threads=0", "greater than or equal to 1"),
+        (["--set", "run.thread=1"], "unknown setting run.thread", "did you mean 'run.threads'?"),
+        (["--set", "run.weights=1/1/1"], "run.weights=1/1/1 does not fit 2 ranks", "one number"),
+        (["--set", "train.steps=7", "--steps", "8"], "train.steps is given twice", "only one"),
+        (["--steps", "3"], "has done 4 steps already, more than 3", "never back"),
+        ([], "is finished: it has done its 4 steps", "nothing left to train"),
+        (["--json"], "is finished: it has done its 4 steps", "nothing left to train"),
+    ],
+    ids=str,
+)
+def test_what_a_resumed_run_cannot_have_is_refused_with_the_reason(
+    run: tuple[Path, dict[str, Any]], call: Call, words: list[str], seen: str, why: str
+) -> None:
+    folder = run[0]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = call("train", "--resume", folder, *words)
+    assert (said.code, said.out) == (2, "")
+    assert seen in said.err
+    assert why in said.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_is_continued_with_more_steps(run: tuple[Path, dict[str, Any]], call: Call) -> None:
+    assert f"shoal train --resume {run[0]} --steps 8; or" in call("train", "--resume", run[0]).err
+
+
+@pytest.mark.long
+def test_settings_change_for_the_rest_of_a_run(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """More steps for a finished run and less work for one rank; the next resume keeps both."""
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    words = set_flags("run.weights=1/0.34", "members.digest_every=2", "train.eval_every=1")
+    longer = shoal("train", "--resume", folder, "--steps", "6", *words)
+    assert longer.returncode == 0, longer.stderr
+    assert "train.steps: 4 → 6; train.eval_every: 50 → 1; run.weights: unset → 1/0.34" in longer.stderr
+    assert "the learning rate follows one schedule over 6 steps from here on: at step 5 it is" in longer.stderr
+    assert "going on after step 4" in longer.stderr
+    [event] = [each for each in read_jsonl(folder / "keeper.jsonl") if each["event"] == "config"]
+    assert "run.weights: unset → 1/0.34" in event["changed"]
+    again = shoal("train", "--resume", folder, "--steps", "8")
+    assert again.returncode == 0, again.stderr
+    config = load_config(folder / "config.toml")
+    assert (config.run.weights, config.train.steps, config.members.digest_every) == ("1/0.34", 8, 2)
+    starts = [
+        [each["share"] for each in read_jsonl(folder / f"events/rank-{rank}.jsonl") if each["event"] == "start"]
+        for rank in (0, 1)
+    ]
+    # Micro-batches of each rank's part: equal at first, unequal from the first resume on.
+    assert [one > other for one, other in zip(*starts, strict=True)] == [False, True, True]
+    assert [step["step"] for step in steps_of(folder)] == list(range(1, 9))
+    verified = shoal("verify", folder)
+    assert verified.returncode == 0, verified.stdout
+    assert "complete: 8 steps" in verified.stdout
+    assert shoal("report", folder).returncode == 0
+    # Every machine is sent the settings as they are now.
+    assert training_cargo(RunFolder(folder)).texts(defaultdict(str))["config.toml"] == to_toml(config)
 
 
 @pytest.mark.parametrize(

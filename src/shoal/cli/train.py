@@ -9,12 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.given import flag_of
 from shoal.cli.leftovers import clear_leftovers
 from shoal.cli.output import print_detached, print_json, print_run
 from shoal.cli.progress import make_display
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Meeting
-from shoal.config.load import build_config, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.load import (
+    build_config,
+    merge,
+    parse_set,
+    refuse_fixed,
+    refuse_twice,
+    refuse_without_effect,
+    typed_settings,
+)
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.errors import ShoalError, UsageError
@@ -139,8 +148,9 @@ def train(
         )
     if resume is not None:
         refuse_with_resume(given)
+        changes = changes_of(given)
         clear_leftovers(clean)
-        run, manifest = train_on(resume, make_display, steps, detach, lineage or "", confirm)
+        run, manifest = train_on(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
         settings = settings_of(given, name)
@@ -164,11 +174,23 @@ def train(
 def settings_of(given: dict[str, Any], preset: str) -> Config:
     """The settings of a new run; a setting of the command line that it would ignore is refused."""
     flags, sets = flags_to_overrides(given), given["set_"] or []
-    named = {key: "--" + flag.rstrip("_").replace("_", "-") for flag, key in FLAGS.items() if given[flag] is not None}
-    refuse_twice(named, sets)
+    refuse_twice(named_flags(given), sets)
     settings = build_config(preset, given["config"], flags, sets)
     refuse_without_effect(settings, typed_settings(flags, sets))
     return settings
+
+
+def named_flags(given: dict[str, Any]) -> dict[str, str]:
+    """The flags of the command line, by the setting each stands for."""
+    return {key: flag_of(flag) for flag, key in FLAGS.items() if given[flag] is not None}
+
+
+def changes_of(given: dict[str, Any]) -> Overrides:
+    """The settings that a resumed run is to have from here on; one that cannot change is refused."""
+    sets, flags = given["set_"] or [], named_flags(given)
+    refuse_twice(flags, sets)
+    refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
+    return merge([flags_to_overrides(given), *map(parse_set, sets)])
 
 
 def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable[[RunFolder], None]:
@@ -206,16 +228,16 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
-    """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
-    allowed = {"steps", "resume", "lineage", "json", "detach", "clean", "confirm"}
+    """Refuse what only a new run can have. Flags that stand for settings are judged as settings."""
+    allowed = {"set_", "resume", "lineage", "json", "detach", "clean", "confirm", *FLAGS}
     # A zero was given too: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]
     if extra:
-        flag = given["preset"] if extra[0] == "preset" else "--" + extra[0].rstrip("_").replace("_", "-")
+        flag = given["preset"] if extra[0] == "preset" else flag_of(extra[0])
         raise UsageError(
             f"{flag} does not go with --resume",
-            why="a resumed run goes on with the configuration it was started with",
+            why="a resumed run goes on in its folder with the model and the text it was started with",
             fix=f"leave it out, or start a new run without --resume {given['resume']}",
         )
 

@@ -30,6 +30,29 @@ _MODES_OF = {
     "sync.planned_step_s": ("auto",),
 }
 
+# What a run can be resumed with: no step that was done would have been another one.
+_CHANGEABLE = (
+    "train.steps",
+    "train.eval_every",
+    "train.eval_sequences",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.gc_every",
+    "train.pin",
+    "run.weights",
+    "run.threads",
+    "sync.measure",
+    "sync.timeout_s",
+    "sync.join_timeout_s",
+)
+_WHY_FIXED = {
+    "model": "the checkpoint holds a model of this shape",
+    "data": "the order of the samples, which the ledger proves, follows from the text and these settings",
+    "train": "the steps that were done belong to this optimisation; with another it would be another training",
+    "sync": "the checkpoint holds what this way to exchange has to remember",
+    "run": "the run folder and its checkpoints belong to this cluster and launcher",
+}
+
 
 def build_config(
     preset_name: str = "grammar",
@@ -93,6 +116,46 @@ def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
     if key == "run.preset":
         return "a preset is chosen before settings are applied", "name it as the first argument: shoal train PRESET"
     return None
+
+
+def refuse_fixed(settings: Mapping[str, str]) -> None:
+    """Refuse to change a setting with which the steps of a run were done; `settings` are those that the command line
+    gives, each with the words that give it."""
+    for key, given in settings.items():
+        if key in known_keys() and (why := _why_fixed(key)) is not None:
+            raise ConfigError(
+                f"{given} cannot be changed when a run is resumed",
+                why=why,
+                fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
+            )
+
+
+def _why_fixed(key: str) -> str | None:
+    """Why a resumed run keeps a setting; None where it may change."""
+    section, _, _ = key.partition(".")
+    if section == "members" or key in _CHANGEABLE:
+        return None
+    if key == "run.lineage":
+        return "the training to go on with is named by --lineage"
+    return _WHY_FIXED[section]
+
+
+def change_settings(config: Config, changes: Overrides) -> tuple[Config, list[str]]:
+    """The settings of a resumed run, and what is different, as `train.steps: 40 → 80`."""
+    before = config.model_dump()
+    changed = validate(merge([before, changes]), source="the command line")
+    after = changed.model_dump()
+    differences = [
+        f"{section}.{key}: {_shown(before[section][key])} → {_shown(value)}"
+        for section, values in after.items()
+        for key, value in values.items()
+        if value != before[section][key]
+    ]
+    return changed, differences
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else str(value)
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class DataFacts:
 
 def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
-    _check_shares(config, world_size)
+    check_shares(config, world_size)
     config = _with_absolute_path(config)
     prepared = prepare(config.data)
     resolved = _with_vocabulary(config, prepared.vocab_size)
@@ -57,10 +58,13 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     return run
 
 
-def reopen_run(path: Path, steps: int | None = None, lineage: str = "") -> RunFolder:
-    """For `--resume`: the same configuration, and the same text or none at all. `lineage` counts for this once."""
+def reopen_run(path: Path, config: Config | None = None, lineage: str = "", changed: Sequence[str] = ()) -> RunFolder:
+    """For `--resume`: the same text or none at all, and the saved settings unless others are given.
+
+    `lineage` counts for this once. `changed` says what is different, for the record.
+    """
     run = RunFolder.open(path)
-    config = load_config(run.config)
+    config = config or load_config(run.config)
     prepared = prepare(config.data)
     if prepared.digest != read_facts(run).digest:
         raise DataError(
@@ -68,15 +72,13 @@ def reopen_run(path: Path, steps: int | None = None, lineage: str = "") -> RunFo
             why=f"its digest was {read_facts(run).digest[:12]}, now it is {prepared.digest[:12]}",
             fix=f"restore {prepared.source}, or start a new run",
         )
-    if steps is not None:
-        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     config = config.model_copy(update={"run": config.run.model_copy(update={"lineage": lineage})})
     write_atomically(run.data, to_json(_facts(prepared)))
-    change_config(run, config)
+    change_config(run, config, changed)
     return run
 
 
-def change_config(run: RunFolder, config: Config) -> None:
+def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -> None:
     """Writes other settings into a run folder and records that in `keeper.jsonl`; does nothing where they are the same.
 
     `shoal verify` compares the file with the digest that the ranks recorded when they started. A resume may end before
@@ -93,6 +95,7 @@ def change_config(run: RunFolder, config: Config) -> None:
             before=hashlib.sha256(before).hexdigest(),
             after=hashlib.sha256(text.encode()).hexdigest(),
             steps=config.train.steps,
+            changed=list(changed),
         )
         log.close()
     write_atomically(run.config, text)
@@ -113,7 +116,7 @@ def read_facts(run: RunFolder) -> DataFacts:
         ) from error
 
 
-def _check_shares(config: Config, world_size: int) -> None:
+def check_shares(config: Config, world_size: int) -> None:
     dealt = deal_for(config, world_size)
     if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
         raise ConfigError(
