@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def attach(
-    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
     """Watch a run as if it had been started here, to the same end. Ctrl-C leaves it running; shoal stop ends it."""

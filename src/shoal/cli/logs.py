@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def logs(
-    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
     rank: Annotated[int | None, typer.Option(min=0, help="Of this rank only.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:

@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
     count: Annotated[int, typer.Option(min=1, max=1000, help="How many.")] = 5,
     prompt: Annotated[str, typer.Option(help="What they begin with.")] = "",
     temperature: Annotated[float, typer.Option(min=0, max=10, help="0 always takes the likeliest token.")] = 0.7,

@@ -79,7 +79,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run from its last checkpoint.", readable=False)
+    ] = None,
     lineage: Annotated[
         str | None, typer.Option(help="With --resume, where machines trained apart: the training to go on with.")
     ] = None,

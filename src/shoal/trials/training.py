@@ -87,6 +87,7 @@ def train_on(
     `changes` are settings for the rest of the run. A run that has done all its steps only goes on with more of them.
     """
     run = RunFolder.open(path)
+    run.refuse_unwritable()
     if confirm:
         refuse_confirm(load_config(run.config).run.on)
 
