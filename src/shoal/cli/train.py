@@ -140,6 +140,7 @@ def train(
     """Train a model data-parallel; gradients are exchanged in every step, or with --sync parameters now and then.
 
     Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run, members.
+    With --resume, settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
     """
     given = locals()
     if lineage and resume is None:
