@@ -101,7 +101,7 @@ def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
     mode, data = config.sync.mode, config.data
     modes = _MODES_OF.get(key)
     if modes is not None and mode not in modes:
-        return f"it belongs to sync.mode={' and '.join(modes)}, and this run has {mode}", f"--set sync.mode={modes[0]}"
+        return f"it belongs to sync.mode {' or '.join(modes)}, and this run has {mode}", f"--set sync.mode={modes[0]}"
     if key == "data.bpe_vocab" and data.tokenizer != "bpe":
         return f"the {data.tokenizer} tokenizer has a vocabulary of its own", "--set data.tokenizer=bpe"
     if key == "data.sentences" and (data.path is not None or data.builtin != "grammar"):
