@@ -13,10 +13,9 @@ import pytest
 import shoal
 from shoal.config.schema import TrainConfig
 from shoal.control.placement import Placement
-from shoal.cost.batch import scaled_lr
+from shoal.cost.batch import learning_rate, scaled_lr
 from shoal.errors import UsageError
 from shoal.sync.timer import StepTimer, WholeStepTimer
-from shoal.train.schedule import learning_rate
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_script.py"
 

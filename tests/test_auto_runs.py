@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.train import before_start
 from shoal.config.load import build_config, load_config
 from shoal.config.profile import Profile
 from shoal.config.profile_file import write_profile
 from shoal.config.schema import Config
 from shoal.cost.choose import pick
+from shoal.cost.lever import lever_of
+from shoal.data.run_setup import create_run
 from shoal.report.ledger import check_ledger
 from shoal.report.summary import summarize
 from shoal.runfolder import RunFolder
 from shoal.trials.measured import assemble
-from shoal.trials.predicting import as_it_ran, lever_of
+from shoal.trials.predicting import as_it_ran
 from shoal.trials.sync_plan import sync_options
 from tests.lab_checks import need_lab
 from tests.programs import TINY, read_jsonl, set_flags, shoal, train_tiny
@@ -235,3 +238,26 @@ def test_a_plan_for_another_cluster_starts_nothing(profile: Profile, tmp_path: P
     done = shoal("train", "--out", run, "--on", "local:2", "--sync", "auto", "--profile", file, *set_flags(*TINY))
     assert done.returncode == 2
     assert not run.exists()
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_the_profile_in_the_current_folder_is_used_where_it_is_of_this_cluster(
+    profile: Profile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_used: bool,
+) -> None:
+    of_lab = in_lab(profile)
+    on = of_lab.on if is_used else "local:2"
+    monkeypatch.chdir(tmp_path)
+    write_profile(of_lab, Path("profile.toml"))
+    config = build_config(sets=[*TINY, f"run.on={on}", "sync.mode=auto", f"data.cache_dir={tmp_path / 'cache'}"])
+    run = create_run(config, tmp_path / "run", 2)
+    before_start(config, profile=None, plan=False)(run)
+    said = capsys.readouterr().err
+    assert ("by profile.toml; the first steps will show" in said) == is_used
+    assert ("plan: ./profile.toml is not used: " in said) == (not is_used)
+    # A prediction is made only where it was asked for.
+    assert "predicted" not in said
+    assert (load_config(run.config).sync.planned is not None) == is_used

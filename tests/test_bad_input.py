@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,7 +29,8 @@ def refused(out: Path, *words: str | Path, **options: Any) -> str:
     done = shoal("train", "--out", out, "--steps", "2", *words, **options)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
+    # Processes that another run left on this machine may be named first.
+    assert re.search(r"^error: ", done.stderr, re.MULTILINE)
     assert "\n  next: " in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists(), "a folder that blocks the next try"
@@ -66,7 +68,7 @@ def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
     )
     assert "the training text has 24 sequences of 16 tokens, 99 are needed" in message
     assert "shorter than one batch" in message
-    assert "--global-batch 24" in message
+    assert "--set train.global_batch=24" in message
 
 
 def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
@@ -81,12 +83,11 @@ def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
     ("words", "seen", "hint"),
     [
         ("gramar", "there is no preset 'gramar'", "did you mean 'grammar'?"),
-        ("shakespeare-char", "the preset shakespeare-char needs a text", "--data FILE"),
         ("--set train.stesp=3", "unknown setting train.stesp", "did you mean 'train.steps'?"),
         ("--on local:0", "a world needs at least one rank", "--on local:2"),
         ("--on local:-1", "a world needs at least one rank", "--on local:2"),
-        ("--on local:5 --global-batch 4", "5 ranks cannot share a global batch of 4 sequences", "--global-batch 5"),
-        ("--global-batch 24 --micro-batch 5", "to 2 ranks in micro-batches of 5", "--micro-batch 4"),
+        ("--on local:5 --global-batch 4", "5 ranks cannot share a global batch of 4 sequences", "train.global_batch=5"),
+        ("--global-batch 24 --micro-batch 5", "to 2 ranks in micro-batches of 5", "train.micro_batch=4"),
         ("--tokenizer byte --set model.vocab_size=100", "the byte tokenizer has 256 tokens", "model.vocab_size"),
     ],
 )
@@ -232,7 +233,7 @@ def test_a_resume_on_another_text_is_refused(finished: Path, tmp_path: Path) -> 
     run = shutil.copytree(finished, tmp_path / "run")
     facts = json.loads((run / "data.json").read_text())
     (run / "data.json").write_text(json.dumps({**facts, "digest": "0" * 64}))
-    done = shoal("train", "--resume", run)
+    done = shoal("train", "--resume", run, "--steps", "4")
     assert done.returncode == 2
     assert f"error: the text of {run} has changed since the run began" in done.stderr
 

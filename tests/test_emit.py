@@ -113,9 +113,6 @@ def test_several_nodes_share_the_encoded_text_and_one_has_it_to_itself() -> None
 
 
 def test_a_job_that_cannot_train_is_refused_before_it_waits_in_a_queue() -> None:
-    with pytest.raises(ConfigError, match="needs a text") as missing:
-        job(preset="shakespeare-char")
-    assert "--set data.path=FILE" in missing.value.fix
     with pytest.raises(ConfigError, match="4 ranks cannot share a global batch of 3") as shares:
         job("train.global_batch=3")
     assert "--set train.global_batch=" in shares.value.fix
@@ -271,7 +268,6 @@ def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
         (["torchrun", "--set", "train.stpes=2"], "unknown setting train.stpes", "train has: steps"),
         (["torchrun", "--port", "0"], "Invalid value for '--port'", "shoal emit torchrun --help"),
         (["torchrun", "--image", "x"], "No such option: --image", "shoal emit torchrun --help"),
-        (["k8s", "shakespeare-char"], "needs a text to train on", "--set data.path=FILE"),
         (["k8s", "--out", "/elsewhere"], "/elsewhere is outside the volume", "--out runs/NAME"),
     ],
 )

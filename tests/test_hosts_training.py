@@ -20,6 +20,7 @@ import pytest
 
 from shoal.cluster.lab import changes
 from shoal.cluster.lab.lab import Lab
+from shoal.config.load import load_config
 from shoal.launch.found import find
 from shoal.trials.stopping import end_processes
 from tests.lab_checks import standing_lab
@@ -105,10 +106,15 @@ def test_two_hosts_train_to_the_same_bits_and_the_run_folder_comes_home(lab: Lab
     verdict = shoal("verify", run)
     assert verdict.returncode == 0
     assert "2 replicas by their digests" in verdict.stdout
-    resumed = done(lab, "train", "--resume", run, "--steps", "8")
+    resumed = done(lab, "train", "--resume", run, "--steps", "8", "--set", "run.weights=1/0.34")
     assert resumed.returncode == 0, resumed.stderr
     assert "going on after step 6" in resumed.stderr
     assert [step["step"] for step in steps_of(run)] == list(range(1, 9))
+    # Other settings for the rest of the run are the same on every machine.
+    configs = [*(tmp_path.glob("disk?/runs/run-*/config.toml")), run / "config.toml"]
+    assert len(configs) == 3
+    assert {(config.run.weights, config.train.steps) for config in map(load_config, configs)} == {("1/0.34", 8)}
+    assert shoal("verify", run).returncode == 0
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli import lab as lab_cli
+from shoal.cluster.lab import lab as lab_module
 from shoal.cluster.lab import registry
 from shoal.cluster.lab.build import up
-from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.processes import first_process
+from shoal.cluster.lab.cgroup import Groups
+from shoal.cluster.lab.lab import Lab, choose
+from shoal.cluster.lab.processes import first_process, started
 from shoal.cluster.lab.removal import remove
 from shoal.cluster.lab.spec import make_spec
+from shoal.cluster.lab.state import LabState, Owner
 from shoal.errors import LabError, UsageError
 from tests.lab_checks import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
 from tests.test_lab_nodes import hears, nearly, on, said, wait_for
@@ -115,6 +120,76 @@ def test_unreadable_notes_are_no_obstacle() -> None:
         (lab.folder / "lab.json").write_bytes(b"\xff{")
         with pytest.raises(LabError, match="unreadable"):
             Lab.open(lab.name)
+
+
+# Labs of the user and labs of runs
+
+
+def note_lab(name: str, owner: int | None = None) -> None:
+    """The notes of a lab without the lab itself."""
+    registry.lab_folder(name).mkdir(parents=True)
+    held_by = None if owner is None else Owner(pid=owner, started=started(owner) or 0)
+    registry.write_state(
+        LabState(spec=make_spec(2, name=name), rootless=False, netem=True, groups=Groups(), owner=held_by, ready=True)
+    )
+
+
+@pytest.fixture
+def no_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "runtime_folder", lambda: tmp_path)
+
+
+@pytest.mark.usefixtures("no_labs")
+def test_the_lab_of_a_run_is_never_taken_without_its_name() -> None:
+    note_lab("run-77", owner=os.getpid())
+    with pytest.raises(UsageError, match="no lab is up") as none:
+        choose(registry.names())
+    assert "belong to runs: run-77" in none.value.why
+    note_lab("mine")
+    assert choose(registry.names()) == "mine"
+    note_lab("other")
+    with pytest.raises(UsageError, match="which lab") as two:
+        choose(registry.names())
+    assert two.value.why == "up are: mine, other"
+    note_lab("default")
+    assert choose(registry.names()) == "default"
+
+
+@pytest.mark.usefixtures("no_labs")
+def test_status_without_a_name_shows_every_lab_and_what_it_belongs_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lab_module, "first_process", lambda folder, node: os.getpid())
+    note_lab("mine")
+    note_lab("run-77", owner=os.getpid())
+    note_lab("run-78", owner=os.getpid())
+    (registry.lab_folder("run-78") / "lab.json").write_text("{}")
+    lab_cli.status(name=None, json=True)
+    labs = {each["name"]: each for each in json.loads(capsys.readouterr().out)["labs"]}
+    assert labs["mine"]["belongs_to"] is None
+    assert labs["run-77"]["belongs_to"].startswith(f"process {os.getpid()} (")
+    assert labs["run-78"]["broken"] == "its notes are missing or unreadable"
+    lab_cli.status(name=None, json=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"it belongs to process {os.getpid()} (" in text
+    assert "remove it: shoal lab down --name run-78" in text
+
+
+@pytest.mark.usefixtures("no_labs")
+def test_all_labs_but_those_of_running_runs_are_taken_down(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    removed: list[str] = []
+    monkeypatch.setattr(lab_module, "first_process", lambda folder, node: os.getpid())
+    monkeypatch.setattr(lab_cli, "remove", removed.append)
+    note_lab("mine")
+    note_lab("run-77", owner=os.getpid())
+    lab_cli.down(name=None, all_=True)
+    assert removed == ["mine"]
+    assert "lab 'run-77' is left alone: it belongs to a run that goes on" in capsys.readouterr().err
+    lab_cli.down(name=None)
+    lab_cli.down(name="run-77")
+    assert removed == ["mine", "mine", "run-77"]
 
 
 def test_the_printed_commands_build_a_lab_by_hand() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.load import build_config, load_config
+from shoal.config.load import build_config, change_settings, load_config
 from shoal.control.placement import Placement
 from shoal.data.run_setup import create_run, reopen_run
 from shoal.report.finish import finish
@@ -315,7 +315,8 @@ def test_a_resume_that_never_started_a_rank_is_no_damage(tmp_path: Path) -> None
     run = finished_run(tmp_path / "run")
     assert about_settings(run) == []
     for planned in (500, 600):
-        reopen_run(run.path, steps=planned)
+        config, changed = change_settings(load_config(run.config), {"train": {"steps": planned}})
+        reopen_run(run.path, config, changed=changed)
         run.keeper.write_text(run.keeper.read_text() + launch_ended(130))
         assert load_config(run.config).train.steps == planned
         assert about_settings(run) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.events import LONGEST_LINE, LineCutter, LineTail
+from shoal.cli.join import OwnRank
+from shoal.cli.lines import LineDisplay
+from shoal.cli.logs import Happenings
+from shoal.cli.output import make_console
+from shoal.events import LONGEST_LINE, Event, LineCutter, LineTail
 from shoal.launch.found import Found, is_alive
 from shoal.launch.logs import LogFollower
 from shoal.launch.ranks import LogClock, times_of
 from shoal.runfolder import RunFolder
+from tests.run_samples import make_run, rank_events, start, step
 
 
 class Rank:
@@ -214,3 +220,62 @@ def test_lines_do_not_depend_on_how_the_stream_was_cut(parts: list[bytes], sizes
     visible = [raw.rstrip(b"\r").rpartition(b"\r")[2] if overwrites else raw for raw in stream.split(b"\n")[:-1]]
     for (line, _), whole in zip(expected, visible, strict=True):
         assert line == whole if len(whole) <= 8 else line.startswith(whole[:8])
+
+
+# Following a training
+
+
+def write_events(path: Path, *events: Event) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
+
+
+def note(kind: str, **more: object) -> Event:
+    return {"event": kind, "rank": 0, "time": 1_790_000_000.0, **more}
+
+
+def test_a_training_that_is_followed_shows_its_progress_as_train_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [], "train.steps=9")
+    write_events(run.events(0), start(0), step(4))
+    write_events(run.events(1), start(1), step(4, rank=1))
+    write_events(run.keeper, note("note", text="an old note"))
+    happenings = Happenings(run, LineDisplay(make_console()), with_progress=True)
+    happenings.show()
+    assert "1.35M parameters (1,350,000) on 2 ranks" in capsys.readouterr().err
+    fix = "go on from the last checkpoint: shoal train --resume RUN"
+    write_events(run.events(0), step(5), step(6), note("eval", step=6, val_loss=1.25))
+    write_events(run.events(1), step(5, rank=1), {**note("warning", seen="it is hot", why="", fix=fix), "rank": 1})
+    write_events(run.keeper, note("note", text="node2 has left"), note("ended", code=0))
+    happenings.show_end()
+    shown = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    assert shown[0] == "note: node2 has left"
+    assert shown[1].startswith(f"step 5/9  loss {step(5)['loss']:.3f}  ")
+    assert shown[2] == "step 6: validation loss 1.2500"
+    assert shown[3].startswith(f"warning: it is hot (go on from the last checkpoint: shoal train --resume {run.path}")
+    assert shown[4] == "note: the run has ended well"
+    assert len(shown) == 5
+
+
+def test_the_logs_of_one_rank_are_followed_without_the_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [start(0), start(1)])
+    happenings = Happenings(run, LineDisplay(make_console()), with_progress=False)
+    write_events(run.events(0), step(5))
+    write_events(run.keeper, note("note", text="node2 has left"))
+    happenings.show()
+    assert capsys.readouterr().err == "note: node2 has left\n"
+
+
+def test_a_machine_that_joined_shows_its_rank_by_its_own_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [event for event in rank_events(3, 4, 2) if event["event"] != "end"]
+    run = make_run(tmp_path / "run", own, "train.steps=2")
+    OwnRank()(run)
+    shown = capsys.readouterr().err
+    assert "rank 3: 18,000 of 36,000 samples" in shown
+    assert "rank 0" not in shown
+    assert "step 2/2  loss" in shown

@@ -147,13 +147,13 @@ def test_weak_scaling_gives_every_rank_the_stated_batch() -> None:
 def test_more_ranks_than_sequences_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 ranks cannot share a global batch of 4") as caught:
         micro_batch(TrainConfig(global_batch=4), equal(5))
-    assert "--global-batch 5" in caught.value.fix
+    assert "train.global_batch=5" in caught.value.fix
 
 
 def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="micro-batches of 7") as caught:
         micro_batch(TrainConfig(global_batch=24, micro_batch=7), equal(2))
-    assert "--micro-batch 6" in caught.value.fix
+    assert "train.micro_batch=6" in caught.value.fix
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 500))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import getpass
+import importlib
 import os
 import pickle
 import re
@@ -14,22 +15,30 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import shoal as package
+from shoal.cli import main
 from shoal.control.private import CACHE_VARIABLES, choose_caches, find_danger, make_private
-from shoal.errors import UsageError
+from shoal.errors import DataError, UsageError
 from shoal.launch.found import Found, find, is_alive
 from shoal.launch.orders import Start
 from shoal.launch.ready import refuse_leftovers
+from shoal.report.statefile import open_state
+from shoal.report.verify import verify_run
+from shoal.runfolder import RunFolder, user_name
 from shoal.trials.keeper import python_words
 from tests.agent_checks import agents, go
 from tests.lab_checks import need_lab
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command
+from tests.run_samples import make_run
 
 STRANGER = 65534
 SOURCE = Path(package.__file__).parent
@@ -518,3 +527,118 @@ def own_addresses() -> list[str]:
         probe.connect(("192.0.2.1", 9))
         return [probe.getsockname()[0]]
     return []
+
+
+# A run folder of another user.
+
+
+@pytest.fixture
+def their_run(as_root: None) -> Iterator[RunFolder]:
+    """A finished run of root's, where others can come; files that a run keeps private have the mode they have there."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    run = make_run(place / "run")
+    run.keeper.write_text('{"event":"keeping","rank":0}\n{"event":"ended","rank":0,"code":0}\n')
+    save_file({"weight": np.zeros(3, dtype=np.float32)}, run.state(0))
+    checkpoint = make_folder(run.checkpoints / "step-00000100", 0o755)
+    run.checkpoints.chmod(0o755)
+    (checkpoint / "model.safetensors").write_bytes(b"secret")
+    (checkpoint / "manifest.json").write_text('{"sha256": {"model.safetensors": "of a file that others may not read"}}')
+    for path in (run.keeper, run.state(0), checkpoint / "model.safetensors"):
+        path.chmod(0o600)
+    yield run
+    shutil.rmtree(place)
+
+
+@contextlib.contextmanager
+def as_stranger() -> Iterator[None]:
+    os.seteuid(STRANGER)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def said_to_stranger(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """What `shoal WORDS` prints for another user. Modules are imported before: that user may not read root's Python."""
+    arguments = [str(word) for word in words]
+    importlib.import_module(f"shoal.cli.{words[0]}")
+    if words[0] == "report":
+        main.run([*arguments[:2], "--json"], debug=False)
+        capsys.readouterr()
+    with as_stranger():
+        code = main.run(arguments, debug=False)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_what_another_user_may_not_read_is_not_called_wrong(
+    their_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = verify_run(their_run)
+    with as_stranger():
+        verdict = verify_run(their_run)
+    wrong = {finding.file for finding in verdict.findings if finding.is_wrong}
+    assert wrong < {finding.file for finding in whole.findings if finding.is_wrong}
+    locked = {finding.file: finding.text for finding in verdict.findings if not finding.is_wrong}
+    private = {"keeper.jsonl", "state-rank-0.safetensors", "checkpoints/step-00000100/model.safetensors"}
+    assert locked.keys() >= private
+    me = user_name(STRANGER)
+    assert {locked[name] for name in private} == {
+        f"user {me} may not read it: it belongs to user root, who can verify it"
+    }
+
+
+def test_a_state_that_cannot_be_read_is_not_called_missing(their_run: RunFolder) -> None:
+    with as_stranger(), pytest.raises(DataError) as refused:
+        open_state(their_run.state(0))
+    assert refused.value.seen == f"{their_run.state(0)} cannot be read by user {user_name(STRANGER)}"
+    assert refused.value.why == f"{their_run.state(0)} belongs to user root, and its mode is 0600"
+    assert "sudo -u root" in refused.value.fix
+    # It may hold a secret.
+    assert "chmod" not in refused.value.fix
+
+
+def test_the_run_of_another_user_is_not_resumed(their_run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said_to_stranger(capsys, "train", "--resume", their_run.path, "--steps", "200")
+    assert (code, out) == (2, "")
+    assert f"cannot write to {their_run.path}" in err
+    assert "the run folder belongs to user root" in err
+    assert f"sudo -u root shoal train --resume {their_run.path}" in err
+
+
+def test_a_report_about_the_run_of_another_user_is_written_elsewhere(
+    their_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = said_to_stranger(capsys, "report", their_run.path)
+    assert (code, out) == (3, "")
+    assert "permission denied" in err
+    assert f"shoal report {their_run.path} --out FOLDER" in err
+    assert "python -m" not in err
+    mine = make_folder(their_run.path.parent / "mine", owner=STRANGER)
+    code, out, err = said_to_stranger(capsys, "report", their_run.path, "--out", mine / "new")
+    assert (code, err) == (0, "")
+    assert out == f"{mine / 'new' / 'report.html'}\n"
+    assert (mine / "new" / "report.html").stat().st_uid == STRANGER
+
+
+@pytest.mark.parametrize("words", ["verify", "report", "sample", "logs", "attach", "stop", "explain", "train --resume"])
+def test_a_folder_that_may_not_be_entered_is_said_to_be_another_users(
+    their_run: RunFolder, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    their_run.path.chmod(0o700)
+    code, out, err = said_to_stranger(capsys, *words.split(), their_run.path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {their_run.path} cannot be read by user {user_name(STRANGER)}\n")
+    assert f"{their_run.path} belongs to user root, and its mode is 0700" in err
+
+
+def test_a_running_run_of_another_user_is_not_called_ended(
+    their_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with their_run.held():
+        code, _, err = said_to_stranger(capsys, "stop", their_run.path)
+    assert code == 2
+    assert "is running, and user" in err
+    assert f"sudo -u root shoal stop {their_run.path}" in err
+    assert said_to_stranger(capsys, "stop", their_run.path)[1].endswith("was not running\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.config.load import build_config
 from shoal.config.schema import DataConfig
 from shoal.data.cache import cache_root, read_entry
 from shoal.data.corpus import find_texts, read_texts
-from shoal.data.prepare import Prepared, check_enough, prepare, split_text
+from shoal.data.prepare import SHAKESPEARE, Prepared, check_enough, prepare, split_text
 from shoal.data.tokenfile import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import DataError, UsageError
@@ -371,18 +373,71 @@ def test_exactly_one_batch_is_enough(counted: Prepared) -> None:
 def test_a_text_shorter_than_one_batch_says_what_would_fit(counted: Prepared) -> None:
     with pytest.raises(DataError, match="training text has 10 sequences of 64 tokens, 11 are needed") as caught:
         check_enough(counted, seq_len=64, global_batch=11)
-    assert "--global-batch 10" in caught.value.fix
+    assert "--set train.global_batch=10," in caught.value.fix
 
 
 def test_a_text_shorter_than_one_sequence_asks_for_shorter_ones(counted: Prepared) -> None:
     with pytest.raises(DataError, match="training text has 0 sequences") as caught:
         check_enough(counted, seq_len=1024, global_batch=4)
-    assert "--seq-len 160" in caught.value.fix
-    with pytest.raises(DataError, match="validation"):
-        check_enough(counted, seq_len=160, global_batch=4)
+    assert "--set model.seq_len=64," in caught.value.fix
+    check_enough(counted, seq_len=64, global_batch=4)
 
 
 def test_validation_needs_one_sequence(counted: Prepared) -> None:
     with pytest.raises(DataError, match="validation text has 0 sequences of 65 tokens, 1 are needed") as caught:
         check_enough(counted, seq_len=65, global_batch=1)
-    assert "--seq-len 64" in caught.value.fix
+    assert "--set model.seq_len=64" in caught.value.fix
+
+
+@given(
+    train=st.integers(1, 3000),
+    val=st.integers(1, 300),
+    seq_len=st.integers(1, 200),
+    batch=st.integers(1, 40),
+    unit=st.integers(1, 4),
+    ranks=st.integers(1, 8),
+)
+def test_the_advice_for_a_short_text_works_at_once(
+    train: int, val: int, seq_len: int, batch: int, unit: int, ranks: int
+) -> None:
+    folder = Path("cache")
+    text = Prepared(folder, folder, folder, folder, 65, train, val, "digest", "my.txt", None)
+    fix = ""
+    try:
+        check_enough(text, seq_len, unit * batch, unit, ranks)
+    except DataError as error:
+        fix = error.fix
+    seq, smaller = (re.search(rf"{name}=(\d+)", fix) for name in ("seq_len", "global_batch"))
+    if seq is None and smaller is None:
+        assert not fix or "a longer text, of at least" in fix
+        return
+    assert smaller is None or int(smaller[1]) >= ranks
+    check_enough(text, int(seq[1]) if seq else seq_len, unit * (int(smaller[1]) if smaller else batch), unit, ranks)
+
+
+def test_a_text_of_three_bytes_is_told_how_long_a_text_must_be(tmp_path: Path) -> None:
+    (tmp_path / "three.txt").write_text("abc", encoding="ascii")
+    text = prepare(DataConfig(path=tmp_path / "three.txt", tokenizer="byte", cache_dir=tmp_path / "cache"))
+    with pytest.raises(DataError) as caught:
+        check_enough(text, seq_len=64, global_batch=16, least_batch=2)
+    assert "seq_len" not in caught.value.fix
+    assert re.search(r"a longer text, of at least 1,\d\d\d tokens: --set data.path=LONGER.txt", caught.value.fix)
+
+
+# --- the text that comes with shoal ---------------------------------------------------------------------------------
+
+
+def test_the_shakespeare_preset_has_a_text_of_its_own(tmp_path: Path) -> None:
+    config = build_config("shakespeare-char", None, {"data": {"cache_dir": tmp_path}})
+    prepared = prepare(config.data)
+    train, val = decoded(prepared)
+    assert train.startswith("First Citizen:\nBefore we proceed any further")
+    assert (train + val).endswith("Than this of Juliet and her Romeo.\n")
+    assert prepared.source == "Coriolanus and Romeo and Juliet (288 kB, part of shoal)"
+    assert SHAKESPEARE.stat().st_size < 300_000
+    check_enough(prepared, config.model.seq_len, config.train.global_batch)
+
+
+def test_a_text_of_the_users_comes_before_the_built_in_one(tmp_path: Path, story: DataConfig) -> None:
+    config = build_config("shakespeare-char", None, {"data": {"path": story.path, "cache_dir": tmp_path}})
+    assert prepare(config.data).source == f"{story.path} (4.09 kB)"

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.config.load import build_config
 from shoal.config.wire import WireChoice, parse_wire
 from shoal.cost.collectives import ring_bytes
+from shoal.cost.lever import lever_of
 from shoal.cost.sizes import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
 from shoal.errors import ConfigError
 from shoal.sync.wires import Bucket, kernels, make_wire, whole
@@ -29,7 +30,6 @@ from shoal.sync.wires.lowrank import multiply, orthogonal, steady_sum
 from shoal.sync.wires.scattered import Codec
 from shoal.sync.wires.whole import from_half, to_half
 from shoal.sync.world import World
-from shoal.trials.predicting import lever_of
 from tests.harness import run_ranks
 
 FORMATS = ["fp32", "fp16", "bf16", "int8", "powersgd:64"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
 import re
 import secrets
 import shlex
@@ -23,6 +24,8 @@ _STATE = re.compile(r"state-rank-(\d+)\.safetensors")
 # part of a path, no option of a command, and means nothing to a shell or in a glob pattern.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
+# Ranks advise commands for "RUN": the folder is another one on their machine than on the user's.
+_NAMELESS = re.compile(r"(\bshoal (?:train --resume|stop|verify|report|sample|attach|logs)) RUN\b")
 
 
 def is_plain_name(name: object) -> bool:
@@ -110,6 +113,26 @@ class RunFolder:
         finally:
             os.close(fd)
 
+    def is_held(self) -> bool:
+        """Whether a launcher holds the folder, also one of another user, whose processes cannot be seen."""
+        try:
+            with self.held():
+                return False
+        except UsageError:
+            return True
+
+    def refuse_unwritable(self) -> None:
+        """Refuse to go on with the run of another user: its processes could write nothing."""
+        for path in (self.path, *(path for path in (self.keeper, self.config, self.checkpoints) if path.exists())):
+            if not may(path, os.W_OK):
+                owner = user_name(self.path.stat().st_uid)
+                raise UsageError(
+                    f"user {user_name(os.geteuid())} cannot write to {path}",
+                    why=f"the run folder belongs to user {owner}, and a run goes on in its own folder",
+                    fix=f"go on as that user: sudo -u {owner} shoal train --resume {shlex.quote(str(self.path))}; or "
+                    "start a run of your own: shoal train --out FOLDER",
+                )
+
     def identity(self) -> str:
         """The same for as long as the run lives, and no other run's: its folders on other machines are named by it."""
         path = self.path / "id"
@@ -137,6 +160,8 @@ class RunFolder:
     def find(cls, path: Path) -> RunFolder:
         """The folder of any run, a script's too."""
         run = cls(path.resolve())
+        if run.path.is_dir() and not may(run.path, os.R_OK | os.X_OK):
+            raise no_access(run.path, "be read")
         if not run.config.is_file() and not run.job.is_file():
             raise DataError(
                 f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}",
@@ -144,6 +169,10 @@ class RunFolder:
                 fix="ls runs/",
             )
         return run
+
+    def name_in(self, text: str) -> str:
+        """The advice of a rank with this folder in the commands that it names."""
+        return _NAMELESS.sub(lambda found: f"{found[1]} {shlex.quote(str(self.path))}", text)
 
     def is_removed(self) -> bool:
         """Whether nothing is left that says what the run is; a rank may make the folder anew for a checkpoint."""
@@ -276,6 +305,40 @@ class RunFolder:
         """Every rank's events, rank after rank."""
         for path in self.event_files().values():
             yield from read_events(path)
+
+
+def no_access(path: Path, what: str = "be read or written") -> DataError:
+    """The error of a user who may not use a file or folder, mostly because it is another user's."""
+    place = path.absolute()
+    while not _can_see(place) and place != place.parent:
+        place = place.parent
+    status, me = place.stat(), user_name(os.geteuid())
+    owner = user_name(status.st_uid)
+    whose = f"{place} belongs to user {owner}, and its mode is {stat.S_IMODE(status.st_mode):04o}"
+    # No chmod for what is another user's: some files of a run hold secrets.
+    theirs = f"ask {owner} to do it, or do it as that user: sudo -u {owner} shoal …"
+    fix = theirs if owner != me else f"allow it: chmod u+rwX {shlex.quote(str(place))}"
+    return DataError(f"{path} cannot {what} by user {me}", why=whose, fix=fix)
+
+
+def may(path: Path, mode: int) -> bool:
+    """Whether this process may read (`os.R_OK`), write or enter it, as the user that it acts for."""
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _can_see(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
+def user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def open_below(folder: Path, name: str, flags: int, make_folders: bool = False) -> int:

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.given import given_settings
 from shoal.cli.output import print_json, print_scaling, shown
 from shoal.cli.progress import make_display
-from shoal.config.load import build_config
+from shoal.config.load import build_config, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.presets import Overrides
+from shoal.config.schema import Config
 from shoal.errors import UsageError
 from shoal.report.explain_scaling import explain, is_plausible, warn_of_load
 from shoal.report.scaling import efficiency
@@ -29,6 +32,7 @@ def bench() -> None:
 
 @app.command()
 def scaling(
+    context: typer.Context,
     preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
     ranks: Annotated[str, typer.Option(help="Rank counts to measure.")] = "1,2,4",
     steps: Annotated[int, typer.Option(min=4, help="Steps a run; the second half is measured.")] = 60,
@@ -38,7 +42,7 @@ def scaling(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
     """Tokens per second on 1, 2, 4 … ranks, and why the curve bends."""
-    config = build_config(preset, flags={"train": {"steps": steps}}, sets=set_ or [])
+    config = settings_of(context, preset, {"train": {"steps": steps}}, set_ or [])
     result = measure_scaling(config, parse_ranks(ranks), out or default_out("scaling"), make_display, repeat)
     if json:
         print_json(scaling_document(result))
@@ -49,6 +53,7 @@ def scaling(
 
 @app.command()
 def levers(
+    context: typer.Context,
     preset: Annotated[str, typer.Argument(help="What to train.")] = "grammar",
     on: Annotated[str, typer.Option(help="Where: local:2, lab:2,link=100mbit, or a file of hosts.")] = "local:2",
     levers: Annotated[
@@ -68,13 +73,29 @@ def levers(
     from shoal.trials.levers import measure_levers
 
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
-    config = build_config(preset, flags=flags, sets=set_ or [])
+    sets = set_ or []
+    refuse_twice(given_settings(context, {"steps": "train.steps", "on": "run.on"}), sets)
+    config = build_config(preset, flags=flags, sets=sets)
     result = measure_levers(config, levers, out or default_out("levers"), make_display, repeat)
     if json:
         print_json(levers_document(result))
         return
     print_levers(result.table)
     typer.echo(f"\npicture: {shown(result.picture)}\nfigures: {shown(result.figures)}")
+
+
+def settings_of(context: typer.Context, preset: str, flags: Overrides, sets: list[str]) -> Config:
+    """The settings of a comparison of rank counts; what it would ignore is refused."""
+    refuse_twice(given_settings(context, {"steps": "train.steps"}), sets)
+    if "run.on" in typed_settings(None, sets):
+        raise UsageError(
+            f"--set run.on has no effect on {context.command_path}",
+            why="it compares numbers of ranks on this machine, local:1, local:2 and so on",
+            fix="leave it out; another cluster is measured by: shoal bench levers --on lab:3",
+        )
+    config = build_config(preset, flags=flags, sets=sets)
+    refuse_without_effect(config, typed_settings(None, sets))
+    return config
 
 
 def parse_ranks(text: str) -> list[int]:

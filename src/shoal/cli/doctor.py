@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from shoal.cli.output import make_console, print_json, stdout_console
+from shoal.errors import UsageError
 from shoal.net.finding import Finding, Severity
 from shoal.trials.doctor import Diagnosis, examine
 
@@ -30,6 +31,10 @@ def doctor(
 
     Exit code 1 when something would stop a run or slow it badly.
     """
+    if json and fix_commands:
+        raise UsageError(
+            "--fix-commands does not go with --json", why="--json has every finding with its fix", fix="leave one out"
+        )
     status = make_console(stderr=True)
     with status.status("") as spinner:
         found = examine(on, lambda text: spinner.update(escape(text)), port, prove=not no_proof)

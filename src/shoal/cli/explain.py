@@ -31,7 +31,9 @@ _TITLES = {
 
 @app.command()
 def explain(
-    log: Annotated[Path, typer.Argument(help="A log, a run folder, or - for what is piped in.")] = _STDIN,
+    log: Annotated[
+        Path, typer.Argument(help="A log, a run folder, or - for what is piped in.", readable=False)
+    ] = _STDIN,
     json: Annotated[bool, typer.Option("--json", help="Print the explanations as JSON on stdout.")] = False,
 ) -> None:
     """Turn an error log of torch, gloo, torchrun, ssh or shoal into cause and fix.

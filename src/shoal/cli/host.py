@@ -13,7 +13,7 @@ from shoal.cli.lines import print_note
 from shoal.cli.output import print_json, print_run
 from shoal.cli.progress import make_display
 from shoal.cli.train import DEFAULT_PRESET
-from shoal.config.load import build_config
+from shoal.config.load import build_config, refuse_twice, refuse_without_effect, typed_settings
 from shoal.config.presets import PRESETS, Overrides
 from shoal.errors import UsageError
 from shoal.trials.inviting import invite
@@ -24,6 +24,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def host(
+    context: typer.Context,
     preset: Annotated[
         str | None,
         typer.Argument(
@@ -67,7 +68,19 @@ def host(
         flags["train"] = {"steps": steps}
     if data is not None:
         flags["data"] = {"path": data}
-    settings = build_config(name, config, flags, set_ or [])
+    sets = set_ or []
+    refuse_twice(
+        {key: flag for key, flag, value in (("train.steps", "--steps", steps), ("data.path", "--data", data)) if value},
+        sets,
+    )
+    if "run.on" in typed_settings(None, sets):
+        raise UsageError(
+            "--set run.on does not go with shoal host",
+            why="shoal host trains with machines that join by themselves",
+            fix="say how many: --machines N; or train elsewhere: shoal train --on …",
+        )
+    settings = build_config(name, config, flags, sets)
+    refuse_without_effect(settings, typed_settings(None, sets))
     if confirm:
         refuse_confirm(on)
     clear_leftovers(clean=False)

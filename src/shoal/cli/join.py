@@ -62,8 +62,20 @@ def join(
     if Path(invitation).is_dir():
         if code is not None or code_file is not None:
             raise UsageError(f"{invitation} is a run folder: to come back to a run takes no code")
+        if out is not None:
+            raise UsageError(
+                "--out does not go with a run folder",
+                why=f"this machine comes back to the run in {invitation}",
+                fix=f"leave it out: shoal join {invitation}",
+            )
         sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
         return
+    if node is not None:
+        raise UsageError(
+            "--node goes with a run folder",
+            why="it says as which node a machine comes back; one that joins is given its name",
+            fix=f"leave it out: shoal join {invitation}",
+        )
     invited = parse_invitation(invitation)
     # Also when the code comes another way: no process that is started here inherits it.
     from_environment = take_code_from_environment()
@@ -165,7 +177,7 @@ def read_code_file(file: Path) -> str:
 
 
 class OwnRank:
-    """Progress of the rank on this machine, as a host shows that of rank 0."""
+    """Progress of the rank on this machine, by its own number, as a host shows that of rank 0."""
 
     def __init__(self) -> None:
         self._display: Display | None = None
@@ -183,10 +195,11 @@ class OwnRank:
         if self._gone:
             return
         if self._tail is None and (files := run.event_files()):
-            self._tail = EventTail(next(iter(files.values())))
-            self._display = make_display(load_config(run.config))
+            rank, path = next(iter(files.items()))
+            self._tail = EventTail(path)
+            self._display = make_display(load_config(run.config), rank=rank)
         if self._tail is not None and self._display is not None:
-            self._display([{**event, "rank": 0} for event in self._tail.poll()])
+            self._display(self._tail.poll())
 
     def close(self) -> None:
         if self._display is not None:

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.labtext import lab_document, print_lab
+from shoal.cli.labtext import any_lab_document, lab_document, print_lab, print_labs
 from shoal.cli.output import print_json
 from shoal.cluster.lab import changes, registry
 from shoal.cluster.lab.build import build_steps, plan_state, up
 from shoal.cluster.lab.changes import Change
 from shoal.cluster.lab.filters import parse_ports
 from shoal.cluster.lab.kernel import need_tools, observe
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, choose, has_owner, why_stale
 from shoal.cluster.lab.removal import removal_steps, remove
 from shoal.cluster.lab.spec import DEFAULT_NAME, PROFILES, Link, check_name, make_spec, parse_cpu, parse_loss
 from shoal.cluster.lab.steps import Step, render
@@ -53,6 +53,8 @@ def up_(
 ) -> None:
     """Build a lab: N nodes, each with its own eth0, address, host name and processes, on one switch."""
     spec = make_spec(nodes, name=name, link=link, delay=delay, loss=loss, cpu=cpu, profile=profile, sshd=sshd)
+    if dry_run and json:
+        raise UsageError("--json does not go with --dry-run", why="it prints commands for a shell", fix="leave one out")
     if dry_run:
         _print_script(build_steps(plan_state(spec, observe())))
         return
@@ -61,8 +63,17 @@ def up_(
 
 @app.command()
 def status(name: Name = None, json: Json = False) -> None:
-    """What stands, how it is linked, and what runs where."""
-    _show(Lab.open(name), json)
+    """What stands, how it is linked, and what runs where; without --name, of every lab and what it belongs to."""
+    if name is not None:
+        _show(Lab.open(name), json)
+        return
+    documents = [any_lab_document(each) for each in registry.names()]
+    if json:
+        print_json({"labs": documents})
+    elif documents:
+        print_labs(documents)
+    else:
+        typer.echo("no lab is up; make one: shoal lab up 3")
 
 
 def _show(found: Lab, json: bool) -> None:
@@ -187,6 +198,12 @@ def firewall(
     dry_run: DryRun = False,
 ) -> None:
     """Let nobody in who was not asked: the home firewall that makes a run hang."""
+    if off and allow:
+        raise UsageError(
+            "--allow does not go with --off",
+            why="without a firewall every port is open",
+            fix=f"shoal lab firewall {node} --off",
+        )
     need_tools({"nft": "nftables"})
     _perform(name, changes.set_firewall(node, None if off else parse_ports(allow)), dry_run)
 
@@ -194,7 +211,7 @@ def firewall(
 @app.command()
 def down(
     name: Name = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every lab of this user.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Every lab of this user, but those of runs that go on.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Remove a lab and everything that runs in it; also what a crash left of one."""
@@ -202,6 +219,9 @@ def down(
         raise UsageError("--all and --name contradict each other", fix="shoal lab down --all")
     wanted = registry.names() if all_ else [check_name(name) if name else _only()]
     for each in wanted:
+        if all_ and has_owner(each) and not why_stale(registry.lab_folder(each), registry.read_state(each)):
+            typer.echo(f"lab {each!r} is left alone: it belongs to a run that goes on, and goes with it", err=True)
+            continue
         if dry_run:
             _print_script(removal_steps(each))
         else:
@@ -211,8 +231,9 @@ def down(
 
 
 def _only() -> str:
+    """What is left of the default lab is cleared away too, where there is nothing else to take down."""
     names = registry.names()
-    return names[0] if len(names) == 1 and DEFAULT_NAME not in names else DEFAULT_NAME
+    return choose(names) if any(not has_owner(name) for name in names) else DEFAULT_NAME
 
 
 def _perform(name: str | None, change: Change, dry_run: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,9 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import stdout_console
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab import registry
+from shoal.cluster.lab.lab import Lab, why_stale
 from shoal.cluster.lab.spec import LabNode
 from shoal.cluster.lab.state import LabState
+from shoal.launch.found import find
+from shoal.terminal import printable_line
+
+_LONGEST_COMMAND = 80
 
 
 def lab_document(lab: Lab) -> dict[str, Any]:
@@ -21,11 +27,43 @@ def lab_document(lab: Lab) -> dict[str, Any]:
         "folder": str(lab.folder),
         "rootless": state.rootless,
         "owner": state.owner.pid if state.owner else None,
+        "belongs_to": _belongs_to(state),
         "ssh_config": str(lab.folder / "ssh/config") if state.spec.sshd else None,
         "notes": list(state.notes),
         "nodes": [_node(lab, state, node) for node in state.spec.nodes],
         "cuts": [{"from": sender, "to": hearer} for sender, hearer in sorted(state.cuts)],
     }
+
+
+def any_lab_document(name: str) -> dict[str, Any]:
+    """Of a lab that stands what `lab_document` has, of a broken one its name and what is wrong with it."""
+    lab = Lab(name)
+    fault = why_stale(lab.folder, registry.read_state(name))
+    if fault:
+        return {"name": name, "folder": str(lab.folder), "broken": fault}
+    return lab_document(lab)
+
+
+def print_labs(documents: list[dict[str, Any]]) -> None:
+    for number, document in enumerate(documents):
+        if number:
+            stdout_console().print()
+        if "broken" in document:
+            text = f"lab [bold]{document['name']}[/] is [red]broken[/]: {escape(document['broken'])}"
+            stdout_console().print(f"{text}; remove it: shoal lab down --name {document['name']}", soft_wrap=True)
+        else:
+            print_lab(document)
+
+
+def _belongs_to(state: LabState) -> str | None:
+    """The run folder of the process that the lab was made for, or that process; None for a lab of the user's own."""
+    if state.owner is None:
+        return None
+    run = next((found.run for found in find() if found.pid == state.owner.pid), None)
+    if run is not None:
+        return f"the run {run}"
+    words = Path(f"/proc/{state.owner.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return f"process {state.owner.pid} ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})"
 
 
 def _node(lab: Lab, state: LabState, node: LabNode) -> dict[str, Any]:
@@ -52,7 +90,8 @@ def _condition(lab: Lab, state: LabState, node: str) -> str:
 def print_lab(document: dict[str, Any]) -> None:
     console = stdout_console()
     how = "in a user namespace" if document["rootless"] else "as root"
-    console.print(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}", soft_wrap=True)
+    whose = f"; it belongs to {escape(document['belongs_to'])}, and goes with it" if document["belongs_to"] else ""
+    console.print(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}{whose}", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for title in ("node", "address", "link", "cpu", "state", "runs"):
         table.add_column(title)

@@ -64,9 +64,15 @@ class LineDisplay:
         self._draw(below)
 
     def note(self, text: str) -> None:
+        self.beside(lambda: print_note(text))
+
+    def beside(self, say: Callable[[], None]) -> None:
+        """Lets `say` print to the same terminal, above the current lines."""
         below = self._drawn
         self._erase()
-        print_note(text)
+        # It may print to stderr, which is another stream.
+        self._console.file.flush()
+        say()
         self._draw(below)
 
     def close(self) -> None:

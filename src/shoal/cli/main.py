@@ -5,11 +5,13 @@ Verbs are imported when they are used: `shoal --help` lists them from the table 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from shoal.config.presets import did_you_mean
 from shoal.control.process import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
+from shoal.runfolder import no_access
 from shoal.terminal import protect_terminal, styled_output
 
 VERBS = {
@@ -142,6 +145,8 @@ def _say(error: Exception) -> int:
         return error.exit_code
     if hasattr(error, "format_message"):
         return _say_usage(error, error.format_message())
+    if isinstance(error, PermissionError) and error.errno == errno.EACCES and isinstance(error.filename, str):
+        return _say(no_access(Path(error.filename)))
     bug = ShoalError(
         f"shoal failed unexpectedly: {type(error).__name__}: {error}",
         why="this is a bug in shoal, or something about this machine that it did not foresee",

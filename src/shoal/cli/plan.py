@@ -11,6 +11,7 @@ import typer
 
 from shoal.cli import planargs
 from shoal.cli import simulateoptions as options
+from shoal.cli.given import refuse_given
 from shoal.cli.output import command, print_json, shown
 from shoal.cli.planbasis import LINK, basis
 from shoal.cli.plantext import plan_document, print_plan
@@ -21,15 +22,18 @@ from shoal.cost.lever import Lever
 from shoal.cost.plan import Plan, make_plan
 from shoal.cost.predict import Prediction, Setting, predict
 from shoal.cost.workload import Workload
-from shoal.errors import UsageError
+from shoal.errors import ConfigError, UsageError
 
 app = typer.Typer(add_completion=False)
 
 DEFAULTS = options.SimulateOptions
+# Options of a plan that a simulation has too.
+_SHARED = ("nodes", "scaling", "ranks_per_node")
 
 
 @app.command()
 def plan(
+    context: typer.Context,
     preset: Annotated[
         list[str] | None,
         typer.Argument(help="grammar, shakespeare-char or gpt2-124m; with --calibrate: runs.", show_default="grammar"),
@@ -70,7 +74,9 @@ def plan(
     global_batch: Annotated[int | None, typer.Option(help="Sequences in a step of the whole world.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank computes at once.")] = None,
     scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
-    accumulate: Annotated[int, typer.Option(help="So many times the batch between two exchanges.")] = 1,
+    accumulate: Annotated[
+        int | None, typer.Option(help="So many times the batch between two exchanges.", show_default="1")
+    ] = None,
     wire: Annotated[str | None, typer.Option(help="fp32, fp16, bf16, int8 or powersgd:RANK.")] = None,
     sync: Annotated[str | None, typer.Option(help="ddp, local:STEPS, diloco:STEPS, streaming:STEPS, sharded.")] = None,
     on: Annotated[
@@ -105,6 +111,7 @@ def plan(
     With --simulate: what failures, stragglers and checkpoints make of it over hours or months.
     """
     given = locals()
+    refuse_idle(context, calibrate, simulate)
     if calibrate:
         learn(preset or [], profile, json)
         return
@@ -118,10 +125,43 @@ def plan(
     if simulate:
         run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
         return
-    made = make_plan(workload, lever, made_from.setting, counts)
+    try:
+        made = make_plan(workload, lever, made_from.setting, counts)
+    except ConfigError as error:
+        # What `--set` would change; a bare model takes flags only.
+        fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
+        raise ConfigError(error.seen, why=error.why, fix=fix) from None
     if made_from.known and max(counts) > made_from.known:
         notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are taken to be like the last of them")
     show(made, [made_from.note, *notes], given)
+
+
+def refuse_idle(context: typer.Context, calibrate: bool, simulate: bool) -> None:
+    """Refuse an option that has no effect beside the others."""
+    names = [name for name in context.params if name not in ("preset", "profile", "json", "calibrate")]
+    if calibrate:
+        fix = "write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml"
+        refuse_given(context, names, "with --calibrate", "it fits a profile to past runs, and plans nothing", fix)
+    own = ({field.name for field in fields(options.SimulateOptions)} & set(names)) - {*_SHARED}
+    if not simulate:
+        refuse_given(
+            context,
+            [name for name in names if name in own],
+            "without --simulate",
+            "it is one of the simulation's: failures, stragglers and checkpoints over hours or months",
+            "add --simulate, or leave it out",
+        )
+        return
+    refuse_given(context, ["on"], "with --simulate", "a simulation prints no command to paste", "leave it out")
+    chosen = context.params
+    if chosen["checkpoint_every"] == "never":
+        why = "checkpoints are never written"
+        refuse_given(
+            context, ["checkpoint_s", "hidden_checkpoints"], "with --checkpoint-every never", why, "leave it out"
+        )
+    if chosen["recovery"] == "restart":
+        why = "everybody is restarted from a checkpoint"
+        refuse_given(context, ["regroup_s", "rejoin_s"], "with --recovery restart", why, "use --recovery both")
 
 
 def foretell(

@@ -9,9 +9,9 @@ from typing import Any, get_args
 from shoal.config.load import build_config
 from shoal.config.presets import PRESETS, depth_overrides, did_you_mean
 from shoal.config.schema import Config, TrainConfig
-from shoal.config.wire import WireName, parse_wire
+from shoal.config.wire import WireName
 from shoal.cost.advice import Option
-from shoal.cost.lever import Lever, Sync
+from shoal.cost.lever import Lever, Sync, lever_of
 from shoal.cost.plan import Plan
 from shoal.cost.predict import speeds
 from shoal.cost.sheet import positive
@@ -36,7 +36,7 @@ _FLAGS = {
 # What a bare model has no place for.
 _NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
 # Settings that a plan decides itself.
-_OURS = ("train.global_batch", "sync.wire", "run.weights")
+_OURS = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.weights")
 _EVERY = {"local": 8, "diloco": 100, "streaming": 100}
 
 
@@ -114,6 +114,7 @@ def bare(given: dict[str, Any]) -> Workload:
             why="it stands for a model of which nothing but the size is known",
             fix="leave one of them out",
         )
+    _refuse_two_batches(given)
     parameters = round(positive("--params", given["params"], 1e14))
     batch = BARE_BATCH if given["global_batch"] is None else given["global_batch"]
     if given["tokens"] is not None:
@@ -124,10 +125,20 @@ def bare(given: dict[str, Any]) -> Workload:
 
 
 def preset_workload(config: Config, given: dict[str, Any]) -> Workload:
+    _refuse_two_batches(given)
     if given["tokens"] is None:
         return workload_of(config, gradient_type(given["grad_dtype"]))
     sequences = _sequences(given["tokens"], config.model.seq_len)
     return workload_of(config, gradient_type(given["grad_dtype"])).with_batch(sequences)
+
+
+def _refuse_two_batches(given: dict[str, Any]) -> None:
+    if given["tokens"] is not None and given["global_batch"] is not None:
+        raise UsageError(
+            "--tokens does not go with --global-batch",
+            why="both say how large a step of the whole world is",
+            fix="leave one of them out",
+        )
 
 
 def _sequences(tokens: float, seq_len: int) -> int:
@@ -150,13 +161,11 @@ def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
     return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
 
 
-def parse_lever(config: Config | None, wire: str | None, sync: str | None, accumulate: int) -> Lever:
+def parse_lever(config: Config | None, wire: str | None, sync: str | None, accumulate: int | None) -> Lever:
     """From the configuration, and from flags that know levers which no training can use yet."""
-    lever = Lever(accumulation=round(positive("--accumulate", accumulate, 1e6)))
-    if config is not None:
-        overlap = config.sync.measure != "barrier"
-        choice = parse_wire(config.sync.wire)
-        lever = lever.with_(wire=choice.name, rank=choice.rank, bucket_mb=config.sync.bucket_mb, overlap=overlap)
+    lever = Lever() if config is None else lever_of(config.sync)
+    if accumulate is not None:
+        lever = lever.with_(accumulation=round(positive("--accumulate", accumulate, 1e6)))
     if wire is not None:
         name, number = _named("--wire", wire, get_args(WireName))
         lever = lever.with_(wire=name, **({"rank": number} if number else {}))
@@ -193,7 +202,9 @@ def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
         words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
     batch = plan.workload.accumulated(lever.accumulation).train.global_batch
     words += ["--global-batch", str(batch)] if batch != _preset_batch(given) else []
-    words += ["--sync", lever.sync, "--every", str(lever.every)] if lever.every > 1 else []
+    # A file with settings may say how to synchronise, and how many batches make a step.
+    named = ["--sync", lever.sync, "--accumulate", "1"] if given["config"] is not None else []
+    words += ["--sync", lever.sync, "--every", str(lever.every)] if lever.every > 1 else named
     kept = [setting for setting in given["set_"] or [] if setting.partition("=")[0].strip() not in _OURS]
     settings = kept + ([f"sync.wire={lever.wire_setting}"] if lever.wire != "fp32" else [])
     if lever.balanced:

@@ -43,11 +43,11 @@ class StepLine:
 class PlainDisplay:
     """For logs and pipes: a line now and then, none of them rewritten."""
 
-    def __init__(self, console: Console, steps: int, title: str) -> None:
+    def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._console = console
         self._line = StepLine(steps)
-        self._teller = Teller(title)
-        self._said_at = time.monotonic()
+        self._teller = Teller(title, rank)
+        self._said_at: float | None = None
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
@@ -61,16 +61,17 @@ class PlainDisplay:
 
     def _step(self, event: Event) -> None:
         text = self._line.update(event)
-        last = event["step"] == self._line.steps
-        if last or event["step"] == 1 or time.monotonic() - self._said_at > _PLAIN_EVERY_S:
-            self._said_at = time.monotonic()
+        last, now = event["step"] == self._line.steps, time.monotonic()
+        # The first one that is seen, which is a later one of a run that was resumed or is watched from the middle.
+        if last or self._said_at is None or now - self._said_at > _PLAIN_EVERY_S:
+            self._said_at = now
             self._console.print(f"step {event['step']}/{self._line.steps}  {text}", soft_wrap=True)
 
 
 class BarDisplay:
-    def __init__(self, console: Console, steps: int, title: str) -> None:
+    def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._line = StepLine(steps)
-        self._teller = Teller(title)
+        self._teller = Teller(title, rank)
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -98,19 +99,28 @@ class BarDisplay:
         self._progress.update(self._task, completed=event["step"], description=self._line.update(event))
 
 
-def make_display(config: Config, quiet: bool = False) -> Display:
+def make_plain_display(config: Config) -> Display:
+    """Lines even on a terminal, for a command that prints other lines between them."""
+    return PlainDisplay(make_console(stderr=True), config.train.steps, config.run.preset)
+
+
+def make_display(config: Config, quiet: bool = False, rank: int | None = None) -> Display:
+    """`rank`: whose steps are shown; without it those of the first rank that takes part."""
     console = make_console(stderr=True, quiet=quiet)
     kind = BarDisplay if console.is_terminal else PlainDisplay
-    return kind(console, config.train.steps, config.run.preset)
+    return kind(console, config.train.steps, config.run.preset, rank)
 
 
 class Teller:
-    """Says what happens beside the steps, and whose steps are shown: those of the first rank of the newest generation,
-    which is rank 0 as long as nobody leaves."""
+    """Says what happens beside the steps, and whose steps are shown.
 
-    def __init__(self, title: str) -> None:
+    These are the steps of `rank`, or of the first rank of the newest generation: rank 0 as long as it does not leave.
+    """
+
+    def __init__(self, title: str, rank: int | None = None) -> None:
         self._title = title
-        self._lead = 0
+        self._is_fixed = rank is not None
+        self._lead = rank or 0
         self._newest = NEVER
         self._started = False
         self._dealt: set[int] = set()
@@ -145,7 +155,7 @@ class Teller:
 
     def _follow(self, event: Event) -> None:
         entered = read_entered(event)
-        if entered is not None and entered.generation > self._newest:
+        if not self._is_fixed and entered is not None and entered.generation > self._newest:
             self._newest, self._lead = entered.generation, entered.ids[0]
 
 

@@ -18,7 +18,7 @@ from shoal.cluster.hosts.each import on_each, values_or_raise
 from shoal.cluster.hosts.files import project_of, say_left_out
 from shoal.cluster.hosts.setup import Outcome, make_order, set_up
 from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UsageError
 
 app = typer.Typer(add_completion=False)
 
@@ -42,6 +42,10 @@ def setup(
 
     Each host gets the Python packages in the versions used here, in a folder of shoal's own; what is there stays.
     """
+    if no_project and project is not None:
+        raise UsageError(
+            f"--no-project does not go with --project {project}", why="they contradict each other", fix="leave one out"
+        )
     spec = read_hosts(hosts)
     order = make_order(None if no_project else project or project_of(Path.cwd()), wheels)
     if order.project is not None and (left_out := say_left_out(order.project)):

@@ -9,15 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.given import flag_of
 from shoal.cli.leftovers import clear_leftovers
 from shoal.cli.output import print_detached, print_json, print_run
 from shoal.cli.progress import make_display
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Meeting
-from shoal.config.load import build_config
+from shoal.config.load import (
+    build_config,
+    merge,
+    parse_set,
+    refuse_fixed,
+    refuse_twice,
+    refuse_without_effect,
+    typed_settings,
+)
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.report.explain_prediction import say_prediction
 from shoal.runfolder import RunFolder
@@ -70,7 +79,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run from its last checkpoint.", readable=False)
+    ] = None,
     lineage: Annotated[
         str | None, typer.Option(help="With --resume, where machines trained apart: the training to go on with.")
     ] = None,
@@ -124,11 +135,12 @@ def train(
         typer.Option(help="What --plan and --sync auto predict from; see shoal probe.", show_default=str(PROFILE)),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Train a model data-parallel; gradients are exchanged in every step, or with --sync parameters now and then.
 
     Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run, members.
+    With --resume, settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
     """
     given = locals()
     if lineage and resume is None:
@@ -139,18 +151,20 @@ def train(
         )
     if resume is not None:
         refuse_with_resume(given)
+        changes = changes_of(given)
         clear_leftovers(clean)
-        run, manifest = train_on(resume, make_display, steps, detach, lineage or "", confirm)
+        run, manifest = train_on(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
-        settings = build_config(name, config, flags_to_overrides(given), set_ or [])
+        settings = settings_of(given, name)
         if dry_run:
-            print_plan(settings, out or default_out(name))
+            refuse_with_dry_run(given)
+            print_plan(settings, out or default_out(name), json)
             return
         if confirm:
             refuse_confirm(settings.run.on)
         clear_leftovers(clean)
-        before = before_start(settings, profile or PROFILE if plan or profile else None)
+        before = before_start(settings, profile, plan)
         run, manifest = train_new(settings, out or default_out(name), make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
@@ -160,16 +174,51 @@ def train(
         print_run(run, manifest)
 
 
-def before_start(settings: Config, profile: Path | None) -> Callable[[RunFolder], None]:
-    """What is said of the run before it begins: how it would synchronise, where that is open, and how fast."""
+def settings_of(given: dict[str, Any], preset: str) -> Config:
+    """The settings of a new run; a setting of the command line that it would ignore is refused."""
+    flags, sets = flags_to_overrides(given), given["set_"] or []
+    refuse_twice(named_flags(given), sets)
+    settings = build_config(preset, given["config"], flags, sets)
+    refuse_without_effect(settings, typed_settings(flags, sets))
+    return settings
+
+
+def named_flags(given: dict[str, Any]) -> dict[str, str]:
+    """The flags of the command line, by the setting each stands for."""
+    return {key: flag_of(flag) for flag, key in FLAGS.items() if given[flag] is not None}
+
+
+def changes_of(given: dict[str, Any]) -> Overrides:
+    """The settings that a resumed run is to have from here on; one that cannot change is refused."""
+    sets, flags = given["set_"] or [], named_flags(given)
+    refuse_twice(flags, sets)
+    refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
+    return merge([flags_to_overrides(given), *map(parse_set, sets)])
+
+
+def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable[[RunFolder], None]:
+    """Prints what is foreseen before the run begins: how it would synchronise, where that is open, and how fast.
+
+    `--sync auto` uses ./profile.toml where there is one; a profile of another cluster is only refused if it was named.
+    """
+    asked = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
         if settings.sync.mode == "auto":
-            typer.echo(NO_PLAN if profile is None else store_sync_plan(run, profile), err=True)
-        if profile is not None:
-            typer.echo(say_prediction(store_prediction(run, profile)), err=True)
+            typer.echo(store_sync_plan(run, asked) if asked else _offered_sync_plan(run), err=True)
+        if asked is not None:
+            typer.echo(say_prediction(store_prediction(run, asked)), err=True)
 
     return before
+
+
+def _offered_sync_plan(run: RunFolder) -> str:
+    if not PROFILE.exists():
+        return NO_PLAN
+    try:
+        return store_sync_plan(run, PROFILE, discard=False)
+    except ShoalError as error:
+        return f"plan: ./{PROFILE} is not used: {error.seen}; the first steps alone choose how to synchronise"
 
 
 def flags_to_overrides(given: dict[str, Any]) -> Overrides:
@@ -182,24 +231,42 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
-    """A resumed run keeps its configuration; quietly ignoring a flag would train something else than asked."""
-    allowed = {"steps", "resume", "lineage", "json", "detach", "clean", "confirm"}
+    """Refuse what only a new run can have. Flags that stand for settings are judged as settings."""
+    allowed = {"set_", "resume", "lineage", "json", "detach", "clean", "confirm", *FLAGS}
     # A zero was given too: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]
     if extra:
-        flag = given["preset"] if extra[0] == "preset" else "--" + extra[0].rstrip("_").replace("_", "-")
+        flag = given["preset"] if extra[0] == "preset" else flag_of(extra[0])
         raise UsageError(
             f"{flag} does not go with --resume",
-            why="a resumed run goes on with the configuration it was started with",
+            why="a resumed run goes on in its folder with the model and the text it was started with",
             fix=f"leave it out, or start a new run without --resume {given['resume']}",
         )
 
 
-def print_plan(config: Config, out: Path) -> None:
+def refuse_with_dry_run(given: dict[str, Any]) -> None:
+    for name in ("plan", "profile"):
+        if given[name]:
+            raise UsageError(
+                f"--{name} does not go with --dry-run",
+                why="--dry-run prints the commands that start the ranks, and predicts nothing",
+                fix="leave one of them out; to predict without training: shoal plan",
+            )
+
+
+def print_plan(config: Config, out: Path, json: bool) -> None:
     """Commands as they could be typed. The port is a placeholder: the real one is found at launch."""
     nodes = planned_nodes(config.run.on)
     meeting = Meeting(nodes[0].address, 0)
-    for command in plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False):
+    commands = plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False)
+    if json:
+        ranks = [
+            {"name": each.name, "node": each.node.name, "env": dict(sorted(each.env.items())), "argv": [*each.argv]}
+            for each in commands
+        ]
+        print_json({"run": str(out), "config": config.model_dump(mode="json"), "commands": ranks})
+        return
+    for command in commands:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
         typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")

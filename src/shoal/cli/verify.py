@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder.", readable=False)],
     json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
 ) -> None:
     """Do all replicas agree, bit for bit? Was every sample used exactly once? Do all files of the run tell the same?

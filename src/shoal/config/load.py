@@ -17,6 +17,42 @@ from shoal.config.presets import Overrides, did_you_mean, preset
 from shoal.config.schema import Config
 from shoal.errors import ConfigError
 
+# Settings that only some ways to synchronise have.
+_OUTER = ("diloco", "streaming", "auto")
+_MODES_OF = {
+    "sync.every": ("local", *_OUTER),
+    "sync.outer_lr": _OUTER,
+    "sync.outer_momentum": _OUTER,
+    "sync.fragments": ("streaming", "auto"),
+    "sync.overlap": ("streaming", "auto"),
+    "sync.bucket_mb": ("ddp", "local", *_OUTER),
+    "sync.planned": ("auto",),
+    "sync.planned_step_s": ("auto",),
+}
+
+# What a run can be resumed with: no step that was done would have been another one.
+_CHANGEABLE = (
+    "train.steps",
+    "train.eval_every",
+    "train.eval_sequences",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.gc_every",
+    "train.pin",
+    "run.weights",
+    "run.threads",
+    "sync.measure",
+    "sync.timeout_s",
+    "sync.join_timeout_s",
+)
+_WHY_FIXED = {
+    "model": "the checkpoint holds a model of this shape",
+    "data": "the order of the samples, which the ledger proves, follows from the text and these settings",
+    "train": "the steps that were done belong to this optimisation; with another it would be another training",
+    "sync": "the checkpoint holds what this way to exchange has to remember",
+    "run": "the run folder and its checkpoints belong to this cluster and launcher",
+}
+
 
 def build_config(
     preset_name: str = "grammar",
@@ -30,6 +66,96 @@ def build_config(
     layers.append(flags or {})
     layers.extend(parse_set(assignment) for assignment in sets)
     return validate(merge(layers), source=str(file) if file else "the command line")
+
+
+def typed_settings(flags: Overrides | None, sets: Iterable[str]) -> list[str]:
+    """The names of the settings that the command line gives, with flags or with `--set`."""
+    layers = [flags or {}, *map(parse_set, sets)]
+    return list(dict.fromkeys(f"{section}.{key}" for layer in layers for section in layer for key in layer[section]))
+
+
+def refuse_twice(flags: Mapping[str, str], sets: Iterable[str]) -> None:
+    """Refuse a setting that is given by a flag and with `--set`; `flags` are those on the command line, by setting."""
+    for key in typed_settings(None, sets):
+        if key in flags:
+            raise ConfigError(
+                f"{key} is given twice: with {flags[key]} and with --set",
+                why="only one of them can count",
+                fix=f"leave one out: {flags[key]}, or --set {key}=…",
+            )
+
+
+def refuse_without_effect(config: Config, settings: Iterable[str]) -> None:
+    """Refuse a setting of the command line that a new run would ignore because of another setting.
+
+    A file with settings may serve several ways to train, so what only stands there is accepted.
+    """
+    for key in settings:
+        if (reason := _no_effect(config, key)) is not None:
+            why, fix = reason
+            raise ConfigError(f"{key} has no effect here", why=why, fix=f"leave it out, or: {fix}")
+
+
+def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
+    """Why a setting has no effect and what would give it one; None for a setting that counts."""
+    mode, data = config.sync.mode, config.data
+    modes = _MODES_OF.get(key)
+    if modes is not None and mode not in modes:
+        return f"it belongs to sync.mode {' or '.join(modes)}, and this run has {mode}", f"--set sync.mode={modes[0]}"
+    if key == "data.bpe_vocab" and data.tokenizer != "bpe":
+        return f"the {data.tokenizer} tokenizer has a vocabulary of its own", "--set data.tokenizer=bpe"
+    if key == "data.sentences" and (data.path is not None or data.builtin != "grammar"):
+        return "it says how many sentences are generated, and this run has a text", "leave the text out"
+    if key == "data.builtin" and data.path is not None:
+        return f"data.path={data.path} is the text", "leave data.path out"
+    # All ranks compare their digests, whatever started them.
+    if key.startswith("members.") and key != "members.digest_every" and config.run.launcher != "shoal":
+        return f"with run.launcher={config.run.launcher} the members of a run never change", "--set run.launcher=shoal"
+    if key == "run.lineage":
+        return "it is for a run that goes on, and this one begins", "shoal train --resume RUN --lineage LINEAGE"
+    if key == "run.preset":
+        return "a preset is chosen before settings are applied", "name it as the first argument: shoal train PRESET"
+    return None
+
+
+def refuse_fixed(settings: Mapping[str, str]) -> None:
+    """Refuse to change a setting with which the steps of a run were done; `settings` are those that the command line
+    gives, each with the words that give it."""
+    for key, given in settings.items():
+        if key in known_keys() and (why := _why_fixed(key)) is not None:
+            raise ConfigError(
+                f"{given} cannot be changed when a run is resumed",
+                why=why,
+                fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
+            )
+
+
+def _why_fixed(key: str) -> str | None:
+    """Why a resumed run keeps a setting; None where it may change."""
+    section, _, _ = key.partition(".")
+    if section == "members" or key in _CHANGEABLE:
+        return None
+    if key == "run.lineage":
+        return "the training to go on with is named by --lineage"
+    return _WHY_FIXED[section]
+
+
+def change_settings(config: Config, changes: Overrides) -> tuple[Config, list[str]]:
+    """The settings of a resumed run, and what is different, as `train.steps: 40 → 80`."""
+    before = config.model_dump()
+    changed = validate(merge([before, changes]), source="the command line")
+    after = changed.model_dump()
+    differences = [
+        f"{section}.{key}: {_shown(before[section][key])} → {_shown(value)}"
+        for section, values in after.items()
+        for key, value in values.items()
+        if value != before[section][key]
+    ]
+    return changed, differences
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else str(value)
 
 
 def validate(values: Mapping[str, Any], source: str) -> Config:

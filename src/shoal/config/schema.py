@@ -56,13 +56,15 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What to train on. Without `path` the built-in English-verb corpus is generated.
+    """What to train on. Without `path` it is the `builtin` text: `grammar` generates sentences with English verbs,
+    `shakespeare` is two plays that come with shoal.
 
     `sharding`: `cursor` deals one global shuffled order over whoever is in the world, so the training does not depend
     on the number of ranks. `modulo` is the classroom way: a rank only sees samples with `index % world_size == rank`.
     """
 
     path: Path | None = None
+    builtin: Literal["grammar", "shakespeare"] = "grammar"
     tokenizer: Literal["char", "byte", "bpe"] = "bpe"
     bpe_vocab: Annotated[int, Field(ge=257, le=65_536)] = 2048
     val_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.1

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import getpass
 import os
-import pwd
 import re
 import shutil
 import stat
@@ -21,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.runfolder import user_name
 
 # Variables by which a user names a folder from which torch loads code.
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -87,14 +87,14 @@ def _claim_default(env: Mapping[str, str]) -> str | None:
     except (KeyError, OSError):
         return ""
     folder = Path(env.get("TMPDIR") or tempfile.gettempdir()) / f"torchinductor_{user}"
-    if user != _user_name(os.geteuid()):
+    if user != user_name(os.geteuid()):
         return ""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
     if danger := find_danger(folder):
         return danger
     owner = folder.stat().st_uid
-    return None if owner == os.geteuid() else f"{folder} belongs to user {_user_name(owner)}"
+    return None if owner == os.geteuid() else f"{folder} belongs to user {user_name(owner)}"
 
 
 def user_cache(env: Mapping[str, str]) -> Path:
@@ -109,14 +109,14 @@ def make_private(folder: Path) -> Path:
     for place in (*reversed(folder.parents), folder):
         if not os.path.lexists(place):
             if not os.access(place.parent, os.W_OK) or place.parent.stat().st_uid != os.geteuid():
-                raise PermissionError(f"{place.parent} belongs to user {_user_name(place.parent.stat().st_uid)}")
+                raise PermissionError(f"{place.parent} belongs to user {user_name(place.parent.stat().st_uid)}")
             place.mkdir(mode=0o700, exist_ok=True)
         elif danger := find_danger(place, is_last=place == folder):
             raise PermissionError(danger)
     if danger := find_danger(folder):
         raise PermissionError(danger)
     if folder.stat().st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to user {_user_name(folder.stat().st_uid)}")
+        raise PermissionError(f"{folder} belongs to user {user_name(folder.stat().st_uid)}")
     # Checked above: no other user can replace it by now.
     folder.chmod(0o700)
     return folder
@@ -145,7 +145,7 @@ def find_danger(folder: Path, is_last: bool = True) -> str:
             if stat.S_ISLNK(facts.st_mode):
                 target, links = place.readlink(), links + 1
                 if facts.st_uid not in trusted:
-                    return f"{place} is a symbolic link of user {_user_name(facts.st_uid)}"
+                    return f"{place} is a symbolic link of user {user_name(facts.st_uid)}"
                 if links > _MOST_LINKS:
                     return f"{folder} has too many symbolic links"
                 pending.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
@@ -162,7 +162,7 @@ def _danger_of(place: Path, facts: os.stat_result, trusted: set[int], is_last: b
     if not stat.S_ISDIR(facts.st_mode):
         return f"{place} is not a folder"
     if facts.st_uid not in (trusted if not is_last else {0, os.geteuid()}):
-        return f"{place} belongs to user {_user_name(facts.st_uid)}"
+        return f"{place} belongs to user {user_name(facts.st_uid)}"
     # In a sticky folder such as /tmp users can add entries, but not replace those of others.
     if not is_last and facts.st_mode & stat.S_ISVTX:
         return ""
@@ -202,10 +202,3 @@ def _make_temporary() -> Path:
 
     atexit.register(remove)
     return folder
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)

@@ -24,6 +24,19 @@ def scaled_lr(train: TrainConfig, world_size: int, accumulate: int = 1) -> float
     return train.lr * accumulate * world_batch(train, world_size) / train.base_batch
 
 
+def learning_rate(step: int, peak: float, train: TrainConfig) -> float:
+    """The rate of a step, counted from 1: a linear warm-up, then a cosine down to a fraction of the peak.
+
+    A warm-up longer than the run is cut to the run, so short trials still reach the peak.
+    """
+    warmup = min(train.warmup_steps, train.steps)
+    if step <= warmup:
+        return peak * step / warmup
+    progress = (step - warmup) / max(1, train.steps - warmup)
+    floor = peak * train.min_lr_fraction
+    return floor + (peak - floor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
 def rank_weights(run: RunConfig, world_size: int) -> tuple[float, ...]:
     """How the ranks share a batch, relative to each other."""
     if run.weights is None:
@@ -107,7 +120,7 @@ def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_
         raise ConfigError(
             f"{world_size} ranks cannot share a global batch of {batch} sequences",
             why="every rank needs at least one sequence in each step",
-            fix=f"use --global-batch {world_size} or more, or fewer ranks",
+            fix=f"use --set train.global_batch={world_size} or more, or fewer ranks",
         )
     if train.micro_batch is None:
         return _least_work(batch, _divisors(batch, most), weights)
@@ -129,7 +142,7 @@ def _check_fits(size: int, batch: int, world_size: int) -> None:
     raise ConfigError(
         f"a global batch of {batch} sequences cannot be dealt to {world_size} ranks in micro-batches of {size}",
         why="shares are whole micro-batches of one shape, at least one for every rank",
-        fix=f"use --micro-batch {nearest}, or leave it out",
+        fix=f"use --set train.micro_batch={nearest}, or leave it out",
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shoal.config.wire import DEFAULT_RANK, WireName
+from shoal.config.schema import SyncConfig
+from shoal.config.wire import DEFAULT_RANK, WireName, parse_wire
+from shoal.cost.buckets import STOCK_FIRST_MB, STOCK_MB
 
 Sync = Literal["ddp", "local", "diloco", "streaming", "sharded"]
 
@@ -83,3 +85,20 @@ class Lever:
         words += [f"batch ×{self.accumulation}"] if self.accumulation > 1 else []
         words += [name for name in ("balanced", "hierarchical") if name in self.parts]
         return ", ".join(words + ([] if self.overlap else ["no overlap"]))
+
+
+def lever_of(sync: SyncConfig) -> Lever:
+    """What the configuration asks for."""
+    if sync.mode == "stock":
+        return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
+    choice = sync.foreseen
+    wire = parse_wire(choice.wire)
+    return Lever(
+        sync=choice.mode,
+        wire=wire.name,
+        rank=wire.rank,
+        accumulation=sync.accumulate,
+        every=choice.every,
+        bucket_mb=sync.bucket_mb,
+        overlap=sync.measure != "barrier",
+    )

@@ -98,7 +98,8 @@ def bare_workload(parameters: int, seq_len: int, train: TrainConfig, gradient: G
 def assumed_vocabulary(data: DataConfig) -> int:
     match data.tokenizer:
         case "bpe":
-            return data.bpe_vocab if data.path else min(data.bpe_vocab, _GRAMMAR_BPE)
+            is_generated = data.path is None and data.builtin == "grammar"
+            return min(data.bpe_vocab, _GRAMMAR_BPE) if is_generated else data.bpe_vocab
         case "byte":
             return _BYTES
         case "char":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,13 @@ from shoal.units import format_si
 TRAIN = "train.tokens"
 VAL = "val.tokens"
 TOKENIZER = "tokenizer.json"
+# Part of the package; see "Texts" in the README.
+SHAKESPEARE = Path(__file__).with_name("shakespeare.txt")
+SHAKESPEARE_IS = "Coriolanus and Romeo and Juliet (288 kB, part of shoal)"
 # Raise it when the same text and settings would be split or encoded in another way than before.
 PREPARE_VERSION = 1
+# Advice for a short text names no shorter sequences: from fewer tokens a model learns nothing.
+_SHORTEST_USEFUL = 8
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,16 @@ class Prepared:
 
 def prepare(config: DataConfig) -> Prepared:
     root = cache_root(config.cache_dir)
-    if config.path is None:
+    if config.path is None and config.builtin == "grammar":
         entry = root / _key(config, f"grammar {GRAMMAR_VERSION} {config.sentences} {config.seed}")
         index = obtain(entry, partial(_build_grammar, config))
         return _prepared(entry, index, f"{config.sentences} generated English sentences", config.sentences)
-    files = find_texts(config.path)
+    path = config.path or SHAKESPEARE
+    files = find_texts(path)
     seen = stamps(files)
     entry = root / _key(config, digest_files(files))
-    index = obtain(entry, partial(_build_text, config, config.path, files, seen))
-    return _prepared(entry, index, _describe(config.path, seen), None)
+    index = obtain(entry, partial(_build_text, config, path, files, seen))
+    return _prepared(entry, index, _describe(path, seen) if config.path else SHAKESPEARE_IS, None)
 
 
 def _key(config: DataConfig, content: str) -> str:
@@ -159,19 +166,37 @@ def _identity(tokenizer: str, headers: list[TokenHeader]) -> str:
     return hashlib.sha256(" ".join([tokenizer, *(header.sha256 for header in headers)]).encode()).hexdigest()
 
 
-def check_enough(prepared: Prepared, seq_len: int, global_batch: int) -> None:
-    """Refuses a corpus shorter than one batch before any process is started."""
-    _check_part("training", prepared, prepared.train_tokens, seq_len, global_batch)
-    _check_part("validation", prepared, prepared.val_tokens, seq_len, 1)
+def check_enough(
+    prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int = 1, least_batch: int = 1
+) -> None:
+    """Refuse a corpus shorter than one batch before any process is started.
+
+    A batch of `global_batch` sequences is `batch_unit` times the setting `train.global_batch`, which is `least_batch`
+    or more: both serve to advise only what works.
+    """
+    parts = (("training", prepared.train_tokens, global_batch), ("validation", prepared.val_tokens, 1))
+    for part, tokens, needed in parts:
+        found = window_count(tokens, seq_len)
+        if found < needed:
+            raise DataError(
+                f"the {part} text has {found} sequences of {seq_len} tokens, {needed} are needed ({prepared.source})",
+                why=f"its {tokens} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
+                fix=_what_fits(prepared, seq_len, global_batch, batch_unit, least_batch),
+            )
 
 
-def _check_part(part: str, prepared: Prepared, tokens: int, seq_len: int, needed: int) -> None:
-    found = window_count(tokens, seq_len)
-    if found >= needed:
-        return
-    smaller = f"--global-batch {found}" if found else f"--seq-len {max((tokens - 1) // needed, 1)}"
-    raise DataError(
-        f"the {part} text has {found} sequences of {seq_len} tokens, {needed} are needed ({prepared.source})",
-        why=f"its {tokens} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
-        fix=f"use {smaller}, or more text: --set data.path=LONGER.txt",
-    )
+def _what_fits(prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int, least_batch: int) -> str:
+    """The settings with which both parts of this text suffice, if there are any that teach a model something.
+
+    They are named with `--set`, which every verb that trains has; not every one has `--seq-len`.
+    """
+    smaller = window_count(prepared.train_tokens, seq_len) // batch_unit
+    if smaller >= least_batch and window_count(prepared.val_tokens, seq_len):
+        return f"use --set train.global_batch={smaller}, or more text: --set data.path=LONGER.txt"
+    for batch, flag in ((global_batch, ""), (batch_unit * least_batch, f" --set train.global_batch={least_batch}")):
+        shorter = min((prepared.train_tokens - 1) // batch, prepared.val_tokens - 1)
+        if shorter >= _SHORTEST_USEFUL:
+            return f"use --set model.seq_len={shorter}{flag}, or more text: --set data.path=LONGER.txt"
+    part = prepared.val_tokens / max(1, prepared.train_tokens + prepared.val_tokens)
+    whole = max(global_batch * seq_len / (1 - part), seq_len / part) if part else global_batch * seq_len
+    return f"name a longer text, of at least {math.ceil(1.1 * whole):,} tokens: --set data.path=LONGER.txt"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from shoal.config.load import load_config, to_toml
-from shoal.config.presets import NEEDS_TEXT
 from shoal.config.schema import Config
 from shoal.cost.batch import world_batch
 from shoal.data.prepare import Prepared, check_enough, prepare
@@ -35,12 +35,14 @@ class DataFacts:
 
 def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
-    _check_shares(config, world_size)
+    check_shares(config, world_size)
     config = _with_absolute_path(config)
-    prepared = _prepare(config)
+    prepared = prepare(config.data)
     resolved = _with_vocabulary(config, prepared.vocab_size)
+    is_weak = resolved.train.scaling == "weak"
+    batch_unit = resolved.sync.accumulate * (world_size if is_weak else 1)
     batch = resolved.sync.accumulate * world_batch(resolved.train, world_size)
-    check_enough(prepared, resolved.model.seq_len, batch)
+    check_enough(prepared, resolved.model.seq_len, batch, batch_unit, 1 if is_weak else world_size)
     run = RunFolder.create(out)
     try:
         write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
@@ -56,26 +58,27 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     return run
 
 
-def reopen_run(path: Path, steps: int | None = None, lineage: str = "") -> RunFolder:
-    """For `--resume`: the same configuration, and the same text or none at all. `lineage` counts for this once."""
+def reopen_run(path: Path, config: Config | None = None, lineage: str = "", changed: Sequence[str] = ()) -> RunFolder:
+    """For `--resume`: the same text or none at all, and the saved settings unless others are given.
+
+    `lineage` counts for this once. `changed` says what is different, for the record.
+    """
     run = RunFolder.open(path)
-    config = load_config(run.config)
-    prepared = _prepare(config)
+    config = config or load_config(run.config)
+    prepared = prepare(config.data)
     if prepared.digest != read_facts(run).digest:
         raise DataError(
             f"the text of {run.path} has changed since the run began",
             why=f"its digest was {read_facts(run).digest[:12]}, now it is {prepared.digest[:12]}",
             fix=f"restore {prepared.source}, or start a new run",
         )
-    if steps is not None:
-        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
     config = config.model_copy(update={"run": config.run.model_copy(update={"lineage": lineage})})
     write_atomically(run.data, to_json(_facts(prepared)))
-    change_config(run, config)
+    change_config(run, config, changed)
     return run
 
 
-def change_config(run: RunFolder, config: Config) -> None:
+def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -> None:
     """Writes other settings into a run folder and records that in `keeper.jsonl`; does nothing where they are the same.
 
     `shoal verify` compares the file with the digest that the ranks recorded when they started. A resume may end before
@@ -92,6 +95,7 @@ def change_config(run: RunFolder, config: Config) -> None:
             before=hashlib.sha256(before).hexdigest(),
             after=hashlib.sha256(text.encode()).hexdigest(),
             steps=config.train.steps,
+            changed=list(changed),
         )
         log.close()
     write_atomically(run.config, text)
@@ -112,23 +116,13 @@ def read_facts(run: RunFolder) -> DataFacts:
         ) from error
 
 
-def _prepare(config: Config) -> Prepared:
-    if config.data.path is None and config.run.preset in NEEDS_TEXT:
-        raise ConfigError(
-            f"the preset {config.run.preset} needs a text to train on",
-            why="it is made for one particular text, which does not come with shoal",
-            fix="name a text file or a folder of them: --data FILE",
-        )
-    return prepare(config.data)
-
-
-def _check_shares(config: Config, world_size: int) -> None:
+def check_shares(config: Config, world_size: int) -> None:
     dealt = deal_for(config, world_size)
     if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
         raise ConfigError(
             f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",
             why="each rank has an equal shard, so unequal shares would use some samples twice before others once",
-            fix=f"use a --global-batch that {world_size} divides, or data.sharding=cursor",
+            fix=f"use a train.global_batch that {world_size} divides, or --set data.sharding=cursor",
         )
 
 

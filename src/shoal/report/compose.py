@@ -54,7 +54,7 @@ def compose_manifest(
         nodes=_nodes(summary),
         versions=_versions(start),
         model_params=_whole(start, "params"),
-        data_source=data.source if data else str(config.data.path or "generated English sentences"),
+        data_source=data.source if data else str(config.data.path or f"the built-in text {config.data.builtin}"),
         data_digest=data.digest if data else None,
         steps=summary.steps_done,
         steps_planned=config.train.steps,

@@ -9,30 +9,42 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from html import escape
 from importlib import resources
 from pathlib import Path
 
 from shoal.config.manifest import Manifest
+from shoal.errors import ShoalError
 from shoal.report import sections
 from shoal.report.charts import Figure, charts
 from shoal.report.explain_run import explain_single
 from shoal.report.explain_scaling import explain
-from shoal.report.finish import manifest_of, writing
+from shoal.report.finish import manifest_of
 from shoal.report.members_picture import members_section
 from shoal.report.scaling import ScalingPoint, read_scaling
 from shoal.report.summary import Summary, summarize
 from shoal.runfolder import RunFolder, write_atomically
 
 
-def write_report(run: RunFolder, scaling: list[ScalingPoint] | None = None) -> Path:
-    """Writes `report.html` from the folder as it stands; without `scaling`, from the folder's own `scaling.json`."""
+def write_report(run: RunFolder, scaling: list[ScalingPoint] | None = None, out: Path | None = None) -> Path:
+    """Writes `report.html` from the folder as it stands, into that folder or into `out`; without `scaling`, from the
+    folder's own `scaling.json`."""
     points = scaling or read_scaling(run)
-    with writing(run.path):
-        summary = summarize(run.read_all_events())
-        page = render_page(summary, manifest_of(run, summary, None, points), points, name=run.path.name)
-        write_atomically(run.report, page)
-    return run.report
+    summary = summarize(run.read_all_events())
+    page = render_page(summary, manifest_of(run, summary, None, points), points, name=run.path.name)
+    file = run.report if out is None else out / run.report.name
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, page)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot write {file}: {(error.strerror or str(error)).lower()}",
+            why="what the run recorded is safe; only the page made from it is missing",
+            fix=f"write it elsewhere: shoal report {shlex.quote(str(run.path))} --out FOLDER",
+        ) from None
+    return file
 
 
 def render_page(summary: Summary, manifest: Manifest, scaling: list[ScalingPoint] | None = None, name: str = "") -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -49,14 +50,16 @@ class ReplicaReport(BaseModel):
     elsewhere: list[int] = []
 
 
-def compare_replicas(files: dict[int, Path], members: Collection[int] = ()) -> ReplicaReport:
+def compare_replicas(
+    files: dict[int, Path], members: Collection[int] = (), folder: Path | None = None
+) -> ReplicaReport:
     """Digests first; only files that differ are read a second time, to name what differs and by how much.
 
     Files are read block by block, so memory does not grow with the model. `members`, where known, are the ranks that
     took part in the end: a state that one of them never wrote is an error instead of a smaller comparison, and those of
-    others are left out.
+    others are left out. `folder` is the run's, for advice.
     """
-    _refuse_missing(files, members)
+    _refuse_missing(files, members, folder)
     left_out = [rank for rank in sorted(files) if members and rank not in members]
     files = {rank: path for rank, path in files.items() if rank not in left_out}
     states = {rank: open_state(path) for rank, path in sorted(files.items())}
@@ -91,7 +94,7 @@ def judge_replicas(run: RunFolder) -> ReplicaReport:
         if digests.keys() >= set(members):
             report = compare_digests({rank: digests[rank] for rank in members})
             return report.model_copy(update={"elsewhere": list(away)})
-    return compare_replicas(files, members)
+    return compare_replicas(files, members, run.path)
 
 
 def final_digests(events: Iterable[Event]) -> dict[int, str]:
@@ -155,7 +158,7 @@ def max_distance(ours: bytes, theirs: bytes, dtype: str) -> float:
     return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0.0))
 
 
-def _refuse_missing(files: dict[int, Path], members: Collection[int]) -> None:
+def _refuse_missing(files: dict[int, Path], members: Collection[int], folder: Path | None) -> None:
     missing = sorted(set(members) - files.keys())
     if files and not missing:
         return
@@ -163,5 +166,5 @@ def _refuse_missing(files: dict[int, Path], members: Collection[int]) -> None:
     raise DataError(
         f"{who} no state-rank-N.safetensors, so there is nothing to compare",
         why="each rank writes its state when the run ends; this one is still running or ended early",
-        fix="finish it, then verify again: shoal train --resume RUN",
+        fix="finish it, then verify again" + (f": shoal train --resume {shlex.quote(str(folder))}" if folder else ""),
     )

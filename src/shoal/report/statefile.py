@@ -7,6 +7,7 @@ than a block at a time, so the library only checks the file here, and the bytes 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.errors import DataError
 from shoal.report.ranklog import Floats
+from shoal.runfolder import may, no_access
 
 BLOCK_BYTES = 4 * 2**20  # a multiple of every element size, so that no block cuts a number in two
 
@@ -47,6 +49,9 @@ class StateFile:
 
 
 def open_state(path: Path) -> StateFile:
+    if path.exists() and not may(path, os.R_OK):
+        # The library says of such a file that it is not there.
+        raise no_access(path, "be read")
     try:
         with safe_open(path, framework="np"):  # checks the header, the offsets and the length of the file
             pass

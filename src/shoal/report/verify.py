@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,9 +30,9 @@ from shoal.report.finish import current_manifest
 from shoal.report.ledger import LedgerReport, check_ledger
 from shoal.report.membership import Logs, elsewhere, is_joined, last_members
 from shoal.report.ranklog import collect, is_step
-from shoal.report.replicas import ReplicaReport, judge_replicas
+from shoal.report.replicas import ReplicaReport, compare_digests, judge_replicas
 from shoal.report.statefile import StateFile, open_state
-from shoal.runfolder import RunFolder
+from shoal.runfolder import RunFolder, may, user_name
 from shoal.units import format_spans, spans_of
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")
@@ -86,6 +87,11 @@ class _Folder:
 
     def unknown(self, path: Path, text: str) -> None:
         self.findings.append(Finding(file=_name(self.run, path), text=text, is_wrong=False))
+
+    def locked(self, path: Path) -> None:
+        """What this user may not read says nothing about the run."""
+        owner, me = user_name(path.stat().st_uid), user_name(os.geteuid())
+        self.unknown(path, f"user {me} may not read it: it belongs to user {owner}, who can verify it")
 
     @property
     def is_joined(self) -> bool:
@@ -207,6 +213,8 @@ def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> I
                     if lines is not None:
                         lines.append(line)
                     yield record
+    except PermissionError:
+        folder.locked(path)
     except OSError as error:
         folder.wrong(path, f"cannot be read: {error.strerror}")
     if unreadable:
@@ -427,6 +435,8 @@ def _check_checkpoint(folder: _Folder, path: Path) -> None:
                 )
     except FileNotFoundError as error:
         folder.wrong(Path(str(error.filename)), "is missing")
+    except PermissionError as error:
+        folder.locked(Path(str(error.filename)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         folder.wrong(path, f"cannot be checked: {error}")
 
@@ -446,10 +456,16 @@ def _check_states(folder: _Folder) -> ReplicaReport | None:
         path, digests = run.state(rank), recorded[rank]
         if not digests:
             folder.wrong(run.events(rank), f"rank {rank} has recorded no digest of its final state")
-        if rank in states:
+        if rank in states and not may(path, os.R_OK):
+            folder.locked(path)
+        elif rank in states:
             _check_state(folder, path, digests)
         elif folder.is_shared or not digests:
             folder.wrong(path, f"is missing: rank {rank} wrote it when it finished")
+    if not all(may(path, os.R_OK) for path in states.values()):
+        # By what the ranks recorded of their states.
+        found = {rank: str(digests[-1].get("sha256")) for rank, digests in recorded.items() if digests}
+        return compare_digests(found) if found else None
     try:
         return judge_replicas(run)
     except ShoalError as error:

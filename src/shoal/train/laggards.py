@@ -112,7 +112,9 @@ class Laggards:
         if not _is_slow([seconds / part for seconds, part in zip(own_s, work, strict=True)], slowest):
             share = f"it has {work[slowest]} of {sum(work)} micro-batches"
             return Slow(
-                seen + share, why=why, fix="deal them more evenly: a smaller --micro-batch, another --global-batch"
+                seen + share,
+                why=why,
+                fix="deal them more evenly in the next run: a smaller --micro-batch, another --global-batch",
             )
         starved = [each.vitals.starved for each in now]
         if starved[slowest] > max(_STARVED, _TIMES_STARVED * median(_without(starved, slowest))):
@@ -122,7 +124,7 @@ class Laggards:
             )
         weights = ["1"] * len(now)
         weights[slowest] = f"{max(0.01, others_s / slow_s):.2g}"
-        less = f"give it less to do: --set run.weights={'/'.join(weights)}"
+        less = f"give it less to do: shoal stop RUN; shoal train --resume RUN --set run.weights={'/'.join(weights)}"
         return Slow(seen + "its processor is slower, or it computes on fewer cores", why=why, fix=less)
 
     def _slow_link(self, now: Sequence[Told], step_s: float) -> Iterator[tuple[str, Slow]]:

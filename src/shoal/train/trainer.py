@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from shoal.config.schema import Config
+from shoal.cost.batch import learning_rate
 from shoal.data.batches import Batches, Rows
 from shoal.errors import ShoalError
 from shoal.model.gpt import GPT
@@ -33,7 +34,6 @@ from shoal.train.clip import clip
 from shoal.train.laggards import Laggards
 from shoal.train.recorder import Recorder
 from shoal.train.refusal import Outcome, refuse
-from shoal.train.schedule import learning_rate
 from shoal.train.tuning import Choice
 
 

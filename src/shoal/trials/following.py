@@ -140,12 +140,19 @@ class RunNews:
 
     def poll(self) -> list[Event]:
         self._find()
-        return [event for rank, tail in self._tails.items() for event in tail.poll() if _is_of(rank, event)]
+        events = (event for rank, tail in self._tails.items() for event in tail.poll() if _is_of(rank, event))
+        return [_with_folder(event, self._run) for event in events]
 
     def _find(self) -> None:
         for rank, path in self._run.event_files().items():
             if rank not in self._tails:
                 self._tails[rank] = EventTail(path)
+
+
+def _with_folder(event: Event, run: RunFolder) -> Event:
+    if event["event"] != "warning" or not isinstance(event.get("fix"), str):
+        return event
+    return {**event, "fix": run.name_in(event["fix"])}
 
 
 def _is_of(rank: int, event: Event) -> bool:

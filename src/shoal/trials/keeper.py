@@ -115,6 +115,8 @@ def main(folder: Path) -> int:
     error = said[0] if said else None
     if isinstance(error, RunFailed):
         put_into_words(error)
+    if error is not None:
+        error.fix = run.name_in(error.fix)
     log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))
     return error.exit_code if error else 0
 

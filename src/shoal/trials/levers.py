@@ -14,6 +14,7 @@ from shoal.cluster.first_node import first_node
 from shoal.cluster.spec import parse_on, rank_count
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import Config, SyncConfig
+from shoal.cost.batch import micro_batch, rank_weights
 from shoal.errors import UsageError
 from shoal.report.finish import writing
 from shoal.report.levers import CEILING, ONE_NODE, LeverPoint, LeverTable, compare, lever_point, median_point, to_json
@@ -61,6 +62,8 @@ def plan_experiments(config: Config, levers: str, out: Path) -> dict[str, Config
             f"--on {config.run.on} is one rank, which has nobody to exchange with",
             fix="use a cluster: --on local:2, or --on lab:2,link=1gbit",
         )
+    # That all ranks get a part of a batch, which no lever makes smaller.
+    micro_batch(config.train, rank_weights(config.run, rank_count(on)))
     names = list(dict.fromkeys(name.strip() for name in levers.split(",")))
     alone = first_node(on, out)
     found = {} if alone is None else {ONE_NODE: _one_node(config, alone)}

@@ -15,12 +15,10 @@ from shoal.config.load import load_config
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Profile
 from shoal.config.profile_file import read_profile
-from shoal.config.schema import Config, SyncConfig
-from shoal.config.wire import parse_wire
+from shoal.config.schema import Config
 from shoal.cost.batch import rank_weights
-from shoal.cost.buckets import STOCK_FIRST_MB, STOCK_MB
 from shoal.cost.calibrate import Outcome, calibrate
-from shoal.cost.lever import Lever
+from shoal.cost.lever import lever_of
 from shoal.cost.measured import MeasuredSpeed, setting_of
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.workload import workload_of
@@ -28,23 +26,6 @@ from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.report.summary import Summary, summarize
 from shoal.report.wording import count
 from shoal.runfolder import RunFolder, write_atomically
-
-
-def lever_of(sync: SyncConfig) -> Lever:
-    """What the configuration asks for."""
-    if sync.mode == "stock":
-        return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
-    choice = sync.foreseen
-    wire = parse_wire(choice.wire)
-    return Lever(
-        sync=choice.mode,
-        wire=wire.name,
-        rank=wire.rank,
-        accumulation=sync.accumulate,
-        every=choice.every,
-        bucket_mb=sync.bucket_mb,
-        overlap=sync.measure != "barrier",
-    )
 
 
 def predict_run(config: Config, path: Path) -> PredictionRecord:

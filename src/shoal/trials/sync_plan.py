@@ -11,23 +11,28 @@ from shoal.config.profile_file import read_profile
 from shoal.config.schema import Config
 from shoal.cost.batch import rank_weights
 from shoal.cost.choose import WIRES, Option, candidates, pick, say_why
+from shoal.cost.lever import lever_of
 from shoal.cost.measured import setting_of
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.workload import workload_of
 from shoal.errors import ShoalError
 from shoal.runfolder import RunFolder, write_atomically
-from shoal.trials.predicting import lever_of, refuse_another_cluster
+from shoal.trials.predicting import refuse_another_cluster
 
 NO_PLAN = "plan: none without a profile (shoal probe makes one); the first steps alone choose how to synchronise"
 
 
-def store_sync_plan(run: RunFolder, path: Path) -> str:
-    """For a run that was just made: writes into its settings what the plan chooses, and says why."""
+def store_sync_plan(run: RunFolder, path: Path, discard: bool = True) -> str:
+    """For a run that was just made: writes into its settings what the plan chooses, and says why.
+
+    `discard`: without a plan the run folder is removed, because the run does not start.
+    """
     try:
         config = load_config(run.config)
         options = sync_options(config, read_profile(path), path)
     except ShoalError:
-        run.discard()
+        if discard:
+            run.discard()
         raise
     best = pick(options)
     planned = {"planned": best.choice.text, "planned_step_s": best.step_s}

@@ -14,13 +14,18 @@ from typing import Protocol
 
 from shoal.cluster.join.spec import JoinSpec
 from shoal.cluster.spec import parse_on, rank_count, settled, weights_of
-from shoal.config.load import load_config
+from shoal.config.load import change_settings, load_config, refuse_without_effect, typed_settings
 from shoal.config.manifest import Manifest
+from shoal.config.presets import Overrides
 from shoal.config.schema import Config
-from shoal.data.run_setup import create_run, reopen_run
+from shoal.cost.batch import learning_rate, scaled_lr
+from shoal.data.run_setup import check_shares, create_run, reopen_run
 from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
 from shoal.report.finish import read_manifest
+from shoal.report.membership import last_members
+from shoal.report.ranklog import RankLog, collect
+from shoal.report.verify import verify_run
 from shoal.runfolder import RunFolder
 from shoal.trials.confirming import require_terminal
 from shoal.trials.following import Keeping, RunNews, await_running, follow, kept
@@ -80,30 +85,91 @@ def _with_cluster(config: Config) -> Config:
 def train_on(
     path: Path,
     watch: MakeDisplay,
-    steps: int | None = None,
+    changes: Overrides | None = None,
     detach: bool = False,
     lineage: str = "",
     confirm: bool = False,
 ) -> tuple[RunFolder, Manifest | None]:
-    """Goes on with an interrupted or finished run from its newest checkpoint; of this `lineage`, if one is named."""
+    """Goes on with a run from its newest checkpoint; of this `lineage`, if one is named.
+
+    `changes` are settings for the rest of the run. A run that has done all its steps only goes on with more of them.
+    """
     run = RunFolder.open(path)
+    run.refuse_unwritable()
     if confirm:
         refuse_confirm(load_config(run.config).run.on)
-    return run, _train(run, watch, Job(resume=True, confirm=confirm), detach, lambda: reopen_run(path, steps, lineage))
+
+    def prepare() -> list[str]:
+        config, changed = change_settings(load_config(run.config), changes or {})
+        refuse_without_effect(config, typed_settings(changes, ()))
+        world_size = rank_count(parse_on(config.run.on))
+        check_shares(config, world_size)
+        done = refuse_finished(run, config.train.steps)
+        notes = [f"changed for the rest of the run: {'; '.join(changed)}"] if changed else []
+        notes += rate_note(load_config(run.config), config, world_size, done)
+        reopen_run(path, config, lineage, changed)
+        return notes
+
+    return run, _train(run, watch, Job(resume=True, confirm=confirm), detach, prepare)
+
+
+def refuse_finished(run: RunFolder, steps: int) -> int:
+    """Refuse to go on with a run that has done so many steps or more; return how many it has done.
+
+    A finished run of which something is missing or damaged goes on: it writes that again from a checkpoint.
+    """
+    logs = collect(run.read_all_events())
+    members = [logs[rank] for rank in last_members(logs) if rank in logs]
+    done = max((_last_step(log) for log in members), default=0)
+    folder = shlex.quote(str(run.path))
+    if steps < done:
+        raise UsageError(
+            f"{run.path} has done {done} steps already, more than {steps}",
+            why="a run goes on from its newest checkpoint, and never back",
+            fix=f"ask for more steps: shoal train --resume {folder} --steps {2 * done}",
+        )
+    if steps == done and members and all(log.ended == "finished" for log in members) and verify_run(run).ok:
+        raise UsageError(
+            f"{run.path} is finished: it has done its {done} steps",
+            why="there is nothing left to train",
+            fix=f"continue it with more steps: shoal train --resume {folder} --steps {2 * done}; or look at it: shoal "
+            f"report {folder}",
+        )
+    return done
+
+
+def _last_step(log: RankLog) -> int:
+    """The step at which a rank ended, or the furthest that it has recorded."""
+    if log.ended is not None and isinstance(log.end.get("step"), int):
+        return int(log.end["step"])
+    return int(log.steps[-1]) if len(log.steps) else 0
+
+
+def rate_note(before: Config, after: Config, world_size: int, done: int) -> list[str]:
+    """What another number of steps means for the learning rate."""
+    if before.train.steps == after.train.steps:
+        return []
+    peak = scaled_lr(after.train, world_size, after.sync.accumulate)
+    was, now = (learning_rate(done + 1, peak, config.train) for config in (before, after))
+    return [
+        f"the learning rate follows one schedule over {after.train.steps} steps from here on: at step {done + 1} it is "
+        f"{now:.3g}, and not {was:.3g} as with {before.train.steps} steps"
+    ]
 
 
 def _train(
-    run: RunFolder, watch: MakeDisplay, job: Job, detach: bool, prepare: Callable[[], object] = lambda: None
+    run: RunFolder, watch: MakeDisplay, job: Job, detach: bool, prepare: Callable[[], list[str]] = list
 ) -> Manifest | None:
-    """The lock on the folder is the keeper's once it has started; ours goes at once."""
+    """The lock on the folder is the keeper's once it has started; ours goes at once. `prepare` returns notes."""
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(contextlib.ExitStack())
         lock = held.enter_context(run.held())
         job = replace(job, commands=(*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv)))
-        prepare()
+        notes = prepare()
         config = load_config(run.config)
         news, keeping = RunNews(run), Keeping.from_now(run)
         stack.enter_context(contextlib.closing(display := watch(config)))
+        display([{"event": "note", "rank": None, "text": text} for text in notes])
         keeper = stack.enter_context(kept(lambda: start_keeper(run, job, lock)))
         held.close()
         if detach:

@@ -31,8 +31,8 @@ class Lab:
 
     @classmethod
     def open(cls, name: str | None = None) -> Lab:
-        """The lab of that name; without one the default lab, or the only one there is."""
-        lab = cls(check_name(name) if name else _choose(registry.names()))
+        """The lab of that name; without one the default lab, or the only one of the user's own."""
+        lab = cls(check_name(name) if name else choose(registry.names()))
         _need_whole(lab)
         return lab
 
@@ -118,14 +118,23 @@ def _cores(cpu: float | None, nodes: int) -> int:
     return max(1, min(share, physical_cores()))
 
 
-def _choose(names: list[str]) -> str:
+def choose(names: list[str]) -> str:
+    """The default lab, or the only one that the user made; a lab that belongs to a process is only taken by name."""
     if DEFAULT_NAME in names:
         return DEFAULT_NAME
-    if not names:
-        raise UsageError("no lab is up", fix="make one: shoal lab up 3")
-    if len(names) > 1:
-        raise UsageError("which lab?", why=f"up are: {', '.join(names)}", fix=f"add --name {names[0]}")
-    return names[0]
+    own = [name for name in names if not has_owner(name)]
+    if len(own) == 1:
+        return own[0]
+    if own:
+        raise UsageError("which lab?", why=f"up are: {', '.join(own)}", fix=f"add --name {own[0]}")
+    others = f"those that are up belong to runs: {', '.join(names)}" if names else ""
+    raise UsageError("no lab is up", why=others, fix="make one: shoal lab up 3")
+
+
+def has_owner(name: str) -> bool:
+    """Whether the lab was made for a process, which takes it down when it ends: a run with `--on lab:N`, a test."""
+    state = registry.read_state(name)
+    return state is not None and state.owner is not None
 
 
 def _need_whole(lab: Lab) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.cluster.node import Node
 from shoal.config.load import build_config, parse_set
-from shoal.config.presets import NEEDS_TEXT, PRESETS
+from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.cost.batch import micro_batch, rank_weights
 from shoal.errors import ConfigError
@@ -46,12 +46,6 @@ class Job:
 def make_job(config: Config, nodes: Iterable[Node], out: Path, python: str) -> Job:
     """Refuses here what every rank would refuse there, after a wait in somebody's queue."""
     job = Job(config, tuple(nodes), out, python)
-    if config.data.path is None and config.run.preset in NEEDS_TEXT:
-        raise ConfigError(
-            f"the preset {config.run.preset} needs a text to train on",
-            why="it is made for one particular text, which does not come with shoal",
-            fix="name it as the machines of the job see it: --set data.path=FILE",
-        )
     try:
         micro_batch(config.train, rank_weights(config.run, job.ranks))
     except ConfigError as error:
