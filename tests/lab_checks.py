@@ -47,10 +47,15 @@ def new_name() -> str:
 
 @dataclass
 class Traces:
-    """What a lab consists of, noted while it stands, so that it can be looked for afterwards."""
+    """What a lab consists of, noted while it stands, so that it can be looked for afterwards.
+
+    The kernel gives the number of a namespace that is gone to the next one, perhaps of another lab. A namespace of ours
+    lives as long as its first process, which is older than the note.
+    """
 
     name: str
     namespaces: set[str] = field(default_factory=set)
+    noted_ticks: float = 0.0
 
     def note(self) -> None:
         folder = registry.lab_folder(self.name)
@@ -59,6 +64,7 @@ class Traces:
             if pid := first_process(folder, node):
                 own = (Path(f"/proc/{pid}/ns/{kind}") for kind in ("net", "pid", "uts", "mnt"))
                 self.namespaces |= {str(path.readlink()) for path in own}
+        self.noted_ticks = float(Path("/proc/uptime").read_text().split()[0]) * os.sysconf("SC_CLK_TCK")
 
     def found(self) -> list[str]:
         folder = registry.lab_folder(self.name)
@@ -66,16 +72,18 @@ class Traces:
         return [
             *(f"process {pid}" for pid in holders(folder)),
             *(f"folder {path}" for path in (folder, *groups) if path.exists()),
-            *(f"namespace {each}" for each in self.namespaces & living_namespaces()),
+            *(f"namespace {each}" for each in self.namespaces & living_namespaces(self.noted_ticks)),
         ]
 
 
-def living_namespaces() -> set[str]:
+def living_namespaces(before_ticks: float) -> set[str]:
+    """Of processes that were started before that moment, in the kernel's ticks since it was booted."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/ns/*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if not is_dead(int(path.parts[2])):
-                found.add(str(path.readlink()))
+            started_ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+            if started_ticks <= before_ticks and not is_dead(int(process.name)):
+                found |= {str(path.readlink()) for path in (process / "ns").iterdir()}
     return found - {str(path.readlink()) for path in Path("/proc/self/ns").iterdir()}
 
 
@@ -90,7 +98,7 @@ def assert_gone(traces: Traces) -> None:
 def standing_lab(
     count: int, link: str | None = "1gbit", cpu: str | None = None, sshd: bool = False, delay: str | None = None
 ) -> Iterator[Lab]:
-    """Up, and afterwards provably gone; interfaces of the host included."""
+    """Up, and afterwards provably gone; interfaces of the host included, by the names that this lab uses."""
     need_lab()
     before = interfaces()
     lab = up(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
@@ -102,7 +110,8 @@ def standing_lab(
     finally:
         lab.close()
     assert_gone(traces)
-    assert interfaces() <= before
+    own = {SWITCH, *(node.name for node in lab.state.spec.nodes)}
+    assert not (interfaces() - before) & own
 
 
 def run_on(lab: Lab, node: str, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
