@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,6 +88,26 @@ def living_namespaces(before_ticks: float) -> set[str]:
     return found - {str(path.readlink()) for path in Path("/proc/self/ns").iterdir()}
 
 
+def new_labs(before: Set[str]) -> set[str]:
+    """Labs that were not there before, those of other sessions left out: neither who built such a lab nor what runs in
+    it has the cache folder of this session in its environment."""
+    return {name for name in registry.names() if name not in before and not _is_foreign(name)}
+
+
+def _is_foreign(name: str) -> bool:
+    builder = re.search(r"-(\d+)", name)
+    pids = [*([int(builder[1])] if builder else []), *holders(registry.lab_folder(name))]
+    environments = [found for pid in pids if (found := _environment(pid))]
+    mark = f"XDG_CACHE_HOME={os.environ['XDG_CACHE_HOME']}".encode()
+    return bool(environments) and not any(mark in each for each in environments)
+
+
+def _environment(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
 def assert_gone(traces: Traces) -> None:
     deadline = time.monotonic() + _GRACE_S
     while left := traces.found():
@@ -104,13 +125,13 @@ def standing_lab(
     lab = up(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
     traces = Traces(lab.name)
     traces.note()
+    own = {SWITCH, *(node.name for node in lab.nodes)}
     try:
         assert len(traces.namespaces) >= 3 * count, "a lab's namespaces were not seen"
         yield lab
     finally:
         lab.close()
     assert_gone(traces)
-    own = {SWITCH, *(node.name for node in lab.state.spec.nodes)}
     assert not (interfaces() - before) & own
 
 

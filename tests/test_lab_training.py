@@ -20,7 +20,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.launch.found import find, find_keeper
 from shoal.launch.plan import plan_ranks
 from shoal.trials.stopping import end_processes
-from tests.lab_checks import need_lab
+from tests.lab_checks import need_lab, new_labs
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
 
 MEETING = Meeting("10.77.0.1", 4242)
@@ -60,8 +60,8 @@ def no_lab_left() -> Iterator[None]:
     before = set(registry.names())
     yield
     deadline = time.monotonic() + 30
-    while set(registry.names()) - before:
-        assert time.monotonic() < deadline, f"left labs: {registry.names()}"
+    while left := new_labs(before):
+        assert time.monotonic() < deadline, f"left labs: {left}"
         time.sleep(0.1)
 
 
