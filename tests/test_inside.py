@@ -34,7 +34,7 @@ from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.programs import read_jsonl, steps_of, train_tiny
 from tests.sockets_of import living, local_sockets, shared_files
-from tests.test_failing_ranks import training, wait_gone
+from tests.test_failing_ranks import LONG, training, wait_gone
 from tests.test_gradients import alone, exchange
 
 Array = npt.NDArray[np.float32]
@@ -358,7 +358,7 @@ def test_a_run_says_how_its_ranks_exchange_and_what_crossed_the_network(tmp_path
 
 @pytest.mark.long
 def test_a_killed_rank_of_a_real_training_is_named(tmp_path: Path) -> None:
-    with training(tmp_path / "run", "--steps", "1000000", "--inside", "copies", "--set", "members.on_loss=end") as run:
+    with training(tmp_path / "run", *LONG, "--inside", "copies", "--set", "members.on_loss=end") as run:
         pids = run.pids()
         sockets = {name for name in local_sockets(pids) if name.startswith("@shoal-")}
         os.kill(pids[1], signal.SIGKILL)

@@ -91,7 +91,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
 )
 def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = set_flags(*TINY, "members.on_loss=end")
+    flags = set_flags(*TINY, "members.on_loss=end", "train.compile=off")
     command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *flags)
     with (tmp_path / "stderr").open("wb") as stderr:
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
