@@ -56,6 +56,7 @@ class Rank:
         self.process = process
         self.line = line
         self.said: list[ToAgent] = []
+        self.has_left = False
         self.changed = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -66,6 +67,9 @@ class Rank:
                 with self.changed:
                     self.said.append(message)
                     self.changed.notify_all()
+        with self.changed:
+            self.has_left = True
+            self.changed.notify_all()
 
     def send(self, message: ToRank) -> None:
         with suppress(OSError):
@@ -76,9 +80,10 @@ class Rank:
             return next((each for each in self.said if isinstance(each, kind) and where(each)), None)
 
         with self.changed:
-            assert self.changed.wait_for(lambda: found() is not None, within_s), f"no {kind.__name__}: {self.said[-5:]}"
-        message = found()
-        assert message is not None
+            # A rank that has closed its line says nothing any more.
+            self.changed.wait_for(lambda: found() is not None or self.has_left, within_s)
+            message = found()
+        assert message is not None, f"no {kind.__name__}: {self.said[-5:]}"
         return message
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import socket
 import struct
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,32 @@ def listening(pid: int) -> list[Listening]:
                 address, port = local.split(":")
                 found.append(Listening(pid, kind, _address(address), int(port, 16)))
     return found
+
+
+def local_sockets(pids: Iterable[int]) -> set[str]:
+    """The names of Unix sockets that these processes have open; those without a name left out."""
+    own = {inode for pid in pids for inode in _inodes(pid)}
+    return {name for inode, name in _local_sockets() if inode in own}
+
+
+def living(names: Set[str]) -> set[str]:
+    """Those of the names that any process still has open."""
+    return {name for _, name in _local_sockets() if name in names}
+
+
+def _local_sockets() -> list[tuple[str, str]]:
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [(words[6], words[7]) for words in lines if len(words) == 8]
+
+
+def shared_files(pid: int) -> set[str]:
+    """What the process has mapped or open in /dev/shm."""
+    mapped = Path(f"/proc/{pid}/maps").read_text().split("\n")
+    found = {line[line.index("/dev/shm/") :] for line in mapped if "/dev/shm/" in line}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(str(path.readlink()))
+    return {name for name in found if name.startswith("/dev/shm/")}
 
 
 def _inodes(pid: int) -> set[str]:

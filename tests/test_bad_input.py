@@ -18,7 +18,6 @@ from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, st
 
 TINY_FLAGS = set_flags(*TINY)
 EVERY_STEP = set_flags("train.checkpoint_every=1", "train.eval_every=1000", "train.gc_every=1000")
-LONG = ("--steps", "1000000")
 
 
 # Before anything is started

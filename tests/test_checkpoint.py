@@ -6,9 +6,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import time
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,34 +258,63 @@ def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: 
     """A process that does nothing but save, killed within the tenth of a second after a save; the next one goes on in
     the same folder."""
     path, draw, reached, torn = tmp_path / "checkpoints", random.Random(13), 0, 0
-    for _ in range(50):
-        saving = FORKSERVER.Process(target=save_for_ever, args=(path, reached))
-        saving.start()
-        try:
-            deadline = time.monotonic() + 30
-            while newest(path) <= reached:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-            time.sleep(draw.random() * 0.1)
-        finally:
-            saving.kill()
-            saving.join()
-            saving.close()
-        torn += len(list(path.glob(".step-*")))
-        refused: list[CheckpointError] = []
-        reached = CheckpointFolder(path, keep=3).load_latest(tell=refused.append).progress.step
-        assert refused == []
-        assert reached == newest(path)
+    with parent_of_savers() as orders:
+        for _ in range(50):
+            orders.send((path, reached))
+            saving: int = orders.recv()
+            try:
+                deadline = time.monotonic() + 30
+                while newest(path) <= reached:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+                time.sleep(draw.random() * 0.1)
+            finally:
+                os.kill(saving, signal.SIGKILL)
+                assert orders.recv() == -signal.SIGKILL
+            torn += len(list(path.glob(".step-*")))
+            refused: list[CheckpointError] = []
+            reached = CheckpointFolder(path, keep=3).load_latest(tell=refused.append).progress.step
+            assert refused == []
+            assert reached == newest(path)
     assert torn, "no kill fell into a save"
     save(CheckpointFolder(path, keep=3), reached + 1)
     assert not list(path.glob(".step-*"))
 
 
+@contextmanager
+def parent_of_savers() -> Iterator[Connection]:
+    """A process that has imported all it needs once, and forks one that saves for each order."""
+    orders, theirs = FORKSERVER.Pipe()
+    parent = FORKSERVER.Process(target=fork_savers, args=(theirs,))
+    parent.start()
+    theirs.close()
+    try:
+        yield orders
+        orders.send(None)
+        parent.join(10)
+    finally:
+        parent.kill()
+        parent.join()
+        parent.close()
+        orders.close()
+
+
+def fork_savers(orders: Connection) -> None:
+    """Answers each order with the number of the process, and with how it ended."""
+    while order := orders.recv():
+        pid = os.fork()
+        if pid == 0:
+            save_for_ever(*order)
+        orders.send(pid)
+        orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
 def save_for_ever(path: Path, step: int) -> None:
     folder = CheckpointFolder(path, keep=3)
+    model, optimizer = trained()
     while True:
         step += 1
-        save(folder, step)
+        folder.save(Checkpoint(Progress(step, 10 * step), weights(model), moments(model, optimizer)))
 
 
 def newest(path: Path) -> int:

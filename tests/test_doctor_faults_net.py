@@ -178,6 +178,13 @@ def test_a_firewall_on_the_highest_address_is_no_fault(lab: Lab) -> None:
 
 
 @pytest.mark.long
+def test_a_slow_link_is_told_from_its_peers_beside_a_firewall(lab: Lab) -> None:
+    """The firewall hides what node3 sends to node1, so that all it is seen to send goes over node2's slow link."""
+    together(slow("node2", 100e6), firewalls("node1"))(lab)
+    assert_sick(doctor(lab, "--no-proof"), ("reach.pair", "node1"), ("link.slow", "node2"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["1gbit", "none", "10mbit"])
 def test_a_healthy_lab(link: str) -> None:
     with standing_lab(3, link=link) as lab:

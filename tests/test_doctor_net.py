@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
+from itertools import combinations, permutations
 
 import pytest
 
@@ -12,8 +14,10 @@ from shoal.net.checks.judge import judge
 from shoal.net.checks.opening import opening
 from shoal.net.checks.proof import judge_proof
 from shoal.net.finding import Severity
+from shoal.net.links import SlowLinks, slow_links
 from shoal.net.scene import Scene, Trial
 from shoal.trials.packets import between
+from shoal.trials.pairs import circles_of
 from tests.net_scenes import ADDRESSES, CHAIN, Facts, found, healthy, interface, lost, tried, with_interfaces
 
 
@@ -312,7 +316,102 @@ def test_two_nodes_are_held_against_their_cards() -> None:
     scene = rates(healthy(ADDRESSES[:2]), node2=95.0)
     for name in ("node1", "node2"):
         scene.facts[name]["network"]["interfaces"]["eth0"]["speed_mbps"] = 1000
-    assert found(links.links, scene) == [("link.slow", "warning", "node1")]
+    (finding,) = links.links(scene)
+    assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, ""), "either may be to blame"
+    assert finding.evidence.startswith("node1 and node2: 95 Mbit/s")
+
+
+Pairs = Set[tuple[str, str]]
+
+
+def names_of(count: int) -> list[str]:
+    return [f"node{number + 1}" for number in range(count)]
+
+
+def bursts(count: int, mbps: dict[str, float], shut: Pairs = frozenset()) -> list[Trial]:
+    """What links of these rates give, in Mbit/s; the rest has 940. `node1.out` is one direction alone."""
+
+    def rate(name: str, way: str) -> float:
+        return mbps.get(f"{name}.{way}", mbps.get(name, 940.0))
+
+    return [
+        Trial(one, other, "burst", "ok", numbers={"mbps": min(rate(one, "out"), rate(other, "in"))})
+        for one, other in permutations(names_of(count), 2)
+        if (one, other) not in shut
+    ]
+
+
+def into(count: int, *walled: str) -> Pairs:
+    """The ways that firewalls on these nodes shut."""
+    return {(one, other) for one, other in permutations(names_of(count), 2) if other in walled}
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+@pytest.mark.parametrize("way", ["", ".in", ".out"])
+def test_the_slow_node_is_named_whichever_node_has_a_firewall(count: int, way: str) -> None:
+    for slow in names_of(count):
+        assert slow_links(bursts(count, {slow + way: 95.0})).slow == {slow: 95.0}
+        for walled in names_of(count):
+            seen = slow_links(bursts(count, {slow + way: 95.0}, into(count, walled)))
+            hidden = way == ".in" and slow == walled
+            assert (seen.slow, seen.suspects) == ({} if hidden else {slow: 95.0}, {}), (slow, walled)
+
+
+def test_a_fast_node_is_never_named_as_slow_whatever_was_not_measured() -> None:
+    """Every slow node, every set of ways that are shut: the slow one is named, or among the suspects, or unseen."""
+    ways = list(permutations(names_of(3), 2))
+    undecided = 0
+    for slow in names_of(3):
+        for shut in (set(some) for size in range(7) for some in combinations(ways, size)):
+            trials = bursts(3, {slow: 95.0}, shut)
+            seen = slow_links(trials)
+            assert seen.slow.keys() <= {slow}, shut
+            mixed = len({each.numbers["mbps"] for each in trials}) > 1
+            nodes = {name for each in trials for name in (each.source, each.target)}
+            assert (slow in seen.named) == (mixed and len(nodes) == 3), shut
+            undecided += bool(seen.suspects)
+    assert undecided, "some of them cannot be decided"
+
+
+def test_several_slow_nodes() -> None:
+    for some in combinations(names_of(5), 2):
+        assert slow_links(bursts(5, dict.fromkeys(some, 95.0))).slow == dict.fromkeys(some, 95.0)
+    assert slow_links(bursts(4, {"node1": 95.0, "node3": 95.0})).slow.keys() == {"node1", "node3"}
+    assert slow_links(bursts(3, {"node1": 95.0, "node3": 95.0})) == SlowLinks(fast_mbps=95.0), "all pairs are alike"
+
+
+def test_a_pair_that_is_slow_between_two_fast_nodes_blames_neither() -> None:
+    trials = [
+        replace(each, numbers={"mbps": 95.0}) if each.source == "node1" and each.target == "node2" else each
+        for each in bursts(3, {})
+    ]
+    assert slow_links(trials).named == set()
+
+
+def test_where_the_bursts_do_not_tell_the_candidates_and_the_missing_ways_are_named() -> None:
+    """Of 1 → 2 and 3 → 2 the slow one tells that node1 is slow. With 1 → 2 and 3 → 1 alone it may be either."""
+    ways = set(permutations(names_of(3), 2))
+    assert slow_links(bursts(3, {"node1": 95.0}, ways - {("node1", "node2"), ("node3", "node2")})).slow.keys() == {
+        "node1"
+    }
+    shut = ways - {("node1", "node2"), ("node3", "node1")}
+    scene = rates(healthy(), node2=95.0)
+    trials = [each for each in scene.trials if each.kind != "burst" or (each.source, each.target) not in shut]
+    scene = tried(replace(scene, trials=trials), *(trial for way in sorted(shut) for trial in lost(*way, "tcp")))
+    (finding,) = links.links(scene)
+    assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, "")
+    assert finding.evidence == "node1 or node2: node1 95, node2 95 Mbit/s in a short burst, other pairs 940"
+    assert "cannot be told, because there is no connection node1 → node3, " in finding.meaning
+    assert "open those first" in finding.meaning
+
+
+def test_every_pair_of_a_few_nodes_is_measured() -> None:
+    nodes = healthy([f"10.0.0.{number}" for number in range(1, 8)]).nodes
+    for count in range(2, 8):
+        circles = circles_of(nodes[:count])
+        assert all(len({pair[end].name for pair in circle}) == len(circle) for circle in circles for end in (0, 1))
+        measured = [(one.name, other.name) for circle in circles for one, other in circle]
+        assert len(measured) == len(set(measured)) == count * min(count - 1, 4)
 
 
 @pytest.mark.parametrize(

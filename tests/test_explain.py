@@ -139,6 +139,44 @@ def test_whatever_stands_before_a_line(before: str) -> None:
         assert ids(explain_text(text))[0] == name
 
 
+@pytest.mark.parametrize(
+    ("text", "id_"),
+    [
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:799] connect [127.0.1.1]:45963: "
+         "Connection refused", "gloo.loopback"),
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:799] connect [10.0.0.7]:45963: "
+         "Connection refused", "gloo.connect-refused"),
+        ("[rank1]: RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] "
+         "no error", "gloo.no-error"),
+        ("[E ProcessGroupNCCL.cpp:737] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=469508, "
+         "OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802212 milliseconds before timing out.", "cuda.watchdog"),
+        ("ncclInternalError: Internal check failed.\nLast error:\nBootstrap : no socket interface found",
+         "cuda.nccl-interface"),
+        ("AttributeError: module 'torch._C' has no attribute '_cuda_getDeviceCount'", "cuda.missing"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in step 3495064.0 cgroup. Some of your processes may have "
+         "been killed by the cgroup out-of-memory handler.", "memory.slurm"),
+        ("torch._dynamo.exc.BackendCompilerFailed: debug_wrapper raised OSError: /tmp/torchinductor_me/wg/cw.so: file "
+         "too short", "train.short-library"),
+        ("Bus error (core dumped)", "system.bus-error"),
+        ("RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's "
+         "workers are out of shared memory.", "data.shared-memory"),
+    ],
+)  # fmt: skip
+def test_the_words_of_other_versions(text: str, id_: str) -> None:
+    found = explain_text(text).best
+    assert found is not None
+    assert found.id == id_
+    assert not re.search(r"\{\w+\}", found.cause + found.fix)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["He was Killed in the last chapter", "3 processes Killed, 2 alive", "no Bus error was seen", "all Killed off"],
+)
+def test_a_word_in_a_sentence_is_no_message(text: str) -> None:
+    assert ids(explain_text(text)) == []
+
+
 def test_what_shoal_says_itself_is_taken_from_it() -> None:
     own = explain_file(LOGS["shoal.different"]).best
     assert own is not None

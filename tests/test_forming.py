@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.control.membership.generation import Ballot, Lineage, State
 from shoal.control.rankline import Enter
+from shoal.sync import groups
 from shoal.sync.groups import Forming, unform
 from shoal.sync.membership.forming import Place, form, is_lost_peer
 from shoal.sync.waiting import Release
@@ -36,6 +39,15 @@ def order(world: World) -> Enter:
     )
 
 
+@contextmanager
+def hasty() -> Iterator[None]:
+    """Waits less for those who will not come."""
+    usual = groups._PROOF_S, groups._SLACK_S
+    groups._PROOF_S = groups._SLACK_S = 0.2
+    yield
+    groups._PROOF_S, groups._SLACK_S = usual
+
+
 def one_tries_alone(world: World) -> int:
     """Rank 0 gets as far as gloo with nobody there; then both come."""
     store, place = world.store, Place("here", torch.device("cpu"), "lo", None, Release())
@@ -43,7 +55,7 @@ def one_tries_alone(world: World) -> int:
     unform()
     if world.rank == 0:
         alone = dist.PrefixStore("nobody", store)
-        with pytest.raises(RuntimeError):
+        with hasty(), pytest.raises(RuntimeError):
             form_group(Forming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
         unform()
     again = form(order(world), store, place, meet_s=20, timeout_s=10)

@@ -122,7 +122,7 @@ def test_a_lost_connection_ends_nothing_and_a_stop_ends_all(lab: Lab, hosts: Pat
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
     wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
-    os.kill(connection_to("node2"), signal.SIGKILL)
+    os.kill(connection_to("node2", run), signal.SIGKILL)
     wait_until(lambda: "the connection to node2 is back" in notes(run))
     seen = len(steps_of(run, 1))
     wait_until(lambda: len(steps_of(run, 1)) > seen)
@@ -140,11 +140,13 @@ def test_a_lost_connection_ends_nothing_and_a_stop_ends_all(lab: Lab, hosts: Pat
     assert list((run / "checkpoints").iterdir()), "the last checkpoint came home"
 
 
-def connection_to(node: str) -> int:
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if words[:1] == ["ssh"] and words[-3:] == [node, "sh", "-s"]:
-            return process.pid
+def connection_to(node: str, run: Path) -> int:
+    """The SSH client of this run's launcher: another run may have hosts of the same names."""
+    for found in find(run):
+        for process in psutil.Process(found.pid).children():
+            words = process.cmdline()
+            if words[:1] == ["ssh"] and words[-3:] == [node, "sh", "-s"]:
+                return process.pid
     raise AssertionError(f"no connection to {node}")
 
 
@@ -194,7 +196,7 @@ def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
     end_processes([found for found in find(run) if found.part == "keeper"])
-    wait_until(lambda: "messenger" not in [found.part for found in find()])
+    wait_until(lambda: "messenger" not in [found.part for found in find() if found.run.is_relative_to(tmp_path)])
     stopped = done(lab, "stop", run)
     assert stopped.returncode == 0, stopped.stderr
     assert not [found for found in find() if found.run.is_relative_to(tmp_path)]

@@ -33,7 +33,8 @@ from shoal.sync.wires import Bucket
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.programs import read_jsonl, steps_of, train_tiny
-from tests.test_failing_ranks import training, wait_gone
+from tests.sockets_of import living, local_sockets, shared_files
+from tests.test_failing_ranks import LONG, training, wait_gone
 from tests.test_gradients import alone, exchange
 
 Array = npt.NDArray[np.float32]
@@ -248,13 +249,18 @@ def vanish(signum: int) -> Callable[..., None]:
     return at_once
 
 
-def lose_a_peer(world: World, way: str, victim: int, signum: int, timeout_s: float) -> tuple[str, str, float]:
-    """The victim goes in the middle of a sum, when it has said that its part is there."""
+def lose_a_peer(
+    world: World, way: str, victim: int, signum: int, timeout_s: float, traces: Path
+) -> tuple[str, str, float]:
+    """The victim goes in the middle of a sum, when it has said that its part is there. Before, every rank notes in
+    `traces` what it has open."""
     world.store.set(f"pid/{world.rank}", str(os.getpid()))
     module = {"copies": copies, "shared": resident}[way]
     model = nn.Linear(300, 300)
     config = SyncConfig.model_validate({"inside": way, "timeout_s": timeout_s, "bucket_mb": 0.01})
     sync = make_gradient_sync(config, model, world)
+    names = {name for name in local_sockets([os.getpid()]) if name.startswith("@shoal-")}
+    (traces / f"rank-{world.rank}").write_text("\n".join(names | shared_files(os.getpid())))
     if world.rank == victim:
         module.sum_rows = vanish(signum)  # type: ignore[attr-defined]
     pid = int(world.store.get(f"pid/{victim}"))
@@ -280,21 +286,22 @@ def last_one_out(world: World, pid: int) -> None:
 @pytest.mark.parametrize("way", ["copies", "shared"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(way: str, victim: int, tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").iterdir())
-    results = run_ranks(lose_a_peer, 3, tmp_path, way, victim, signal.SIGKILL, 30.0, dying=(victim,))
+    results = run_ranks(lose_a_peer, 3, tmp_path, way, victim, signal.SIGKILL, 30.0, tmp_path, dying=(victim,))
     for rank, found in enumerate(results):
         if rank != victim:
             kind, seen, took_s = found
             assert kind == ("PeerLost" if way == "shared" else "RuntimeError")
             assert f"Connection closed by peer, rank {victim} on the same machine" in seen
             assert took_s < 15
-    assert set(Path("/dev/shm").iterdir()) <= before
-    assert "@shoal-" not in Path("/proc/net/unix").read_text()
+    traces = {name for rank in range(3) for name in (tmp_path / f"rank-{rank}").read_text().split("\n") if name}
+    assert any(name.startswith("@shoal-") for name in traces), "the ranks noted no socket"
+    assert living(traces) == set()
+    assert [name for name in traces if Path(name).exists()] == []
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_stopped_rank_is_given_up_after_the_deadline(victim: int, tmp_path: Path) -> None:
-    results = run_ranks(lose_a_peer, 3, tmp_path, "shared", victim, signal.SIGSTOP, 1.0, dying=(victim,))
+    results = run_ranks(lose_a_peer, 3, tmp_path, "shared", victim, signal.SIGSTOP, 1.0, tmp_path, dying=(victim,))
     for rank, found in enumerate(results):
         if rank != victim:
             assert found[:2] == (
@@ -351,8 +358,9 @@ def test_a_run_says_how_its_ranks_exchange_and_what_crossed_the_network(tmp_path
 
 @pytest.mark.long
 def test_a_killed_rank_of_a_real_training_is_named(tmp_path: Path) -> None:
-    with training(tmp_path / "run", "--steps", "1000000", "--inside", "copies", "--set", "members.on_loss=end") as run:
+    with training(tmp_path / "run", *LONG, "--inside", "copies", "--set", "members.on_loss=end") as run:
         pids = run.pids()
+        sockets = {name for name in local_sockets(pids) if name.startswith("@shoal-")}
         os.kill(pids[1], signal.SIGKILL)
         assert run.end(within_s=5) == 3
         wait_gone(pids, within_s=0.5)
@@ -360,4 +368,5 @@ def test_a_killed_rank_of_a_real_training_is_named(tmp_path: Path) -> None:
     assert "why:  rank 0 then ended because a peer was gone" in run.error()
     start = next(event for event in read_jsonl(run.out / "events" / "rank-0.jsonl") if event["event"] == "start")
     assert start["inside"] == "copies"
-    assert "@shoal-" not in Path("/proc/net/unix").read_text()
+    assert sockets
+    assert living(sockets) == set()

@@ -61,7 +61,7 @@ def test_the_demo_from_start_to_report(tmp_path: Path) -> None:
 def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
     """A checkpoint after every step, all processes killed at a random moment, again and again, in one folder."""
     run, rng, reached = tmp_path / "run", random.Random(5), 0
-    settings = set_flags(*TINY, "train.checkpoint_every=1", "train.eval_every=1000000")
+    settings = set_flags(*TINY, "train.checkpoint_every=1", "train.eval_every=1000000", "train.compile=off")
     command = shoal_command("train", "--out", run, "--steps", "1000000", *settings)
     for _ in range(3):
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

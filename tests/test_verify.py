@@ -64,7 +64,8 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "unfinished: verified so far" in verdict.output
     # So that some steps are surely done again.
     shutil.rmtree(newest_checkpoint(folder))
-    done = shoal("train", "--resume", folder, timeout_s=240)
+    last = read_jsonl(folder / "commits.jsonl")[-1]["step"]
+    done = shoal("train", "--resume", folder, "--steps", str(last + STEPS), timeout_s=240)
     assert done.returncode == 0, done.stderr
     return folder
 

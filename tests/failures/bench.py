@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -110,8 +111,17 @@ class Labs:
             self._lab.close()
 
 
-def wrong(name: str, *words: str) -> list[str]:
-    return [sys.executable, str(WRONG), name, *words]
+def wrong(name: str, *words: str, torch: str = "") -> list[str]:
+    return [older_python(torch) if torch else sys.executable, str(WRONG), name, *words]
+
+
+def older_python(torch: str) -> str:
+    """One that has this version of torch: `2.0`."""
+    return os.environ.get(f"TORCH_{torch.replace('.', '_')}", "")
+
+
+def older_pythons() -> list[str]:
+    return [path for name, path in os.environ.items() if re.fullmatch(r"TORCH_\d+_\d+", name)]
 
 
 def place(rank: int, world: int) -> dict[str, str]:

@@ -38,6 +38,21 @@ def nccl_without_gpu(bench: Bench) -> None:
     bench.run(wrong("nccl"), {**NO_GPU, **place(0, 1), **meeting_here()})
 
 
+def nccl_alone(bench: Bench, program: str, **variables: str) -> None:
+    bench.run(wrong(program), {**place(0, 1), **meeting_here(), **variables})
+
+
+here("cuda.no-backend", needs_gpu=True)(partial(nccl_alone, program="cpu_tensor_for_nccl"))
+here("cuda.watchdog", needs_gpu=True)(partial(nccl_alone, program="slow_collective"))
+here("cuda.nccl-interface", needs_gpu=True)(partial(nccl_alone, program="over_nccl", NCCL_SOCKET_IFNAME="nosuch0"))
+here("cuda.nccl-system", needs_gpu=True)(partial(nccl_alone, program="over_nccl", NCCL_COMM_ID="10.99.99.99:5000"))
+
+
+@here("cuda.nccl-internal", needs_gpu=True)
+def broken_topology(bench: Bench) -> None:
+    nccl_alone(bench, "over_nccl", NCCL_TOPO_FILE=str(bench.write("topology.xml", "<system\n")))
+
+
 @here("cuda.one-for-two", needs_gpu=True)
 def one_for_two(bench: Bench) -> None:
     bench.run([*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *wrong("one_gpu_for_two")[1:]])

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from shoal.cluster.lab import changes
@@ -68,6 +69,26 @@ def loopback(bench: Bench, lab: Lab) -> None:
     bench.wait(40)
 
 
+def loopback_of_older(bench: Bench, lab: Lab, torch: str) -> None:
+    for rank, node in enumerate((FIRST, SECOND)):
+        names = bench.write(f"hosts-{node}", f"127.0.0.1 localhost\n127.0.1.1 {node}\n")
+        start_unnamed(bench, lab, node, rank, names, torch=torch)
+    bench.wait(40)
+
+
+on_lab("gloo.loopback+torch-2.0", torch="2.0")(partial(loopback_of_older, torch="2.0"))
+on_lab("gloo.no-error", torch="2.5")(partial(loopback_of_older, torch="2.5"))
+
+
+@on_lab("gloo.no-error+same-address", torch="2.5")
+def decoy_of_older(bench: Bench, lab: Lab) -> None:
+    with interface(lab, "docker0", ("172.17.0.1/16", "172.17.0.1/16")):
+        for rank, node in enumerate((FIRST, SECOND)):
+            places = {**meeting_at(lab, FIRST), **place(rank, 2), "GLOO_SOCKET_IFNAME": "docker0"}
+            bench.start(wrong("work_for_ever", torch="2.5"), places, lab, node)
+        bench.wait(40)
+
+
 @on_lab("gloo.loopback+no-name")
 def no_name(bench: Bench, lab: Lab) -> None:
     names = bench.write("hosts", "127.0.0.1 localhost\n")
@@ -85,9 +106,11 @@ def no_name_on_one_machine(bench: Bench, lab: Lab) -> None:
     bench.wait(40)
 
 
-def start_unnamed(bench: Bench, lab: Lab, node: str, rank: int, names: Path, program: str = "work_for_ever") -> None:
+def start_unnamed(
+    bench: Bench, lab: Lab, node: str, rank: int, names: Path, program: str = "work_for_ever", torch: str = ""
+) -> None:
     mount = f'mount --bind {names} /etc/hosts; unset GLOO_SOCKET_IFNAME; exec "$@"'
-    command = ["unshare", "--mount", "sh", "-ec", mount, "sh", *wrong(program)]
+    command = ["unshare", "--mount", "sh", "-ec", mount, "sh", *wrong(program, torch=torch)]
     bench.start(command, {**meeting_at(lab, FIRST), **place(rank, 2)}, lab, node)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.failures.bench import SHOAL, TORCHRUN, Bench, free_port, meeting_here, place, wait_until, wrong
-from tests.failures.registry import here
+from tests.failures.registry import here, quoted
 from tests.lab_checks import as_ordinary_user
 from tests.programs import TINY, set_flags
 
@@ -27,6 +28,7 @@ ALONE = {
     "data.worker-killed": "killed_worker",
     "python.module": "missing_module",
     "cuda.missing": "to_cuda",
+    "cuda.missing+set-device": "set_cuda_device",
     "store.key-timeout": "wait_for_a_key",
 }
 # Two ranks that meet on this machine.
@@ -36,6 +38,7 @@ PAIRS = {
     "gloo.size-mismatch": "different_sizes",
     "gloo.gather-sizes": "different_sizes_gathered",
     "gloo.dtype": "float8",
+    "gloo.future": "no_future",
     "ddp.unused-parameters": "unused_parameters",
     "ddp.different-models": "different_models",
     "ddp.different-models+count": "different_parameter_counts",
@@ -99,6 +102,18 @@ def port_taken(bench: Bench) -> None:
         bench.run(wrong("healthy"), {**place(0, 2), **taken})
 
 
+@here("store.port-taken+torch-2.0", torch="2.0")
+def port_taken_of_older(bench: Bench) -> None:
+    with socket.create_server(("", 0)) as holder:
+        taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
+        bench.run(wrong("healthy", torch="2.0"), {**place(0, 2), **taken})
+
+
+@here("store.port-taken+python")
+def port_taken_in_python(bench: Bench) -> None:
+    bench.run(wrong("listen_twice"))
+
+
 @here("store.port-denied")
 def port_denied(bench: Bench) -> None:
     bench.run(as_ordinary_user(wrong("healthy")), {**place(0, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "80"})
@@ -133,6 +148,20 @@ def compiler(bench: Bench) -> None:
     bench.run(wrong("no_compiler"), {"CXX": "/usr/bin/no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(bench.folder)})
 
 
+def short_library(bench: Bench, keep_bytes: int) -> None:
+    """The first run leaves its kernels in a folder; each of them is cut short before the second one."""
+    cache = bench.folder / "kernels"
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    bench.run(wrong("no_compiler"), variables)
+    for library in cache.rglob("*.so"):
+        os.truncate(library, keep_bytes)
+    bench.run(wrong("no_compiler"), variables)
+
+
+here("train.short-library")(partial(short_library, keep_bytes=0))
+here("train.short-library+in-the-middle")(partial(short_library, keep_bytes=100))
+
+
 @here("cuda.nccl")
 def no_nccl(bench: Bench) -> None:
     bench.run(wrong("nccl"), {**place(0, 1), **meeting_here()})
@@ -154,6 +183,21 @@ def killed_for_memory(bench: Bench) -> None:
     with memory_limit(600 << 20) as group:
         bench.run(["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *wrong("eat_memory")])
     bench.run(["sh", "-c", "dmesg | grep -i 'out of memory' | tail -n 1"])
+
+
+quoted("memory.slurm")
+quoted("memory.slurm+step")
+
+
+@here("memory.silent-kill")
+def killed_in_a_shell(bench: Bench) -> None:
+    bench.run(["sh", "-c", '"$@"; true', "sh", *wrong("kill_yourself")])
+
+
+@here("memory.silent-kill+script")
+def killed_in_a_script(bench: Bench) -> None:
+    script = bench.write("train.sh", f"{' '.join(wrong('kill_yourself'))}\necho done\n")
+    bench.run(["bash", str(script)])
 
 
 @contextmanager
@@ -190,6 +234,12 @@ def read_only_disk(bench: Bench) -> None:
 def small_shared_memory(bench: Bench) -> None:
     mount = 'mount -t tmpfs -o size=16m tmpfs /dev/shm; exec "$@"'
     bench.run(["unshare", "--mount", "sh", "-ec", mount, "sh", *wrong("small_shared_memory")])
+
+
+@here("system.bus-error")
+def no_room_for_a_map(bench: Bench) -> None:
+    mount = 'mount -t tmpfs -o size=16m tmpfs /dev/shm; "$@"; true'
+    bench.run(["unshare", "--mount", "sh", "-ec", mount, "sh", *wrong("map_too_much")])
 
 
 def on_small_disk(bench: Bench, options: str, program: str) -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.failures.produce [NAME …]
 
-Needs root (network namespaces, mounts, a memory limit), and for some of them an NVIDIA GPU. Takes a quarter of an hour;
-not part of the tests, which read the logs.
+Needs root (network namespaces, mounts, a memory limit), for some of them an NVIDIA GPU, and for some an older torch:
+the variable TORCH_2_0 (TORCH_2_5, …) names a Python that has it. Takes a quarter of an hour; not part of the tests,
+which read the logs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from shoal.cluster.lab import changes
 from shoal.cluster.lab.lab import Lab
 from tests.failures import at_store, of_shoal, on_gpu, on_lab, on_machine, over_ssh
-from tests.failures.bench import FIRST, HERE, SECOND, THIRD, Bench, Labs
+from tests.failures.bench import FIRST, HERE, SECOND, THIRD, Bench, Labs, older_python, older_pythons
 from tests.failures.registry import FAILURES, Failure
 
 MOST_LINES = 60
@@ -37,6 +38,12 @@ def main(names: list[str]) -> None:
         for failure in chosen:
             if failure.needs_gpu and not shutil.which("nvidia-smi"):
                 print(f"{failure.name}: left out, there is no GPU here", flush=True)
+                continue
+            if failure.torch and not older_python(failure.torch):
+                print(f"{failure.name}: left out, no Python with torch {failure.torch} was named", flush=True)
+                continue
+            if not failure.provoke and not failure.on_lab:
+                print(f"{failure.name}: left out, it is quoted from public reports", flush=True)
                 continue
             text = produce(failure, labs)
             (HERE / f"{failure.name}.log").write_text(text, encoding="utf-8")
@@ -67,16 +74,17 @@ def heal(lab: Lab) -> None:
 
 
 def anonymous(text: str, folder: Path) -> str:
-    """Without this machine's paths."""
+    """Without this machine's paths. One inside another goes first."""
     places = {
         str(folder): "/project",
         str(HERE): "/project",
         str(HERE.parent.parent): "/shoal",
+        **{str(Path(python).parent.parent): "/venv" for python in older_pythons()},
         sys.prefix: "/venv",
         sys.base_prefix: "/usr",
     }
-    for place, name in places.items():
-        text = text.replace(place, name)
+    for place in sorted(places, key=len, reverse=True):
+        text = text.replace(place, places[place])
     return text
 
 

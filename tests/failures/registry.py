@@ -14,28 +14,34 @@ ProvokeOnLab = Callable[[Bench, Lab], None]
 
 @dataclass(frozen=True)
 class Failure:
-    """`provoke` needs this machine alone, `on_lab` a lab's nodes."""
+    """`provoke` needs this machine alone, `on_lab` a lab's nodes. With neither, the log is what users quoted in public:
+    it needs what cannot be had here, such as Slurm. `torch` is an older version that printed it in other words."""
 
     name: str
     provoke: Provoke | None = None
     on_lab: ProvokeOnLab | None = None
     needs_gpu: bool = False
+    torch: str = ""
 
 
 FAILURES: dict[str, Failure] = {}
 
 
-def here(name: str, needs_gpu: bool = False) -> Callable[[Provoke], Provoke]:
+def here(name: str, needs_gpu: bool = False, torch: str = "") -> Callable[[Provoke], Provoke]:
     def register(provoke: Provoke) -> Provoke:
-        FAILURES[name] = Failure(name, provoke=provoke, needs_gpu=needs_gpu)
+        FAILURES[name] = Failure(name, provoke=provoke, needs_gpu=needs_gpu, torch=torch)
         return provoke
 
     return register
 
 
-def on_lab(name: str) -> Callable[[ProvokeOnLab], ProvokeOnLab]:
+def on_lab(name: str, torch: str = "") -> Callable[[ProvokeOnLab], ProvokeOnLab]:
     def register(provoke: ProvokeOnLab) -> ProvokeOnLab:
-        FAILURES[name] = Failure(name, on_lab=provoke)
+        FAILURES[name] = Failure(name, on_lab=provoke, torch=torch)
         return provoke
 
     return register
+
+
+def quoted(name: str) -> None:
+    FAILURES[name] = Failure(name)

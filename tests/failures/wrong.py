@@ -110,6 +110,12 @@ def float8() -> None:
     dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
 
 
+def no_future() -> None:
+    meet()
+    work = dist.reduce_scatter_tensor(torch.ones(2), torch.ones(4), async_op=True)
+    work.get_future().wait()
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,8 +188,33 @@ def to_cuda() -> None:
     torch.ones(3).to("cuda")
 
 
+def set_cuda_device() -> None:
+    torch.cuda.set_device(0)
+
+
 def nccl() -> None:
     meet("nccl")
+
+
+def over_nccl() -> None:
+    meet("nccl", timedelta(seconds=30))
+    dist.all_reduce(torch.ones(4, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def cpu_tensor_for_nccl() -> None:
+    meet("nccl")
+    dist.all_reduce(torch.ones(4))
+
+
+def slow_collective() -> None:
+    """The GPU is busy for longer than the collective may wait for it."""
+    meet("nccl")
+    dist.all_reduce(torch.ones(4, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(30_000_000_000)
+    dist.all_reduce(torch.ones(4, device="cuda"))
+    torch.cuda.synchronize()
 
 
 def cuda_memory() -> None:
@@ -289,6 +320,23 @@ def unpicklable() -> None:
         print(number)
 
     mp.spawn(train, nprocs=2)
+
+
+def map_too_much() -> None:
+    """The file system has less room than the file says."""
+    import mmap
+
+    with Path("/dev/shm/batch").open("w+b") as file:
+        file.truncate(64 << 20)
+        view = mmap.mmap(file.fileno(), 64 << 20)
+        view[:] = bytes(64 << 20)
+
+
+def listen_twice() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        socket.create_server(holder.getsockname())
 
 
 def crash() -> None:

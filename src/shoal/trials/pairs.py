@@ -20,6 +20,7 @@ _SLACK_S = 4.0
 _BURST_S = 4.0
 # What looks slow once may have been busy.
 _BURST_ROUNDS = 3
+_NEIGHBOURS = 2
 
 
 def try_pairs(talks: Mapping[str, Talk], scene: Scene, port: int) -> list[Trial]:
@@ -80,15 +81,14 @@ class _Stage(Post):
         return [_dialled(*way, next(tries[way[0]])) for way in ways if way[0] in tries]
 
     def bursts(self, open_ways: list[Pair]) -> list[Trial]:
-        """Round the ring and back: each node sends to one and hears one at a time."""
+        """Each node with its next ones in a ring, and back: it sends to one and receives from one at a time."""
         ring = [node for node in self.scene.nodes if node.name in self.ports]
-        onward = [(one, ring[(number + 1) % len(ring)]) for number, one in enumerate(ring)]
         best: dict[Pair, float] = {}
         trials: list[Trial] = []
         for number in range(_BURST_ROUNDS):
-            slow = slow_links(trials)
-            for pairs in (onward, [(other, one) for one, other in onward]):
-                again = [pair for pair in pairs if not number or not slow.keys().isdisjoint(_names(pair))]
+            named = slow_links(trials).named
+            for pairs in circles_of(ring):
+                again = [pair for pair in pairs if not number or not named.isdisjoint(_names(pair))]
                 self._burst([pair for pair in again if pair in open_ways], best)
             trials = [Trial(*_names(pair), "burst", "ok", numbers={"mbps": mbps}) for pair, mbps in best.items()]
         return trials
@@ -122,6 +122,18 @@ class _Stage(Post):
 
 def _dialled(source: str, target: str, kind: str, said: Answer) -> Trial:
     return Trial(source, target, kind, said["outcome"], said["detail"], said.get("numbers", {}), said.get("mac"))
+
+
+def circles_of(ring: list[Node]) -> list[list[Pair]]:
+    """Pairs that can be measured at once. With one neighbour each, four nodes of which every other one is slow would
+    all look alike; with two each no pair of slow nodes hides the fast ones."""
+    circles: list[list[Pair]] = []
+    for distance in range(1, min(len(ring) // 2, _NEIGHBOURS) + 1):
+        onward = [(one, ring[(number + distance) % len(ring)]) for number, one in enumerate(ring)]
+        circles.append(onward)
+        if 2 * distance < len(ring):
+            circles.append([(other, one) for one, other in onward])
+    return circles
 
 
 def _names(pair: Iterable[Node]) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shoal.cluster.node import Node
 from shoal.net.finding import Finding, Severity
-from shoal.net.links import TELLS_UP_TO_MBPS, link_rates, slow_links
+from shoal.net.links import TELLS_UP_TO_MBPS, SlowLinks, slow_links
 from shoal.net.scene import Facts, Scene
 
 _BROKEN = "a damaged cable, a loose plug, or a setting made by hand; where the command does not help, try another cable"
@@ -34,26 +34,54 @@ def cards(scene: Scene) -> Iterator[Finding]:
 def links(scene: Scene) -> Iterator[Finding]:
     """Slower than the others', measured; of two nodes, slower than their cards say."""
     found = slow_links(scene.trials)
-    for name, (mbps, usual) in found.items():
+    for name, mbps in found.slow.items():
         yield Finding(
             "link.slow",
             Severity.WARNING,
             name,
-            f"{name}: {mbps:.0f} Mbit/s in a short burst, the others {usual:.0f}",
-            "everybody waits for the slowest link in every step: look at its cable, its port of the switch, its Wi-Fi",
+            f"{name}: {mbps:.0f} Mbit/s in a short burst, other pairs {found.fast_mbps:.0f}",
+            "every rank waits for the slowest link in every step: look at its cable, its port of the switch, its Wi-Fi",
         )
-    rates = link_rates(scene.trials)
+    if found.suspects:
+        rates = ", ".join(f"{name} {mbps:.0f}" for name, mbps in found.suspects.items())
+        yield Finding(
+            "link.slow",
+            Severity.WARNING,
+            "",
+            f"{' or '.join(found.suspects)}: {rates} Mbit/s in a short burst, other pairs {found.fast_mbps:.0f}",
+            f"at least one of these links is slow; which one cannot be told{_unmeasured(scene, found)}",
+        )
+    yield from _slower_than_cards(scene)
+
+
+def _slower_than_cards(scene: Scene) -> Iterator[Finding]:
+    """Where only two nodes were measured."""
+    rates = {(trial.source, trial.target): trial.numbers["mbps"] for trial in scene.trials if trial.kind == "burst"}
+    names = list(dict.fromkeys(name for pair in rates for name in pair))
     speeds = {node.name: used["speed_mbps"] for node, used in _used(scene) if used.get("speed_mbps")}
-    if len(rates) == 2 and rates.keys() <= speeds.keys():
-        slowest, name = min((speeds[name], name) for name in rates)
-        if rates[name] <= min(slowest, TELLS_UP_TO_MBPS) / 2:
-            yield Finding(
-                "link.slow",
-                Severity.WARNING,
-                name,
-                f"{' and '.join(rates)}: {rates[name]:.0f} Mbit/s in a short burst, and their cards say {slowest}",
-                "something between the two is slower than either: a switch, a powerline adapter, a shaped link",
-            )
+    if len(names) != 2 or not speeds.keys() >= set(names):
+        return
+    mbps, card_mbps = min(rates.values()), min(speeds[name] for name in names)
+    if mbps <= min(card_mbps, TELLS_UP_TO_MBPS) / 2:
+        yield Finding(
+            "link.slow",
+            Severity.WARNING,
+            "",
+            f"{' and '.join(names)}: {mbps:.0f} Mbit/s in a short burst, and their cards say {card_mbps}",
+            "something between the two is slower than either: a switch, a powerline adapter, a shaped link",
+        )
+
+
+def _unmeasured(scene: Scene, found: SlowLinks) -> str:
+    """Which pairs of the suspects are missing, and what to do about it."""
+    shut = [
+        f"{trial.source} → {trial.target}"
+        for trial in scene.trials
+        if trial.kind == "tcp" and not trial.ok and found.suspects.keys() & {trial.source, trial.target}
+    ]
+    if not shut:
+        return ": look at the cables, the ports of the switch and the Wi-Fi of each"
+    return f", because there is no connection {', '.join(shut)}: open those first (see reach.pair), then look again"
 
 
 def power_save(scene: Scene) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Every failure that is known, by who prints it. Each was provoked for real: see tests/failures/produce.py."""
+"""Every failure that is known, by who prints it. Nearly each was provoked for real: see tests/failures/produce.py."""
 
 from __future__ import annotations
 

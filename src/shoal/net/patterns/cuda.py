@@ -16,7 +16,12 @@ CUDA = (
     Pattern(
         "cuda.missing",
         Weight.CAUSE,
-        ("Torch not compiled with CUDA enabled", "No CUDA GPUs are available", "Found no NVIDIA driver on your system"),
+        (
+            "Torch not compiled with CUDA enabled",
+            "No CUDA GPUs are available",
+            "Found no NVIDIA driver on your system",
+            "module 'torch._C' has no attribute '_cuda_",
+        ),
         cause="the program wants a GPU, and this torch sees none: it is the CPU build, the driver is missing, or "
         "CUDA_VISIBLE_DEVICES is empty",
         fix="see: nvidia-smi; python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'; to "
@@ -28,6 +33,55 @@ CUDA = (
         ("Distributed package doesn't have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
         cause="the program asks for NCCL, which needs GPUs and a CUDA build of torch; CPU ranks exchange over gloo",
         fix="init_process_group('gloo'), or with no name at all: torch then chooses",
+    ),
+    Pattern(
+        "cuda.no-backend",
+        Weight.CAUSE,
+        ("No backend type associated with device type",),
+        regex=r"associated with device type (?P<device>\w+)",
+        cause="a tensor on the device {device} was given to a process group that has no backend for it: one made with "
+        "'nccl' alone exchanges only tensors on GPUs",
+        fix="init_process_group('cpu:gloo,cuda:nccl'), which has one for each; or move the tensor to the GPU first: "
+        "tensor.to('cuda')",
+    ),
+    Pattern(
+        "cuda.watchdog",
+        Weight.LIKELY,
+        ("Watchdog caught collective operation timeout",),
+        regex=r"OpType=(?P<what>\w+).*ran for (?P<ms>\d+) milliseconds",
+        cause="{what} did not end for {ms} ms, and NCCL's watchdog ended the process: another rank is late, has died, "
+        "or is in another collective (a loop of another length, an `if rank`, a long save or evaluation on one rank)",
+        fix="look at the end of the other ranks' logs for the one that failed or lags; see where each rank is: py-spy "
+        "dump --pid PID; raise timeout= in init_process_group only for pauses that are meant",
+        check="reach.pair",
+    ),
+    Pattern(
+        "cuda.nccl-interface",
+        Weight.CAUSE,
+        ("Bootstrap : no socket interface found",),
+        cause="NCCL found no network interface to use: NCCL_SOCKET_IFNAME names one that this machine does not have, "
+        "or only loopback is up",
+        fix="see the names with: ip -br addr; then: export NCCL_SOCKET_IFNAME=NAME   (or: unset NCCL_SOCKET_IFNAME)",
+        check="interface.address",
+        covers=("cuda.nccl-internal",),
+    ),
+    Pattern(
+        "cuda.nccl-internal",
+        Weight.LIKELY,
+        ("ncclInternalError",),
+        cause="a check inside NCCL failed; the line after `Last error:` says which. Most often its settings are wrong "
+        "(NCCL_TOPO_FILE, NCCL_GRAPH_FILE, NCCL_SOCKET_IFNAME), or the machines have different versions of NCCL",
+        fix="run once with NCCL_DEBUG=WARN, which prints what was wrong; see the settings: env | grep ^NCCL_; the "
+        "version on every machine: python -c 'import torch; print(torch.cuda.nccl.version())'",
+    ),
+    Pattern(
+        "cuda.nccl-system",
+        Weight.LIKELY,
+        ("ncclSystemError",),
+        cause="a call of NCCL to the system failed; the line after `Last error:` says which: an address that no "
+        "interface has, a connection to a rank that has ended or that a firewall drops, or a full /dev/shm",
+        fix="run once with NCCL_DEBUG=INFO; look at the end of the other ranks' logs; check: df -h /dev/shm",
+        check="reach.pair",
     ),
     Pattern(
         "cuda.one-for-two",

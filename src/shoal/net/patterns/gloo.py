@@ -7,6 +7,8 @@ from shoal.net.pattern import Pattern, Weight
 _TELL_INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip route get PEER_ADDRESS | grep -oP 'dev \\K\\S+')"
 # A connection that it tries again may come after all.
 _REFUSED = r"(?:willRetry=0,|connectFullMesh) .*Connection refused, remote="
+# The same of torch 2.0: `gloo/transport/tcp/pair.cc:799] connect [127.0.1.1]:45963: Connection refused`.
+_PAIR = r"gloo/transport/tcp/pair\.(?:cc|h):\d+\] "
 _RUNNING = r"Rank (?P<{rank}>\d+) is running collective: \w+\(SequenceNumber=\d+, OpType=(?P<{what}>\w+)"
 _TIMEOUTS = ("gloo.connect-timeout", "gloo.timeout")
 
@@ -14,8 +16,8 @@ GLOO = (
     Pattern(
         "gloo.connect-timeout",
         Weight.LIKELY,
-        ("connectFullMesh failed",),
-        regex=r"Connect timeout",
+        ("Connect timeout",),
+        regex=rf"connectFullMesh failed .*Connect timeout|{_PAIR}Connect timeout",
         cause="two ranks could not connect: one of them waited five times the timeout for the other. Of each pair the "
         "higher address dials the lower one, on a port that changes every time, so a firewall on the machine with the "
         "lower address is the usual cause; opening the store's port alone does not help",
@@ -27,14 +29,28 @@ GLOO = (
     Pattern(
         "gloo.loopback",
         Weight.LIKELY,
-        ("failed to connect, ", "connectFullMesh failed"),
-        regex=_REFUSED + r"\[(?P<remote>127\.[\d.]+|::1)\]",
+        ("failed to connect, ", "connectFullMesh failed", "connect [", "Connect timeout ["),
+        regex=rf"(?:{_REFUSED}|{_PAIR}(?:connect (?=.*Connection refused)|Connect timeout ))"
+        r"\[(?P<remote>127\.[\d.]+|::1)\]",
         cause="a rank was told to find another one at {remote}, which is the machine it runs on itself: the other "
         "machine's host name resolves to loopback (Debian and Ubuntu write 127.0.1.1 into /etc/hosts), and gloo "
         "publishes that. On one machine alone it means that the other rank had died",
         fix=f"on every machine, before the start: {_TELL_INTERFACE}",
         check="names.loopback",
-        covers=(*_TIMEOUTS, "gloo.connect-refused"),
+        covers=(*_TIMEOUTS, "gloo.connect-refused", "gloo.no-error"),
+    ),
+    Pattern(
+        "gloo.no-error",
+        Weight.LIKELY,
+        ("connectFullMesh failed",),
+        regex=r"pair\.cc:\d+\] no error",
+        cause="the connection to another rank was refused (gloo of torch 2.3 to 2.6 prints `no error` for it): this "
+        "rank was given an address where the other one does not listen. Most often a machine's host name resolves to "
+        "loopback (127.0.1.1 in /etc/hosts), or gloo took an interface that both machines have (docker0); or the "
+        "other rank has ended",
+        fix=f"on every machine: getent hosts $(hostname), which must not print 127.…; then: {_TELL_INTERFACE}",
+        check="names.loopback",
+        covers=_TIMEOUTS,
     ),
     Pattern(
         "gloo.loopback-fallback",
@@ -59,8 +75,8 @@ GLOO = (
     Pattern(
         "gloo.connect-refused",
         Weight.LIKELY,
-        ("failed to connect, ", "connectFullMesh failed"),
-        regex=_REFUSED + r"\[(?P<remote>(?!127\.|::1)[^\]]+)\]",
+        ("failed to connect, ", "connectFullMesh failed", "connect ["),
+        regex=rf"(?:{_REFUSED}|{_PAIR}connect (?=.*Connection refused))\[(?P<remote>(?!127\.|::1)[^\]]+)\]",
         cause="{remote} is there, but nobody listens on the port that the rank was told: the other one has ended "
         "meanwhile, or the address is of an earlier run, from a file or a store that was used again",
         fix="look into the log of the rank on {remote}; with init_method=file://… remove the file before every run",
@@ -139,6 +155,15 @@ GLOO = (
         ("RuntimeError: Invalid scalar type",),
         cause="gloo cannot exchange tensors of this type (float8, complex32, …)",
         fix="convert before the collective: tensor.to(torch.bfloat16), or send its bytes as tensor.view(torch.uint8)",
+    ),
+    Pattern(
+        "gloo.future",
+        Weight.CAUSE,
+        ("Work::getFuture not implemented",),
+        cause="the program asks a collective for its future, and this one has none: with gloo that of reduce_scatter, "
+        "and those of a process group of your own or of a plugin",
+        fix="call work.wait() instead of work.get_future(), or use all_reduce; see which call it is in the traceback "
+        "above",
     ),
     Pattern(
         "gloo.collective-mismatch",

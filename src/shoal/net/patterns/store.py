@@ -80,8 +80,9 @@ STORE = (
     Pattern(
         "store.port-taken",
         Weight.CAUSE,
-        ("EADDRINUSE",),
-        regex=r"port: (?P<port>\d+)",
+        ("EADDRINUSE", "Address already in use"),
+        regex=r"failed to listen .*?(?:port: |\]:)(?P<port>\d+)(?:,.* EADDRINUSE| \(errno: 98)|\[Errno 98\]"
+        r"|RuntimeError: Address already in use",
         cause="port {port} of this machine is in use: by an earlier run that still goes on, another program, or a "
         "second rank 0",
         fix="see whose it is: ss -ltnp 'sport = :{port}'; end that, or choose another port (torchrun --master-port, "

@@ -25,7 +25,31 @@ SYSTEM = (
         fix="see who else uses it: ps -eo pid,rss,cmd --sort -rss | head; then use a smaller micro-batch, or fewer "
         "ranks",
         check="memory.free",
-        covers=("torchrun.killed",),
+        covers=("torchrun.killed", "memory.silent-kill"),
+    ),
+    Pattern(
+        "memory.slurm",
+        Weight.CAUSE,
+        ("oom-kill event", "oom_kill event", ": Out Of Memory"),
+        regex=r"Detected \d+ oom[-_]kill event\S* in (?:StepId=|step )(?P<step>\d+\S*?)[.,]?(?=\s|$)"
+        r"|srun: error: \S+: tasks? [\d,-]+: Out Of Memory",
+        cause="the job reached its memory limit in Slurm, and the kernel ended processes of step {step}; a rank that "
+        "ends like this leaves no message in its log",
+        fix="see what it used and had: sacct -j JOB --format=JobID,MaxRSS,ReqMem,State; then ask for more (sbatch "
+        "--mem=…), or use a smaller micro-batch or fewer ranks",
+        check="memory.free",
+        covers=("torchrun.killed", "memory.silent-kill"),
+    ),
+    Pattern(
+        "memory.silent-kill",
+        Weight.LIKELY,
+        ("Killed",),
+        regex=r"(?:^|[\]:|] *)Killed *$|\bline \d+: +\d+ Killed ",
+        cause="the shell says that a process was ended with SIGKILL, which leaves no other message: most often the "
+        "kernel did, because the machine or the container ran out of memory; or kill -9, or a job manager",
+        fix="ask the kernel: sudo dmesg | grep -i 'killed process'; then use a smaller micro-batch, or fewer "
+        "ranks on it",
+        check="memory.free",
     ),
     Pattern(
         "disk.full",
@@ -45,6 +69,16 @@ SYSTEM = (
         "errors",
         fix="write elsewhere (shoal: --out); look: sudo dmesg | grep -i 'remount'; findmnt -T FOLDER",
         check="disk.readonly",
+    ),
+    Pattern(
+        "system.bus-error",
+        Weight.LIKELY,
+        ("Bus error",),
+        regex=r"(?:^|[\]:|] *)Bus error(?: \(core dumped\))? *$|\bline \d+: +\d+ Bus error "
+        r"|Fatal Python error: Bus error",
+        cause="a process used shared memory or a mapped file that is not there: /dev/shm is full (in a container it "
+        "has 64 MB), or a data file was cut short while it was read",
+        fix="see: df -h /dev/shm; more of it: docker run --shm-size=2g …; sudo mount -o remount,size=2G /dev/shm",
     ),
     Pattern(
         "system.files",

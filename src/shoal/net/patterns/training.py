@@ -65,9 +65,24 @@ TRAINING = (
         fix="sudo apt install g++   (or run without torch.compile: TORCHDYNAMO_DISABLE=1)",
     ),
     Pattern(
+        "train.short-library",
+        Weight.CAUSE,
+        (": file too short", ": cannot read file data"),
+        regex=r"(?P<file>/[^\s:'\"]+\.so[\d.]*): (?:file too short|cannot read file data)",
+        cause="the compiled file {file} is incomplete: the disk was full, or a process was killed while it wrote it. "
+        "torch.compile keeps its kernels in such files and finds the broken one again in every run",
+        fix="rm {file}   (all kernels of torch.compile: rm -rf /tmp/torchinductor_$USER); see: df -h; for a library of "
+        "an installed package: python -m pip install --force-reinstall --no-deps PACKAGE",
+        check="disk.free",
+    ),
+    Pattern(
         "data.shared-memory",
         Weight.CAUSE,
-        ("unable to allocate shared memory(shm)", "Unexpected bus error encountered in worker"),
+        (
+            "unable to allocate shared memory(shm)",
+            "Unexpected bus error encountered in worker",
+            "is killed by signal: Bus error",
+        ),
         cause="the workers of a DataLoader hand their batches over through /dev/shm, and it is full (in a container "
         "it has 64 MB)",
         fix="DataLoader(num_workers=0), or more of it: docker run --shm-size=2g …; sudo mount -o remount,size=2G "
