@@ -307,7 +307,7 @@ def test_a_script_that_ignores_ctrl_c_is_ended_and_stop_says_so(tmp_path: Path) 
         stopped = shoal("stop", run)
         assert (stopped.returncode, stopped.stdout) == (0, f"{run} was ended\n")
         assert first.code() == 130
-    words = "those that still run in 1 s are ended (--grace); Ctrl-C again ends them now"
+    words = "those that still run in 1 s are ended (--grace); a second Ctrl-C where the run was started"
     assert f"note: the ranks were asked to stop; {words}" in first.err
     assert "note: local: rank 0, rank 1 did not stop within 1 s: ended now" in first.err
     assert "error: interrupted\n  why:  rank 0, 1 had to be ended\n" in first.err

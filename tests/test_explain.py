@@ -308,3 +308,11 @@ def test_weights_sort_from_the_cause_to_what_does_no_harm() -> None:
 
 def test_the_documentation_lists_every_explanation_and_check() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == renewed(), "renew it: python -m tests.failures.catalogue"
+
+
+def test_what_a_log_names_is_quoted_where_it_becomes_part_of_a_command() -> None:
+    """The log may come from another machine, and the advice is there to be pasted."""
+    line = "python: can't open file '/tmp/x;curl$IFS-evil|sh': [Errno 2] No such file or directory"
+    [found] = explain_text(line).explanations
+    assert ";curl" not in found.fix.replace("'/tmp/x;curl$IFS-evil|sh'", "")
+    assert "'/tmp/x;curl$IFS-evil|sh'" in found.fix

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ from shoal.cluster.node import LOOPBACK, Meeting, Node
 from shoal.config.schema import RunConfig
 from shoal.errors import UsageError
 from shoal.launch.plan import plan_script, settings_notes
-from shoal.trials.scripts import active_environment, choose_python, choose_stdin
+from shoal.runfolder import RunFolder
+from shoal.trials.scripts import Source, active_environment, choose_python, choose_stdin
+from shoal.trials.stopping import grace_of
 from tests.programs import shoal, shoal_command
 
 HERE = Node("local", LOOPBACK, "lo", 2, 8)
@@ -143,27 +147,92 @@ def pipe(text: bytes) -> Iterator[int]:
 
 def test_who_reads_the_standard_input() -> None:
     with pipe(b"hello") as fd:
-        assert choose_stdin("local:2", False, fd) == (True, "")
+        assert choose_stdin("local:2", False, fd) == (Source.OURS, "")
         passes, note = choose_stdin("lab:2", False, fd)
-        assert (passes, "is not passed on: only rank 0 of local:N can read it" in note) == (False, True)
+        assert (passes, "is not passed on: only rank 0 of local:N can read it" in note) == (Source.NONE, True)
         passes, note = choose_stdin("local:2", True, fd)
-        assert (passes, "is not passed on: the run is detached" in note) == (False, True)
+        assert (passes, "is not passed on: the run is detached" in note) == (Source.NONE, True)
     with pipe(b"") as fd:
         # A CI's or cron's pipe that says nothing is nothing to speak of.
-        assert choose_stdin("lab:2", False, fd) == (False, "")
+        assert choose_stdin("lab:2", False, fd) == (Source.NONE, "")
     with Path(os.devnull).open() as null:
-        assert choose_stdin("local:2", False, null.fileno()) == (False, "")
-    assert choose_stdin("local:2", False, 987) == (False, "")
+        assert choose_stdin("local:2", False, null.fileno()) == (Source.NONE, "")
+    assert choose_stdin("local:2", False, 987) == (Source.NONE, "")
 
 
-def test_a_terminal_that_belongs_to_another_job_is_left_to_it() -> None:
+CHOOSE = """
+import os
+from shoal.trials.scripts import choose_stdin
+print(choose_stdin("local:2", False)[0].name, flush=True)
+if os.fork() == 0:
+    os.setpgid(0, 0)
+    print(choose_stdin("local:2", False)[0].name, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_terminal_is_read_only_in_the_foreground() -> None:
     """In the background of a shell, rank 0 would read the user's next command line."""
-    ours, theirs = pty.openpty()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", CHOOSE])  # noqa: S606
+    said = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 1000):
+            said += part
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert said.decode().split() == ["TERMINAL", "NONE"], said
+
+
+RELAY = """
+import os, signal, sys, time
+from shoal.trials.scripts import relay_terminal
+with relay_terminal() as reading:
+    print("ready", flush=True)
+    print("got", os.read(reading, 100).decode().strip(), flush=True)
+    # Another job has the terminal now, as after Ctrl-Z and bg.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if (other := os.fork()) == 0:
+        os.setpgid(0, 0)
+        os.tcsetpgrp(0, os.getpgrp())
+        print("other", flush=True)
+        print("shell", sys.stdin.readline().strip(), flush=True)
+        os._exit(0)
+    os.waitpid(other, 0)
+    os.set_blocking(reading, False)
+    time.sleep(0.3)
     try:
-        assert choose_stdin("local:2", False, theirs) == (False, "")
+        print("stolen", os.read(reading, 100), flush=True)
+    except BlockingIOError:
+        print("nothing", flush=True)
+"""
+
+
+def test_what_is_typed_for_another_job_is_not_passed_on() -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", RELAY])  # noqa: S606
+    said = b""
+
+    def read_until(word: bytes) -> None:
+        nonlocal said
+        while word not in said:
+            said += os.read(terminal, 1000)
+
+    try:
+        read_until(b"ready")
+        os.write(terminal, b"for the rank\n")
+        read_until(b"other")
+        os.write(terminal, b"for the shell\n")
+        read_until(b"nothing")
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+    assert b"got for the rank" in said
+    assert b"shell for the shell" in said
 
 
 SHOW = """
@@ -215,3 +284,22 @@ def test_a_folder_that_exists_is_not_to_be_resumed(tmp_path: Path) -> None:
     done = shoal("run", "--out", tmp_path / "run", tmp_path / "a.py")
     assert done.returncode == 2
     assert done.stderr.endswith("next: choose another --out\n")
+
+
+@pytest.mark.parametrize("grace", ["inf", "nan", "1e9"])
+def test_a_grace_that_never_ends_is_refused(grace: str, tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("")
+    done = shoal("run", "--grace", grace, "--out", tmp_path / "run", script)
+    assert done.returncode == 2
+    assert "--grace" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stop_waits_as_long_as_the_ranks_of_a_script_may_take(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", is_training=False)
+    for script, expected in ((["x.py"], 120.0), ([], 0.0)):
+        run.job.write_text(json.dumps({"script": script, "grace_s": 120.0}))
+        assert grace_of(run) == expected
+    run.job.write_text("{")
+    assert grace_of(run) == 0.0

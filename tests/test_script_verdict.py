@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.errors import OutOfMemory
 from shoal.launch.verdict import Ending, Raised, failure, first_to_fail, last_exception, left_early, script_faults
 from shoal.net.explain import is_consequence
 from tests.programs import shoal
@@ -39,6 +40,31 @@ Traceback (most recent call last):
 RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:41610
 """
 )
+RAISED_ANEW = (
+    RAISED
+    + """
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/home/me/oops.py", line 20, in <module>
+    raise RuntimeError("the configuration is wrong") from error
+RuntimeError: the configuration is wrong
+"""
+)
+MISMATCHES = (
+    RAISED.rstrip("\n")
+    + " in load_state_dict:\n"
+    + "".join(f"\tsize mismatch for layers.{number}.weight\n" for number in range(50))
+)
+# Printed by faulthandler where a process is ended by a signal.
+FAULT = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x0000ffff (most recent call first):
+  File "/home/me/oops.py", line 6 in <module>
+
+Extension modules: numpy._core._multiarray_umath (total: 1)
+"""
 SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
 
 
@@ -53,6 +79,9 @@ SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxErr
             RAISED + WHILE_HANDLED.replace("ValueError", "KeyError"),
             Raised("KeyError: negative learning rate", "oops.py line 9"),
         ),
+        (RAISED_ANEW, Raised("RuntimeError: the configuration is wrong", "oops.py line 20")),
+        (MISMATCHES, Raised("ValueError: negative learning rate in load_state_dict:", "oops.py line 9")),
+        (FAULT, None),
         (SYNTAX, Raised("SyntaxError: invalid syntax", "oops.py line 3")),
         (
             RAISED + "[W1] a warning of torch at its end\n",
@@ -65,7 +94,7 @@ SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxErr
     ],
 )
 def test_the_exception_that_ended_a_rank_is_read_from_its_log(log: str, expected: Raised | None) -> None:
-    assert last_exception(log) == expected
+    assert last_exception(log, is_consequence) == expected
 
 
 def ending(rank: int, order: int, code: int = 1) -> Ending:
@@ -93,6 +122,23 @@ def test_ranks_that_fail_alike_are_said_to() -> None:
     error = failure(endings, faults_of(endings, RAISED, RAISED, other), {})
     assert error is not None
     assert error.why == "rank 1 failed in the same way; rank 2 failed too: KeyError: 'x' (oops.py line 9)"
+
+
+@pytest.mark.parametrize("starved", [False, True])
+def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(starved: bool) -> None:
+    killed = Ending("rank-1", "local", (1,), -9, 0, starved=starved)
+    faults = script_faults([killed], lambda ending: RAISED, is_consequence)
+    assert faults == {}
+    error = failure([killed], faults, {"rank-1": RAISED})
+    assert isinstance(error, OutOfMemory) == starved
+    assert error is not None
+    assert "ValueError" not in error.seen
+
+
+def test_the_end_of_a_log_stands_alone_where_nothing_else_is_known() -> None:
+    error = failure([Ending("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
+    assert error is not None
+    assert error.why == "the end of its log:\nlast words"
 
 
 def test_a_rank_without_an_exception_is_still_named() -> None:

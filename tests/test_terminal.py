@@ -155,9 +155,14 @@ def lines_of(*texts: str) -> list[LogLine]:
     return [LogLine(time=0.0, rank=rank, node="n", text=text) for rank, text in enumerate(texts)]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_the_current_line_of_each_rank_stands_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.lines._REDRAW_S", 0.0)
-    out = io.StringIO()
+    out = Terminal()
     display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=30, height=24))
     display.lines(lines_of("begun"), lines_of("\x1b[2J 10%|#   |", "loading\tdata"))
     display.lines([], lines_of(" 20%|##  |" + "x" * 40, "loading\tdata"))
@@ -172,7 +177,7 @@ def test_the_current_line_of_each_rank_stands_below_the_lines(monkeypatch: pytes
 
 
 def test_a_large_world_does_not_fill_the_terminal() -> None:
-    out = io.StringIO()
+    out = Terminal()
     display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=60, height=12))
     display.lines([], lines_of(*("10%" for _ in range(16))))
     expected = ["[0] 10%", "[1] 10%", "[2] 10%", "… and the current lines of 13 more ranks", ""]
@@ -180,16 +185,18 @@ def test_a_large_world_does_not_fill_the_terminal() -> None:
 
 
 def test_bars_are_drawn_at_most_ten_times_a_second() -> None:
-    out = io.StringIO()
+    out = Terminal()
     display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=60))
     for percent in range(100):
         display.lines([], lines_of(f"{percent}%"))
     assert out.getvalue().count("%") <= 3
 
 
-def test_elsewhere_nothing_is_drawn_anew() -> None:
+@pytest.mark.parametrize("forced", [None, True])
+def test_elsewhere_nothing_is_drawn_anew(forced: bool | None) -> None:
+    """Also where FORCE_COLOR makes rich take a pipe for a terminal, as many CI systems set it."""
     out = io.StringIO()
-    display = LineDisplay(SafeConsole(file=out, highlight=False, width=60))
+    display = LineDisplay(SafeConsole(file=out, highlight=False, width=60, force_terminal=forced, color_system=None))
     assert not display.is_live
     display.lines(lines_of("begun"), lines_of("10%"))
     display.close()

@@ -48,7 +48,8 @@ class LineDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._show = make_line_printer(console)
-        self.is_live = console.is_terminal and not console.is_dumb_terminal
+        # FORCE_COLOR makes rich take a pipe for a terminal.
+        self.is_live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
         # The current lines as they stand on the screen, and when they were drawn.
         self._drawn: list[str] = []
         self._drawn_at = 0.0

@@ -20,6 +20,8 @@ from shoal.trials.training import default_out
 
 app = typer.Typer(add_completion=False)
 
+_LONGEST_GRACE_S = 86400.0
+
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
@@ -52,6 +54,12 @@ def run(
     """
     argv, name = script_command(script)
     validate({"run": {"on": on, "threads": threads}}, "the command line")
+    if not grace <= _LONGEST_GRACE_S:
+        raise UsageError(
+            f"--grace {grace:g} is no time that ranks can be given",
+            why="after it they are ended, so it must come",
+            fix=f"write seconds, up to a day: --grace {_LONGEST_GRACE_S:.0f}",
+        )
     clear_leftovers(clean)
     out = out or default_out(name)
     job = Job(script=tuple(argv), on=on, threads=threads, port=port, grace_s=grace, python=python)

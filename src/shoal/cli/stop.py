@@ -31,7 +31,15 @@ def stop(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
     now: Annotated[bool, typer.Option("--now", help="Don't wait for the step and the checkpoint.")] = False,
-    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds it may take to stop by itself.")] = ASK_S,
+    wait_s: Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            min=0,
+            help="Seconds it may take to stop by itself.",
+            show_default=f"{ASK_S:.0f}, or more for a script with a longer --grace",
+        ),
+    ] = None,
     here: Annotated[bool, typer.Option("--here", hidden=True, help="On this machine only.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:

@@ -115,7 +115,8 @@ def left_behind(ended: list[int], running: list[int], after_s: float, run: str) 
     those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (ended, running))
     return (
         f"{those} ended {after_s:.0f} s ago with exit code 0, and {others} still runs: if it waits for an exchange "
-        f"with {those}, that never comes, and torch gives up after 30 minutes. To end it now: shoal stop {run}"
+        f"with {those}, that never comes, and torch gives up after its timeout (gloo: 30 minutes, "
+        f"NCCL: 10). To end it now: shoal stop {run}"
     )
 
 

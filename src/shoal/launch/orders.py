@@ -118,7 +118,7 @@ class Go:
     starts: tuple[Start, ...]
     members: Membership | None = None
     guests: dict[Number, Member] = field(default_factory=dict)
-    grace_s: Annotated[float, Field(ge=0)] | None = None
+    grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     def places(self) -> dict[int, Member]:
         return {**dict(enumerate(self.roster)), **self.guests}

@@ -22,7 +22,7 @@ from shoal.events import Event, EventLog, EventTail
 from shoal.launch.joined import never_met
 from shoal.launch.orders import Membership, membership
 from shoal.launch.plan import Command, plan_module, plan_ranks, plan_script, settings_notes
-from shoal.launch.verdict import Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
+from shoal.launch.verdict import LOG_TAIL, Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
 from shoal.launch.world import World, interruptible
 from shoal.runfolder import RunFolder
 
@@ -131,7 +131,8 @@ def run_script(
     faults = script_faults(world.endings, lambda ending: tail_of(Path(ending.log), 1000, 1 << 16), is_consequence)
     error, first = failure(world.endings, faults, _log_tails(world, run)), first_to_fail(world.endings, faults)
     if error and first:
-        error.why = "; ".join(filter(None, (left_early(world.endings, faults), error.why)))
+        joint = "\n" if error.why.startswith(LOG_TAIL) else "; "
+        error.why = joint.join(filter(None, (left_early(world.endings, faults), error.why)))
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
     if any(ending.code == Interrupted.exit_code for ending in world.endings):

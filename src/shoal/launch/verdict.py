@@ -27,6 +27,7 @@ _LINES_AFTER = 20
 _LONGEST_EXCEPTION = 300
 # Of the ranks that failed after the first, so many are quoted.
 _QUOTED = 3
+LOG_TAIL = "the end of its log:"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def failure(
     error.why = "; ".join(filter(None, why))
     # A fault that explains itself stands in the log in the same words.
     if (fault is None or not fault.get("why")) and (tail := log_tail.get(first.name, "").strip()):
-        error.why += f"\nthe end of its log:\n{tail}"
+        error.why = "\n".join(filter(None, (error.why, f"{LOG_TAIL}\n{tail}")))
     return error
 
 
@@ -171,8 +172,9 @@ class Raised:
         return f"{short} ({self.place})" if self.place else short
 
 
-def last_exception(log: str) -> Raised | None:
-    """The exception with which a log ends. Of a chain the first: what is raised while it is handled follows from it.
+def last_exception(log: str, is_consequence: Callable[[str], bool] = lambda text: False) -> Raised | None:
+    """The exception that ended the program. Of a chain the last, which the program did not handle, unless it only
+    follows from a lost peer: then the last one before it that does not.
 
     None where other output follows the last traceback: the program has gone on after it.
     """
@@ -181,7 +183,8 @@ def last_exception(log: str) -> Raised | None:
     is_chained, after = False, 0
     for line in (_RANK_PREFIX.sub("", line, count=1) for line in log.splitlines()):
         frame = _FRAME.match(line)
-        if line == _TRACEBACK or (frame and frames is None):
+        # The traceback of a SyntaxError has no head and no function.
+        if line == _TRACEBACK or (frame and frames is None and frame.end() == len(line)):
             chain, frames = (chain if is_chained else []), []
             is_chained = False
         if frame and frames is not None:
@@ -191,9 +194,14 @@ def last_exception(log: str) -> Raised | None:
             frames, after = None, 0
         elif line in _CHAINED:
             is_chained = True
-        else:
-            after += bool(line.strip())
-    return chain[0] if chain and after <= _LINES_AFTER else None
+        elif not line.startswith((" ", "\t")):
+            # Indented lines belong to the message, such as a list of mismatched weights.
+            after += bool(line)
+    if not chain or after > _LINES_AFTER:
+        return None
+    # A first exception that only tells of a lost peer is what the others follow from.
+    causes = [] if is_consequence(chain[0].text) else [each for each in chain if not is_consequence(each.text)]
+    return causes[-1] if causes else chain[0]
 
 
 def _place(frames: list[tuple[str, str]]) -> str:
@@ -209,7 +217,10 @@ def script_faults(
     `is_consequence` knows the messages of a rank that only lost its peer."""
     faults: dict[int, Event] = {}
     for ending in _failed(endings):
-        if ending.lost or (raised := last_exception(read_log(ending))) is None:
+        # An exception ends a program with exit code 1. One that is killed may have printed one that it handled.
+        if ending.lost or ending.starved or ending.code <= 0:
+            continue
+        if (raised := last_exception(read_log(ending), is_consequence)) is None:
             continue
         rank = ending.ranks[0]
         faults[rank] = {

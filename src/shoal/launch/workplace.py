@@ -63,7 +63,7 @@ class Workplace:
         stdin = self._take_stdin() if start.is_script_rank and start.ranks == (0,) else None
         with self._starting(start), ExitStack() as theirs:
             if stdin is not None:
-                # A writer at its other end sees that the rank has ended.
+                # Only the rank has it then.
                 theirs.callback(os.close, stdin)
             if start.store:
                 env[AGENT_FD] = str(self._serve_keys(theirs))

@@ -385,10 +385,14 @@ class World:
 
 def asked_to_stop(grace_s: float | None) -> str:
     """What a user reads after the first Ctrl-C: what happens now, and how to end it sooner."""
+    now = "a second Ctrl-C where the run was started, or shoal stop --now, ends them now"
     if grace_s is None:
-        return "the ranks finish their step and save; Ctrl-C again ends them now"
-    limit = f"those that still run in {format_duration(grace_s)} are ended (--grace)" if grace_s else "they are ended"
-    return f"the ranks were asked to stop; {limit}; Ctrl-C again ends them now"
+        return f"the ranks finish their step and save; {now}"
+    if not grace_s:
+        return "the ranks are ended at once (--grace 0)"
+    return (
+        f"the ranks were asked to stop; those that still run in {format_duration(grace_s)} are ended (--grace); {now}"
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -168,7 +169,7 @@ class _Reader:
             id=pattern.id,
             weight=pattern.weight,
             cause=pattern.say(pattern.cause, groups),
-            fix=pattern.say(pattern.fix, groups),
+            fix=pattern.say(pattern.fix, {name: shlex.quote(value) for name, value in groups.items()}),
             check=pattern.check,
             evidence=self._evidence(line),
         )

@@ -61,14 +61,15 @@ class Job:
     commands: tuple[str, ...] = ()
 
 
-def start_keeper(run: RunFolder, job: Job, lock: int) -> subprocess.Popen[bytes]:
-    """It inherits the lock on the folder, so that the run is never nobody's. Call it with signals `held_back`."""
+def start_keeper(run: RunFolder, job: Job, lock: int, stdin: int | None = None) -> subprocess.Popen[bytes]:
+    """It inherits the lock on the folder, so that the run is never without an owner. Call it with signals `held_back`.
+    `stdin` is what a script's rank 0 reads, where that is not our own standard input."""
     write_atomically(run.job, json.dumps(asdict(job)) + "\n")
     with run.keeper.with_suffix(".log").open("ab") as output:
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.trials.keeper", str(run.path)),
             env={**os.environ, **marks(run.path, "keeper")},
-            stdin=subprocess.PIPE if job.confirm else None if job.has_stdin else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if job.confirm else stdin if job.has_stdin else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -6,13 +6,16 @@ import array
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import stat
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -39,8 +42,8 @@ class Display(Protocol):
 def run_anything(job: Job, out: Path, detach: bool, display: Display) -> RunFolder:
     """Raises with the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
-    has_stdin, about_stdin = choose_stdin(job.on, detach)
-    job = replace(job, on=settled(job.on), python=python, has_stdin=has_stdin)
+    source, about_stdin = choose_stdin(job.on, detach)
+    job = replace(job, on=settled(job.on), python=python, has_stdin=source is not Source.NONE)
     run = RunFolder.create(out, is_training=False)
     for text in filter(None, (about_python, about_stdin)):
         display.note(text)
@@ -53,10 +56,13 @@ def run_anything(job: Job, out: Path, detach: bool, display: Display) -> RunFold
         if not detach:
             display.lines(logs.poll(), logs.current())
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, contextlib.ExitStack() as relayed:
         lock = held.enter_context(run.held())
-        with kept(lambda: start_keeper(run, job, lock)) as keeper:
+        stdin = relayed.enter_context(relay_terminal()) if source is Source.TERMINAL else None
+        with kept(lambda: start_keeper(run, job, lock, stdin)) as keeper:
             held.close()
+            if stdin is not None:
+                os.close(stdin)
             if detach:
                 await_running(keeper, keeping, look)
                 return run
@@ -70,6 +76,9 @@ def run_anything(job: Job, out: Path, detach: bool, display: Display) -> RunFold
 
 _HAS_TORCH = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 3)"
 _ASK_PYTHON_S = 30.0
+_LOOK_AT_TERMINAL_S = 0.1
+_CLOSE_S = 1.0
+_MOST_TYPED_BYTES = 4096
 
 
 def choose_python(asked: str, on: str, env: Mapping[str, str]) -> tuple[str, str]:
@@ -133,22 +142,68 @@ def has_torch(python: str) -> bool:
     return done.returncode == 0
 
 
-def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[bool, str]:
+class Source(Enum):
+    """What rank 0 reads as its standard input."""
+
+    NONE = "nothing"
+    # A pipe or a file is handed to it.
+    OURS = "our standard input"
+    # Its lines are passed on, since the rank is in another session: the kernel would not keep it from reading what is
+    # typed for the shell.
+    TERMINAL = "the terminal"
+
+
+def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[Source, str]:
     """Whether rank 0 gets our standard input, as it would under torchrun, and a note where it cannot have it."""
     try:
         kind = os.fstat(fd).st_mode
     except OSError:
-        return False, ""
+        return Source.NONE, ""
     if detach or not isinstance(parse_on(on), LocalSpec):
         why = "the run is detached" if detach else "only rank 0 of local:N can read it"
         note = f"what is piped into shoal run is not passed on: {why}. Let the script read a file"
-        return False, note if _has_waiting_input(fd, kind) else ""
+        return Source.NONE, note if _has_waiting_input(fd, kind) else ""
     if os.isatty(fd):
-        # Not in the background of a shell, whose next command line rank 0 would read.
-        with contextlib.suppress(OSError):
-            return os.tcgetpgrp(fd) == os.getpgrp(), ""
-        return False, ""
-    return not stat.S_ISCHR(kind), ""
+        return Source.TERMINAL if is_in_foreground(fd) else Source.NONE, ""
+    return Source.NONE if stat.S_ISCHR(kind) else Source.OURS, ""
+
+
+def is_in_foreground(terminal: int) -> bool:
+    """Whether what is typed there is for us: not in the background of a shell, nor on another session's terminal."""
+    with contextlib.suppress(OSError):
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    return False
+
+
+@contextlib.contextmanager
+def relay_terminal(fd: int = 0) -> Iterator[int]:
+    """A pipe's end from which lines can be read that are typed while this process is in the foreground. The caller
+    closes it once the reader has it."""
+    reading, writing = os.pipe()
+    over = threading.Event()
+    thread = threading.Thread(target=_relay, args=(fd, writing, over), name="terminal", daemon=True)
+    thread.start()
+    try:
+        yield reading
+    finally:
+        over.set()
+        thread.join(_CLOSE_S)
+
+
+def _relay(terminal: int, writing: int, over: threading.Event) -> None:
+    """Looks before it reads: a background process that reads its terminal is stopped by the kernel."""
+    with contextlib.suppress(OSError):
+        while not over.is_set():
+            ready, _, _ = select.select((terminal,), (), (), _LOOK_AT_TERMINAL_S)
+            if not ready:
+                continue
+            if not is_in_foreground(terminal):
+                over.wait(_LOOK_AT_TERMINAL_S)
+                continue
+            if not (typed := os.read(terminal, _MOST_TYPED_BYTES)):
+                break
+            os.write(writing, typed)
+    os.close(writing)
 
 
 def _has_waiting_input(fd: int, kind: int) -> bool:

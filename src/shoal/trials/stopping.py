@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from enum import Enum
 
 from shoal.errors import RunFailed
@@ -23,10 +25,13 @@ class Outcome(Enum):
     ENDED = "was ended"
 
 
-def stop(run: RunFolder, wait_s: float = ASK_S) -> Outcome:
-    """Whoever is highest is asked: the keeper, or the agents where there is none."""
+def stop(run: RunFolder, wait_s: float | None = None) -> Outcome:
+    """Asks the keeper, or the agents where there is none. `wait_s` None: as long as a step and a checkpoint may take,
+    or as the ranks of a script were given to end."""
     if not find(run.path):
         return Outcome.NOT_RUNNING
+    if wait_s is None:
+        wait_s = max(ASK_S, grace_of(run) + _END_S)
     ask(_heads(run))
     if wait_s and await_end(lambda: find(run.path), wait_s):
         is_script = not run.config.is_file()
@@ -35,6 +40,13 @@ def stop(run: RunFolder, wait_s: float = ASK_S) -> Outcome:
     if not await_end(lambda: find(run.path), _END_S):
         end_processes(find(run.path))
     return Outcome.ENDED
+
+
+def grace_of(run: RunFolder) -> float:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        job = json.loads(run.job.read_bytes())
+        return float(job["grace_s"]) if job["script"] else 0.0
+    return 0.0
 
 
 def end_processes(processes: list[Found]) -> None:

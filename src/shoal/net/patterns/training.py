@@ -71,8 +71,8 @@ TRAINING = (
         regex=r"(?P<file>/[^\s:'\"]+\.so[\d.]*): (?:file too short|cannot read file data)",
         cause="the compiled file {file} is incomplete: the disk was full, or a process was killed while it wrote it. "
         "torch.compile keeps its kernels in such files and finds the broken one again in every run",
-        fix="rm {file}   (all kernels of torch.compile: rm -rf /tmp/torchinductor_$USER); see: df -h; for a library of "
-        "an installed package: python -m pip install --force-reinstall --no-deps PACKAGE",
+        fix="is the disk full? df -h; then remove torch.compile's kernels: rm -rf /tmp/torchinductor_$USER; "
+        "for a library of an installed package: python -m pip install --force-reinstall --no-deps PACKAGE",
         check="disk.free",
     ),
     Pattern(
