@@ -155,8 +155,8 @@ def test_one_rank_agrees_with_itself(tmp_path: Path) -> None:
 
 def test_no_states_at_all() -> None:
     with pytest.raises(DataError, match="nothing to compare") as caught:
-        compare_replicas({})
-    assert "shoal train --resume" in caught.value.fix
+        compare_replicas({}, folder=Path("runs/mine"))
+    assert "shoal train --resume runs/mine" in caught.value.fix
 
 
 def test_a_rank_that_wrote_no_state(tmp_path: Path) -> None:
