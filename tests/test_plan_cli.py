@@ -215,6 +215,51 @@ def test_the_recommended_command_starts_what_was_planned(plan: Plan, call: Call,
     assert ("run.weights=1/0.37" in line) == ("balanced" in advice["lever"])
 
 
+DILOCO = "[sync]\nmode = 'diloco'\nevery = 20\naccumulate = 2\n"
+INT8 = "[sync]\nwire = 'int8'\n[run]\nweights = '1/0.5'\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "planned"),
+    [
+        (DILOCO, (), {"mode": "diloco", "every": 20, "wire": "fp32", "batch": 64}),
+        (DILOCO, ("--accumulate", "1"), {"mode": "diloco", "every": 20, "wire": "fp32", "batch": 32}),
+        (DILOCO, ("--sync", "ddp", "--accumulate", "1"), {"mode": "ddp", "wire": "fp32", "batch": 32}),
+        (INT8, (), {"mode": "ddp", "wire": "int8", "batch": 32}),
+        (INT8, ("--wire", "fp32"), {"mode": "ddp", "wire": "fp32", "batch": 32}),
+        ("[train]\nglobal_batch = 32\n", ("--global-batch", "16"), {"mode": "ddp", "wire": "fp32", "batch": 16}),
+        ("[sync]\nmode = 'stock'\n", (), {"mode": "stock", "wire": "fp32", "batch": 32}),
+        ("", ("--sync", "local:1"), {"mode": "local", "every": 1, "wire": "fp32", "batch": 32}),
+        ("", ("--sync", "diloco"), {"mode": "diloco", "every": 50, "wire": "fp32", "batch": 32}),
+    ],
+)
+def test_the_command_trains_what_was_planned_whatever_the_file_says(
+    plan: Plan, call: Call, tmp_path: Path, settings: str, words: tuple[str, ...], planned: dict[str, Any]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(settings, encoding="utf-8")
+    batch = () if "global_batch" in settings or "--global-batch" in words else ("--set", "train.global_batch=32")
+    made = plan("--config", str(file), "--nodes", "2", "--on", "local:2", *batch, *words)
+    # The lever that was asked for, not one that was found beside it.
+    lever = made["lever"]
+    [line] = [option["command"] for option in made["advice"]["levers"] if option["lever"] == lever]
+    command = shlex.split(line)
+    code, out, err = call(*command[command.index("train") :], "--dry-run", "--json")
+    assert (code, err) == (0, "")
+    config = json.loads(out)["config"]
+    trained = {name: config["sync"][name] for name in ("mode", "wire", *(["every"] if "every" in planned else []))}
+    sequences = config["sync"]["accumulate"] * config["train"]["global_batch"]
+    assert trained | {"batch": sequences} == planned
+    assert sequences * config["model"]["seq_len"] == made["rows"][-1]["tokens"]
+    assert config["run"]["weights"] in (None, "1/1")
+
+
+def test_the_cluster_of_a_setting_is_where_the_command_runs(plan: Plan) -> None:
+    command = plan("--nodes", "2", "--set", "run.on=local:2", "--link", "10gbe")["advice"]["levers"][0]["command"]
+    assert "--on local:2" in command
+    assert "run.on" not in command
+
+
 def test_the_plainest_of_equals_is_recommended(plan: Plan) -> None:
     """On a fast link fp16 gains nothing worth its price."""
     words = ("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")
@@ -394,8 +439,19 @@ def test_a_plain_plan_loads_nothing_heavy() -> None:
         (["--grad-dtype", "fp8"], "--grad-dtype 'fp8' is not known", "did you mean", "fp32 or bf16"),
         (["--accumulate", "0"], "--accumulate 0 is out of range", "above 0", "--accumulate"),
         (["--wire", "int7"], "--wire 'int7' is not known", "did you mean 'int8'?", "powersgd:4"),
-        (["--sync", "dilco"], "--sync 'dilco' is not known", "did you mean 'diloco'?", "diloco:100"),
-        (["--sync", "diloco:0"], "--sync 'diloco:0' is not known", "did you mean", "diloco:100"),
+        (["--sync", "dilco"], "--sync 'dilco' is not known", "did you mean 'diloco'?", "diloco:50"),
+        (["--sync", "diloco:0"], "--sync 'diloco:0' is not known", "did you mean", "diloco:50"),
+        (["--global-batch", "4", "--set", "train.global_batch=8"], "train.global_batch is given twice", "one", "leave"),
+        (["--tokens", "4096", "--set", "train.global_batch=8"], "train.global_batch is given twice", "one", "--tokens"),
+        (["--wire", "int8", "--set", "sync.wire=bf16"], "sync.wire is given twice", "only one", "--wire"),
+        (["--sync", "ddp", "--set", "sync.mode=local"], "sync.mode is given twice", "only one", "--sync"),
+        (["--sync", "diloco:20", "--set", "sync.every=8"], "sync.every is given twice", "one", "--sync diloco:20"),
+        (["--on", "local:2", "--set", "run.on=local:3"], "run.on is given twice", "only one", "--on"),
+        (["--set", "sync.every=8"], "sync.every has no effect here", "this run has ddp", "sync.mode=local"),
+        (["--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
+        (["--params", "1e9", "--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
+        (["--sync", "diloco", "--wire", "powersgd"], "sync.wire=powersgd is made for gradients", "command line", "one"),
+        (["--set", "run.weights=1/0.5"], "run.weights has no effect here", "evenly", "--machine desktop,laptop"),
         (["--scaling", "medium"], "train.scaling='medium'", "'strong' or 'weak'", "train.scaling"),
         (["-o", "plan.pdf"], "plan.pdf is no picture", "writes a PNG", "plan.png"),
         (["-o", "/nowhere/plan.png"], "cannot write /nowhere/plan.png", "where -o says", "df -h"),

@@ -11,7 +11,7 @@ import typer
 
 from shoal.cli import planargs
 from shoal.cli import simulateoptions as options
-from shoal.cli.given import refuse_given
+from shoal.cli.given import given_settings, refuse_given
 from shoal.cli.output import command, print_json, shown
 from shoal.cli.planbasis import LINK, basis
 from shoal.cli.plantext import plan_document, print_plan
@@ -118,6 +118,7 @@ def plan(
     given["preset"] = planargs.one_preset(preset)
     if output is not None:
         planargs.check_picture(output)
+    planargs.refuse_conflicts(given_settings(context, planargs.SETTINGS), given)
     made_from = basis(given)
     given["on"] = made_from.on
     counts = planargs.parse_nodes(nodes or made_from.nodes)
@@ -160,7 +161,7 @@ def refuse_idle(context: typer.Context, calibrate: bool, simulate: bool) -> None
             context, ["checkpoint_s", "hidden_checkpoints"], "with --checkpoint-every never", why, "leave it out"
         )
     if chosen["recovery"] == "restart":
-        why = "everybody is restarted from a checkpoint"
+        why = "all ranks are restarted from a checkpoint"
         refuse_given(context, ["regroup_s", "rejoin_s"], "with --recovery restart", why, "use --recovery both")
 
 
