@@ -271,7 +271,7 @@ def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
     assert advice["distribute"] is False
     assert advice["recommended"] is None
     _, out, _ = call("plan", "--link", "100mbit", "--nodes", "1..4")
-    assert "Don't distribute this with an exchange in every step: one machine is faster." in out
+    assert re.search(r"in every step: one machine is faster, with [\d,]+\s+tokens/s\.", out)
     assert "to do that" not in out
     assert "train grammar --on hosts.toml --sync" in out
 
@@ -288,7 +288,7 @@ def test_a_lever_that_shoal_lacks_is_planned_but_not_advised(plan: Plan, words: 
     """It said that one machine is faster, and that four reach 3.9 times its speed."""
     made = plan(*words, "--sync", "sharded", "--nodes", "1..4")
     text = " ".join(made["advice"]["sentences"])
-    for speedup in re.findall(r"one machine is faster\. .* reach ([\d.]+) times", text):
+    for speedup in re.findall(r"one machine is faster, .* reach ([\d.]+) times", text):
         assert float(speedup) <= 1
     if made["rows"][-1]["fits"]:
         assert text.startswith("shoal cannot train by sharded yet; if it could, ")
@@ -311,6 +311,32 @@ def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call
     assert [row["nodes"] for row in plan("--machine", "laptop")["rows"]] == list(range(1, 9))
     more = plan("--machine", "desktop,laptop", "--nodes", "4")["notes"]
     assert "nodes beyond the 2 named ones are taken to be like the last of them" in more
+
+
+@pytest.mark.parametrize("machines", ["laptop,desktop", "desktop,laptop", "laptop,laptop,desktop"])
+def test_all_speedups_of_a_plan_have_one_base(plan: Plan, machines: str) -> None:
+    made = plan("--machine", machines)
+    alone = plan("--machine", "desktop", "--nodes", "1")["rows"][0]["tokens_per_s"]
+    for row in (*made["rows"], *made["advice"]["levers"]):
+        if "batch" not in row.get("lever", ""):
+            assert row["speedup"] == pytest.approx(row["tokens_per_s"] / alone)
+    assert made["rows"][0]["efficiency"] == pytest.approx(1.0)
+    said = f"{alone:,.0f} tokens/s"
+    assert f"speed-ups are against desktop alone, which trains {said}" in made["notes"]
+    assert f"desktop alone is faster, with {said}." in made["advice"]["sentences"][0]
+
+
+def test_the_base_is_the_fastest_machine_also_where_no_row_has_it(plan: Plan) -> None:
+    [row] = plan("--machine", "laptop,desktop", "--nodes", "1")["rows"]
+    assert (row["base"], row["speedup"] < 0.5) == ("desktop", True)
+
+
+def test_one_rank_shards_nothing(call: Call) -> None:
+    _, out, _ = call("plan", "--sync", "sharded", "--nodes", "1")
+    assert "1 ranks" not in out
+    assert "With one rank there is nothing to shard: it holds 678 MB" in out
+    assert "* not in shoal yet" not in out
+    assert "* not in shoal yet" in call("plan", "--sync", "sharded", "--nodes", "2")[1]
 
 
 def test_latency_is_named_where_it_is_most_of_the_communication(plan: Plan) -> None:

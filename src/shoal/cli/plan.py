@@ -134,6 +134,9 @@ def plan(
         raise ConfigError(error.seen, why=error.why, fix=fix) from None
     if made_from.known and max(counts) > made_from.known:
         notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are taken to be like the last of them")
+    if len(set(made.setting.node_names)) > 1:
+        base = made.rows[-1]
+        notes.append(f"speed-ups are against {base.base} alone, which trains {base.base_tokens_per_s:,.0f} tokens/s")
     show(made, [made_from.note, *notes], given)
 
 
