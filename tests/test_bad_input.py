@@ -67,7 +67,7 @@ def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
     )
     assert "the training text has 24 sequences of 16 tokens, 99 are needed" in message
     assert "shorter than one batch" in message
-    assert "--set train.global_batch=24" in message
+    assert "use --global-batch 24, or more text: --data LONGER.txt" in message
 
 
 def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
         ("--set train.stesp=3", "unknown setting train.stesp", "did you mean 'train.steps'?"),
         ("--on local:0", "a world needs at least one rank", "--on local:2"),
         ("--on local:-1", "a world needs at least one rank", "--on local:2"),
-        ("--on local:5 --global-batch 4", "5 ranks cannot share a global batch of 4 sequences", "train.global_batch=5"),
-        ("--global-batch 24 --micro-batch 5", "to 2 ranks in micro-batches of 5", "train.micro_batch=4"),
+        ("--on local:5 --global-batch 4", "5 ranks cannot share a global batch of 4 sequences", "--global-batch 5"),
+        ("--global-batch 24 --micro-batch 5", "to 2 ranks in micro-batches of 5", "--micro-batch 4"),
         ("--tokenizer byte --set model.vocab_size=100", "the byte tokenizer has 256 tokens", "model.vocab_size"),
     ],
 )

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from shoal.config.schema import RunConfig
+from shoal.cost.batch import rank_weights
 from shoal.sync.exchange import Told
 from shoal.sync.vitals import Kernel, Vitals
 from shoal.train.laggards import Laggards
@@ -137,6 +139,41 @@ def test_a_batch_that_does_not_come_out_even_is_no_slow_processor() -> None:
     assert text.endswith("; it has 2 of 3 micro-batches")
     [(_, text)] = watch((told([20, 10]), 60), work=[1, 1])
     assert "its processor is slower" in text
+
+
+def advice(own_ms: Sequence[float], work: Sequence[int], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> str:
+    laggards = Laggards()
+    laggards.begin_anew([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
+    [slow] = [slow for _ in range(60) for slow in laggards.saw(told(own_ms), work, 0.03, 0.0)]
+    return slow.fix
+
+
+def test_a_slow_rank_is_advised_less_work_than_it_has() -> None:
+    assert advice([10, 10, 15], [1, 1, 1]).endswith(" --set run.weights=1/1/0.67")
+    assert advice([10, 10, 15], [2, 2, 1], weights=[1, 1, 0.5]).endswith(" --set run.weights=1/1/0.33")
+    # In the unit of the weights that the others keep.
+    assert advice([10, 10, 15], [2, 2, 1], weights=[20, 20, 10]).endswith(" --set run.weights=20/20/6.7")
+    assert advice([10, 10, 40], [4, 2, 2], weights=[2, 1, 1]).endswith(" --set run.weights=2/1/0.25")
+
+
+def test_the_advised_weights_are_those_of_all_ranks_of_the_launch() -> None:
+    """Rank 1 has left: the ranks that are there have other places than numbers."""
+    fix = advice([10, 10, 30], [2, 1, 1], ids=[0, 2, 3], weights=[2, 3, 1, 1])
+    assert fix.endswith(" --set run.weights=2/3/1/0.33")
+    config = RunConfig(weights=fix.rpartition("=")[2])
+    assert rank_weights(config, 4) == (2, 3, 1, 0.33)
+
+
+def test_a_rank_that_joined_later_is_given_no_weight() -> None:
+    fix = advice([10, 30], [1, 1], ids=[0, 64], weights=[1, 1])
+    assert "run.weights=" not in fix
+    assert "joined after the start" in fix
+
+
+def test_a_weight_below_one_micro_batch_is_not_raised() -> None:
+    fix = advice([10, 10, 15], [2, 2, 1], weights=[1, 1, 0.1])
+    assert "run.weights" not in fix
+    assert "1 of 5 micro-batches" in fix
 
 
 @pytest.mark.parametrize("onset", range(0, 40, 3))

@@ -215,6 +215,51 @@ def test_the_recommended_command_starts_what_was_planned(plan: Plan, call: Call,
     assert ("run.weights=1/0.37" in line) == ("balanced" in advice["lever"])
 
 
+DILOCO = "[sync]\nmode = 'diloco'\nevery = 20\naccumulate = 2\n"
+INT8 = "[sync]\nwire = 'int8'\n[run]\nweights = '1/0.5'\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "planned"),
+    [
+        (DILOCO, (), {"mode": "diloco", "every": 20, "wire": "fp32", "batch": 64}),
+        (DILOCO, ("--accumulate", "1"), {"mode": "diloco", "every": 20, "wire": "fp32", "batch": 32}),
+        (DILOCO, ("--sync", "ddp", "--accumulate", "1"), {"mode": "ddp", "wire": "fp32", "batch": 32}),
+        (INT8, (), {"mode": "ddp", "wire": "int8", "batch": 32}),
+        (INT8, ("--wire", "fp32"), {"mode": "ddp", "wire": "fp32", "batch": 32}),
+        ("[train]\nglobal_batch = 32\n", ("--global-batch", "16"), {"mode": "ddp", "wire": "fp32", "batch": 16}),
+        ("[sync]\nmode = 'stock'\n", (), {"mode": "stock", "wire": "fp32", "batch": 32}),
+        ("", ("--sync", "local:1"), {"mode": "local", "every": 1, "wire": "fp32", "batch": 32}),
+        ("", ("--sync", "diloco"), {"mode": "diloco", "every": 50, "wire": "fp32", "batch": 32}),
+    ],
+)
+def test_the_command_trains_what_was_planned_whatever_the_file_says(
+    plan: Plan, call: Call, tmp_path: Path, settings: str, words: tuple[str, ...], planned: dict[str, Any]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(settings, encoding="utf-8")
+    batch = () if "global_batch" in settings or "--global-batch" in words else ("--set", "train.global_batch=32")
+    made = plan("--config", str(file), "--nodes", "2", "--on", "local:2", *batch, *words)
+    # The lever that was asked for, not one that was found beside it.
+    lever = made["lever"]
+    [line] = [option["command"] for option in made["advice"]["levers"] if option["lever"] == lever]
+    command = shlex.split(line)
+    code, out, err = call(*command[command.index("train") :], "--dry-run", "--json")
+    assert (code, err) == (0, "")
+    config = json.loads(out)["config"]
+    trained = {name: config["sync"][name] for name in ("mode", "wire", *(["every"] if "every" in planned else []))}
+    sequences = config["sync"]["accumulate"] * config["train"]["global_batch"]
+    assert trained | {"batch": sequences} == planned
+    assert sequences * config["model"]["seq_len"] == made["rows"][-1]["tokens"]
+    assert config["run"]["weights"] in (None, "1/1")
+
+
+def test_the_cluster_of_a_setting_is_where_the_command_runs(plan: Plan) -> None:
+    command = plan("--nodes", "2", "--set", "run.on=local:2", "--link", "10gbe")["advice"]["levers"][0]["command"]
+    assert "--on local:2" in command
+    assert "run.on" not in command
+
+
 def test_the_plainest_of_equals_is_recommended(plan: Plan) -> None:
     """On a fast link fp16 gains nothing worth its price."""
     words = ("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")
@@ -226,7 +271,7 @@ def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
     assert advice["distribute"] is False
     assert advice["recommended"] is None
     _, out, _ = call("plan", "--link", "100mbit", "--nodes", "1..4")
-    assert "Don't distribute this with an exchange in every step: one machine is faster." in out
+    assert re.search(r"in every step: one machine is faster, with [\d,]+\s+tokens/s\.", out)
     assert "to do that" not in out
     assert "train grammar --on hosts.toml --sync" in out
 
@@ -243,7 +288,7 @@ def test_a_lever_that_shoal_lacks_is_planned_but_not_advised(plan: Plan, words: 
     """It said that one machine is faster, and that four reach 3.9 times its speed."""
     made = plan(*words, "--sync", "sharded", "--nodes", "1..4")
     text = " ".join(made["advice"]["sentences"])
-    for speedup in re.findall(r"one machine is faster\. .* reach ([\d.]+) times", text):
+    for speedup in re.findall(r"one machine is faster, .* reach ([\d.]+) times", text):
         assert float(speedup) <= 1
     if made["rows"][-1]["fits"]:
         assert text.startswith("shoal cannot train by sharded yet; if it could, ")
@@ -266,6 +311,32 @@ def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call
     assert [row["nodes"] for row in plan("--machine", "laptop")["rows"]] == list(range(1, 9))
     more = plan("--machine", "desktop,laptop", "--nodes", "4")["notes"]
     assert "nodes beyond the 2 named ones are taken to be like the last of them" in more
+
+
+@pytest.mark.parametrize("machines", ["laptop,desktop", "desktop,laptop", "laptop,laptop,desktop"])
+def test_all_speedups_of_a_plan_have_one_base(plan: Plan, machines: str) -> None:
+    made = plan("--machine", machines)
+    alone = plan("--machine", "desktop", "--nodes", "1")["rows"][0]["tokens_per_s"]
+    for row in (*made["rows"], *made["advice"]["levers"]):
+        if "batch" not in row.get("lever", ""):
+            assert row["speedup"] == pytest.approx(row["tokens_per_s"] / alone)
+    assert made["rows"][0]["efficiency"] == pytest.approx(1.0)
+    said = f"{alone:,.0f} tokens/s"
+    assert f"speed-ups are against desktop alone, which trains {said}" in made["notes"]
+    assert f"desktop alone is faster, with {said}." in made["advice"]["sentences"][0]
+
+
+def test_the_base_is_the_fastest_machine_also_where_no_row_has_it(plan: Plan) -> None:
+    [row] = plan("--machine", "laptop,desktop", "--nodes", "1")["rows"]
+    assert (row["base"], row["speedup"] < 0.5) == ("desktop", True)
+
+
+def test_one_rank_shards_nothing(call: Call) -> None:
+    _, out, _ = call("plan", "--sync", "sharded", "--nodes", "1")
+    assert "1 ranks" not in out
+    assert "With one rank there is nothing to shard: it holds 678 MB" in out
+    assert "* not in shoal yet" not in out
+    assert "* not in shoal yet" in call("plan", "--sync", "sharded", "--nodes", "2")[1]
 
 
 def test_latency_is_named_where_it_is_most_of_the_communication(plan: Plan) -> None:
@@ -390,13 +461,24 @@ def test_a_plain_plan_loads_nothing_heavy() -> None:
         (["--params", "nan"], "--params nan is out of range", "above 0", "--params"),
         (["--params", "inf"], "--params inf is out of range", "above 0", "--params"),
         (["--params", "1e6", "--tokens", "0"], "--tokens 0 is out of range", "above 0", "--tokens"),
-        (["--params", "1e6", "--global-batch", "0"], "train.global_batch=0", "command line", "train.global_batch"),
+        (["--params", "1e6", "--global-batch", "0"], "train.global_batch=0", "command line", "--global-batch"),
         (["--grad-dtype", "fp8"], "--grad-dtype 'fp8' is not known", "did you mean", "fp32 or bf16"),
         (["--accumulate", "0"], "--accumulate 0 is out of range", "above 0", "--accumulate"),
         (["--wire", "int7"], "--wire 'int7' is not known", "did you mean 'int8'?", "powersgd:4"),
-        (["--sync", "dilco"], "--sync 'dilco' is not known", "did you mean 'diloco'?", "diloco:100"),
-        (["--sync", "diloco:0"], "--sync 'diloco:0' is not known", "did you mean", "diloco:100"),
-        (["--scaling", "medium"], "train.scaling='medium'", "'strong' or 'weak'", "train.scaling"),
+        (["--sync", "dilco"], "--sync 'dilco' is not known", "did you mean 'diloco'?", "diloco:50"),
+        (["--sync", "diloco:0"], "--sync 'diloco:0' is not known", "did you mean", "diloco:50"),
+        (["--global-batch", "4", "--set", "train.global_batch=8"], "train.global_batch is given twice", "one", "leave"),
+        (["--tokens", "4096", "--set", "train.global_batch=8"], "train.global_batch is given twice", "one", "--tokens"),
+        (["--wire", "int8", "--set", "sync.wire=bf16"], "sync.wire is given twice", "only one", "--wire"),
+        (["--sync", "ddp", "--set", "sync.mode=local"], "sync.mode is given twice", "only one", "--sync"),
+        (["--sync", "diloco:20", "--set", "sync.every=8"], "sync.every is given twice", "one", "--sync diloco:20"),
+        (["--on", "local:2", "--set", "run.on=local:3"], "run.on is given twice", "only one", "--on"),
+        (["--set", "sync.every=8"], "sync.every has no effect here", "this run has ddp", "sync.mode=local"),
+        (["--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
+        (["--params", "1e9", "--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
+        (["--sync", "diloco", "--wire", "powersgd"], "sync.wire=powersgd is made for gradients", "command line", "one"),
+        (["--set", "run.weights=1/0.5"], "run.weights has no effect here", "evenly", "--machine desktop,laptop"),
+        (["--scaling", "medium"], "train.scaling='medium'", "'strong' or 'weak'", "--scaling"),
         (["-o", "plan.pdf"], "plan.pdf is no picture", "writes a PNG", "plan.png"),
         (["-o", "/nowhere/plan.png"], "cannot write /nowhere/plan.png", "where -o says", "df -h"),
     ],

@@ -17,11 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.cli.main import run
 from shoal.config.load import build_config
 from shoal.config.schema import DataConfig
 from shoal.data.cache import cache_root, read_entry
 from shoal.data.corpus import find_texts, read_texts
 from shoal.data.prepare import SHAKESPEARE, Prepared, check_enough, prepare, split_text
+from shoal.data.run_setup import create_run
 from shoal.data.tokenfile import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import DataError, UsageError
@@ -396,30 +398,72 @@ def test_validation_needs_one_sequence(counted: Prepared) -> None:
     batch=st.integers(1, 40),
     unit=st.integers(1, 4),
     ranks=st.integers(1, 8),
+    multiple=st.integers(1, 6),
 )
 def test_the_advice_for_a_short_text_works_at_once(
-    train: int, val: int, seq_len: int, batch: int, unit: int, ranks: int
+    train: int, val: int, seq_len: int, batch: int, unit: int, ranks: int, multiple: int
 ) -> None:
+    def can_deal(size: int) -> bool:
+        return size >= ranks and size % multiple == 0
+
     folder = Path("cache")
     text = Prepared(folder, folder, folder, folder, 65, train, val, "digest", "my.txt", None)
     fix = ""
     try:
-        check_enough(text, seq_len, unit * batch, unit, ranks)
+        check_enough(text, seq_len, unit * batch, unit, can_deal)
     except DataError as error:
         fix = error.fix
     seq, smaller = (re.search(rf"{name}=(\d+)", fix) for name in ("seq_len", "global_batch"))
     if seq is None and smaller is None:
         assert not fix or "a longer text, of at least" in fix
         return
-    assert smaller is None or int(smaller[1]) >= ranks
-    check_enough(text, int(seq[1]) if seq else seq_len, unit * (int(smaller[1]) if smaller else batch), unit, ranks)
+    # A batch that the ranks cannot share is refused before the text is looked at.
+    assert smaller is None or can_deal(int(smaller[1])) or int(smaller[1]) == batch
+    check_enough(text, int(seq[1]) if seq else seq_len, unit * (int(smaller[1]) if smaller else batch), unit, can_deal)
+
+
+@pytest.mark.parametrize(
+    ("sets", "ranks", "advised"),
+    [
+        (["train.micro_batch=4", "train.global_batch=32"], 2, 8),
+        (["data.sharding=modulo", "train.global_batch=32"], 4, 8),
+        (["data.sharding=modulo", "train.global_batch=33"], 3, 9),
+        (["train.global_batch=32", "run.weights=1/3"], 2, 10),
+        (["train.scaling=weak", "train.global_batch=16"], 2, 5),
+        (["train.scaling=weak", "train.micro_batch=4", "train.global_batch=16"], 2, 4),
+        (["sync.accumulate=2", "train.micro_batch=2", "train.global_batch=16"], 2, 4),
+    ],
+)
+def test_the_advised_batch_can_be_dealt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Prepared, sets: list[str], ranks: int, advised: int
+) -> None:
+    """The text has ten sequences."""
+    monkeypatch.setattr("shoal.data.run_setup.prepare", lambda config: counted)
+    config = build_config("grammar", None, None, ["model.seq_len=64", *sets])
+    with pytest.raises(DataError) as caught:
+        create_run(config, tmp_path / "run", ranks)
+    assert caught.value.fix.startswith(f"use --set train.global_batch={advised},")
+    again = build_config("grammar", None, None, ["model.seq_len=64", *sets, f"train.global_batch={advised}"])
+    create_run(again, tmp_path / "run", ranks)
+
+
+def test_advice_names_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `--set` beside it the setting would be given twice."""
+    (tmp_path / "short.txt").write_text("ten words of a text that is too short\n" * 20, encoding="ascii")
+    words = ["train", "--tokenizer", "byte", "--set", f"data.cache_dir={tmp_path}", "--seq-len", "32"]
+    words += ["--data", str(tmp_path / "short.txt"), "--out", str(tmp_path / "run")]
+    assert run([*words, "--global-batch", "32"], debug=False) == 2
+    fix = capsys.readouterr().err.rpartition("next: ")[2]
+    assert re.fullmatch(r"use --global-batch \d+, or more text: --data LONGER.txt\n", fix)
+    assert run([*words, "--global-batch", "32", "--micro-batch", "5"], debug=False) == 2
+    assert "use --micro-batch 4, or leave it out" in capsys.readouterr().err
 
 
 def test_a_text_of_three_bytes_is_told_how_long_a_text_must_be(tmp_path: Path) -> None:
     (tmp_path / "three.txt").write_text("abc", encoding="ascii")
     text = prepare(DataConfig(path=tmp_path / "three.txt", tokenizer="byte", cache_dir=tmp_path / "cache"))
     with pytest.raises(DataError) as caught:
-        check_enough(text, seq_len=64, global_batch=16, least_batch=2)
+        check_enough(text, seq_len=64, global_batch=16, can_deal=lambda batch: batch >= 2)
     assert "seq_len" not in caught.value.fix
     assert re.search(r"a longer text, of at least 1,\d\d\d tokens: --set data.path=LONGER.txt", caught.value.fix)
 

@@ -16,6 +16,7 @@ from shoal.config.manifest import Manifest
 from shoal.cost.collectives import payload_factor, ring_bytes
 from shoal.events import Event
 from shoal.report.compose import carry_over
+from shoal.report.explain_run import explain_single
 from shoal.report.finish import current_manifest, finish, main, read_manifest
 from shoal.report.replicas import ReplicaReport
 from shoal.report.summary import summarize, timing_rows
@@ -53,6 +54,37 @@ def test_a_phase_nobody_recorded_is_absent() -> None:
     assert summary.phases == {}
     assert summary.allreduce_s is None
     assert summary.tokens_per_s == pytest.approx(640)
+
+
+def test_a_median_step_of_no_duration_has_no_phases() -> None:
+    """Of three ranks, two whose clocks stood still."""
+    events = [start(rank, world_size=3) for rank in range(3)]
+    events += [step(number, rank, step_s=0.1 if rank == 0 else 0.0) for rank in range(3) for number in range(1, 9)]
+    assert summarize(events).phases == {}
+    assert "a step took 0 ms" in explain_single(summarize(events))
+
+
+def test_a_step_whose_phases_were_not_recorded_is_not_everything_else() -> None:
+    """As after a run was resumed with another `sync.measure`."""
+    timed = [step(number, step_s=0.1) for number in (*range(1, 21), *range(31, 41))]
+    bare = [{"event": "step", "rank": 0, "step": n, "loss": 1.0, "tokens": 64, "step_s": 0.1} for n in range(21, 31)]
+    whole, mixed = (summarize([start(world_size=1), *events]) for events in (timed, [*timed[:20], *bare, *timed[20:]]))
+    assert mixed.measured == (21, 40)
+    assert mixed.phases["forward"] == pytest.approx(whole.phases["forward"], rel=0.1)
+
+
+def test_hidden_exposed_and_wait_add_up_to_the_all_reduce() -> None:
+    """One of three ranks hides its all-reduces: the median of what is hidden is nothing."""
+    none = dict.fromkeys(("data_s", "backward_s", "optimizer_s", "wait_s", "other_s"), 0.0)
+    events = [start(rank, world_size=3) for rank in range(3)]
+    for rank, hidden in ((0, 0.02), (1, 0.0), (2, 0.0)):
+        times = {**none, "hidden_s": hidden, "exposed_s": 0.018 - 0.9 * hidden, "wait_s": 0.002 - 0.1 * hidden}
+        times |= {"allreduce_s": 0.02, "forward_s": 0.08 + hidden, "step_s": 0.1}
+        events += [step(number, rank, **times) for number in range(1, 21)]
+    summary = summarize(events)
+    assert summary.hidden_s is not None
+    assert summary.hidden_s == pytest.approx(0.02 / 3)
+    assert summary.hidden_s + summary.phases["exposed"] + summary.phases["wait"] == pytest.approx(0.02)
 
 
 def test_wire_bytes_are_shared_by_the_ranks_of_a_node() -> None:

@@ -53,9 +53,21 @@ def test_counts_that_round_to_the_next_unit_are_in_it() -> None:
     assert [format_count(value) for value in (999_999, 124_439_808, 12)] == ["1.00M", "124.44M", "12"]
 
 
-@given(st.floats(0, 1e17))
+@given(st.one_of(st.floats(0, 1e17), st.floats(-1e-2, 1e-2)))
 def test_no_number_has_an_exponent(value: float) -> None:
-    assert "e+" not in format_si(value, "B") + format_number(value) + format_duration(value) + size_text(round(value))
+    texts = format_si(value, "B") + format_number(value) + format_duration(value) + size_text(round(value))
+    assert "e+" not in texts
+    assert "e-" not in texts
+    assert float(format_number(value).replace(",", "")) == pytest.approx(value, rel=0.006)
+
+
+def test_small_numbers_keep_their_digits() -> None:
+    texts = [format_number(value) for value in (1e-5, 1.234e-5, 9.996e-5, -2e-7, 0.00012, 6200)]
+    assert texts == ["0.00001", "0.0000123", "0.0001", "-0.0000002", "0.00012", "6,200"]
+
+
+def test_percents_of_nothing() -> None:
+    assert percents([0.0, 0.0]) == [0, 0]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(sum))

@@ -122,16 +122,27 @@ class RunFolder:
             return True
 
     def refuse_unwritable(self) -> None:
-        """Refuse to go on with the run of another user: its processes could write nothing."""
+        """Refuse to go on with a run whose processes could write nothing, as that of another user."""
         for path in (self.path, *(path for path in (self.keeper, self.config, self.checkpoints) if path.exists())):
             if not may(path, os.W_OK):
-                owner = user_name(self.path.stat().st_uid)
-                raise UsageError(
-                    f"user {user_name(os.geteuid())} cannot write to {path}",
-                    why=f"the run folder belongs to user {owner}, and a run goes on in its own folder",
-                    fix=f"go on as that user: sudo -u {owner} shoal train --resume {shlex.quote(str(self.path))}; or "
-                    "start a run of your own: shoal train --out FOLDER",
-                )
+                raise self._unwritable(path)
+
+    def _unwritable(self, path: Path) -> UsageError:
+        owner, resume = path.stat().st_uid, f"shoal train --resume {shlex.quote(str(self.path))}"
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            why = "its file system is read-only, and a run goes on in its own folder"
+            fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
+        elif owner == os.geteuid():
+            why = "its permissions forbid it, and a run goes on in its own folder"
+            fix = f"allow it: chmod u+w {shlex.quote(str(path))}; then {resume}"
+        else:
+            why = f"it belongs to user {user_name(owner)}, and a run goes on in its own folder"
+            fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
+        return UsageError(
+            f"user {user_name(os.geteuid())} cannot write to {path}",
+            why=why,
+            fix=f"{fix}; or start a run of your own: shoal train --out FOLDER",
+        )
 
     def identity(self) -> str:
         """The same for as long as the run lives, and no other run's: its folders on other machines are named by it."""

@@ -17,6 +17,10 @@ _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def format_number(value: float, digits: int = 3) -> str:
     """So many significant digits, and never an exponent: `6200` is `6,200`, not `6.2e+03`."""
     text = f"{value:.{digits}g}"
+    if "e-" in text:
+        mantissa, _, exponent = text.partition("e-")
+        # As many places behind the point as the digits of the mantissa reach.
+        return f"{float(text):.{int(exponent) + len(mantissa.partition('.')[2])}f}"
     return f"{value:,.0f}" if "e+" in text else text
 
 

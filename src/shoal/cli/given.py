@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 
 import typer
 
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -30,3 +31,17 @@ def refuse_given(context: typer.Context, names: Iterable[str], beside: str, why:
     for name in names:
         if is_given(context, name):
             raise UsageError(f"{flag_of(name)} has no effect {beside}", why=why, fix=fix)
+
+
+@contextlib.contextmanager
+def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Errors advise the flag instead of `--set` for a setting that the command line gives with its flag.
+
+    With both the setting would be given twice, and refused. `flags` are those that are given, by setting.
+    """
+    try:
+        yield
+    except ShoalError as error:
+        for key, flag in flags.items():
+            error.fix = error.fix.replace(f"--set {key}=", f"{flag} ")
+        raise

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.given import advising_flags
 from shoal.cli.leftovers import clear_leftovers
 from shoal.cli.lines import print_note
 from shoal.cli.output import print_json, print_run
@@ -69,10 +70,9 @@ def host(
     if data is not None:
         flags["data"] = {"path": data}
     sets = set_ or []
-    refuse_twice(
-        {key: flag for key, flag, value in (("train.steps", "--steps", steps), ("data.path", "--data", data)) if value},
-        sets,
-    )
+    pairs = (("train.steps", "--steps", steps), ("data.path", "--data", data))
+    named = {key: flag for key, flag, value in pairs if value is not None}
+    refuse_twice(named, sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
             "--set run.on does not go with shoal host",
@@ -84,7 +84,8 @@ def host(
     if confirm:
         refuse_confirm(on)
     clear_leftovers(clean=False)
-    run, manifest = train_new(settings, out or default_out(name), make_display, confirm=confirm)
+    with advising_flags(named):
+        run, manifest = train_new(settings, out or default_out(name), make_display, confirm=confirm)
     if manifest is not None:
         print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
 

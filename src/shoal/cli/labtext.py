@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,15 @@ def _belongs_to(state: LabState) -> str | None:
     run = next((found.run for found in find() if found.pid == state.owner.pid), None)
     if run is not None:
         return f"the run {run}"
-    words = Path(f"/proc/{state.owner.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    return f"process {state.owner.pid} ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})"
+    return f"process {state.owner.pid}{_command_of(state.owner.pid)}"
+
+
+def _command_of(pid: int) -> str:
+    """` (COMMAND)`; empty for a process that has ended meanwhile, or is hidden from this user."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return f" ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})"
+    return ""
 
 
 def _node(lab: Lab, state: LabState, node: LabNode) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 from shoal.cli import planargs
 from shoal.cli import simulateoptions as options
-from shoal.cli.given import refuse_given
+from shoal.cli.given import advising_flags, given_settings, refuse_given
 from shoal.cli.output import command, print_json, shown
 from shoal.cli.planbasis import LINK, basis
 from shoal.cli.plantext import plan_document, print_plan
@@ -118,21 +118,30 @@ def plan(
     given["preset"] = planargs.one_preset(preset)
     if output is not None:
         planargs.check_picture(output)
+    flags = given_settings(context, planargs.SETTINGS)
+    planargs.refuse_conflicts(flags, given)
     made_from = basis(given)
     given["on"] = made_from.on
     counts = planargs.parse_nodes(nodes or made_from.nodes)
-    workload, lever, notes = planargs.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
+    # The same setting in another unit.
+    advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
+    with advising_flags(advised):
+        workload, lever, notes = planargs.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
     if simulate:
         run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
         return
     try:
-        made = make_plan(workload, lever, made_from.setting, counts)
+        with advising_flags(advised):
+            made = make_plan(workload, lever, made_from.setting, counts)
     except ConfigError as error:
         # What `--set` would change; a bare model takes flags only.
         fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
         raise ConfigError(error.seen, why=error.why, fix=fix) from None
     if made_from.known and max(counts) > made_from.known:
         notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are taken to be like the last of them")
+    if len(set(made.setting.node_names)) > 1:
+        base = made.rows[-1]
+        notes.append(f"speed-ups are against {base.base} alone, which trains {base.base_tokens_per_s:,.0f} tokens/s")
     show(made, [made_from.note, *notes], given)
 
 
@@ -160,7 +169,7 @@ def refuse_idle(context: typer.Context, calibrate: bool, simulate: bool) -> None
             context, ["checkpoint_s", "hidden_checkpoints"], "with --checkpoint-every never", why, "leave it out"
         )
     if chosen["recovery"] == "restart":
-        why = "everybody is restarted from a checkpoint"
+        why = "all ranks are restarted from a checkpoint"
         refuse_given(context, ["regroup_s", "rejoin_s"], "with --recovery restart", why, "use --recovery both")
 
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.config.load import build_config
-from shoal.config.presets import PRESETS, depth_overrides, did_you_mean
-from shoal.config.schema import Config, TrainConfig
+from shoal.config.load import build_config, parse_set, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
+from shoal.config.schema import ROUND_STEPS, Config, TrainConfig
 from shoal.config.wire import WireName
 from shoal.cost.advice import Option
 from shoal.cost.lever import Lever, Sync, lever_of
@@ -33,11 +33,18 @@ _FLAGS = {
     "scaling": "train.scaling",
     "seq_len": "model.seq_len",
 }
+# Which setting each flag stands for, also where a plan reads the flag in another way than a training.
+SETTINGS = _FLAGS | {
+    "tokens": "train.global_batch",
+    "accumulate": "sync.accumulate",
+    "wire": "sync.wire",
+    "sync": "sync.mode",
+    "on": "run.on",
+}
 # What a bare model has no place for.
 _NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
 # Settings that a plan decides itself.
-_OURS = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.weights")
-_EVERY = {"local": 8, "diloco": 100, "streaming": 100}
+_OURS = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.on")
 
 
 def parse_nodes(text: str) -> list[int]:
@@ -79,13 +86,8 @@ def _no_nodes(text: str) -> UsageError:
 
 def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Lever, list[str]]:
     """And what has to be said about it."""
-    config = None
-    if given["params"] is not None:
-        asked = bare(given)
-    else:
-        config = make_config(given)
-        asked = preset_workload(config, given)
-    lever = parse_lever(config, given["wire"], given["sync"], given["accumulate"])
+    asked = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
+    lever = parse_lever(given)
     workload = fit_batch(asked, most_ranks, is_batch_stated(asked, given))
     notes = []
     if workload != asked:
@@ -96,13 +98,32 @@ def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Leve
     return workload, lever, notes
 
 
+def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
+    """Refuse a setting that is given twice, or that no plan follows; `flags` are those that are given, by setting."""
+    sets = given["set_"] or []
+    if ":" in (given["sync"] or ""):
+        flags = flags | {"sync.every": f"--sync {given['sync']}"}
+    refuse_twice(flags, sets)
+    if "run.weights" in typed_settings(None, sets):
+        raise UsageError(
+            "run.weights has no effect here",
+            why="a plan deals a batch evenly, and offers to deal it by the speeds of the machines",
+            fix="leave it out, or name unequal machines: --machine desktop,laptop",
+        )
+
+
 def make_config(given: dict[str, Any]) -> Config:
+    """The settings that are planned; one of the command line that they ignore is refused."""
     overrides = depth_overrides(given["depth"]) if given["depth"] is not None else {}
     for flag, key in _FLAGS.items():
         if given[flag] is not None:
             section, name = key.split(".")
             overrides.setdefault(section, {})[name] = given[flag]
-    return build_config(given["preset"] or "grammar", given["config"], overrides, given["set_"] or [])
+    overrides["sync"] = _sync_overrides(given)
+    sets = given["set_"] or []
+    config = build_config(given["preset"] or "grammar", given["config"], overrides, sets)
+    refuse_without_effect(config, typed_settings(overrides, sets))
+    return config
 
 
 def bare(given: dict[str, Any]) -> Workload:
@@ -161,18 +182,36 @@ def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
     return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
 
 
-def parse_lever(config: Config | None, wire: str | None, sync: str | None, accumulate: int | None) -> Lever:
-    """From the configuration, and from flags that know levers which no training can use yet."""
-    lever = Lever() if config is None else lever_of(config.sync)
-    if accumulate is not None:
-        lever = lever.with_(accumulation=round(positive("--accumulate", accumulate, 1e6)))
-    if wire is not None:
-        name, number = _named("--wire", wire, get_args(WireName))
-        lever = lever.with_(wire=name, **({"rank": number} if number else {}))
-    if sync is not None:
-        name, number = _named("--sync", sync, get_args(Sync))
-        lever = lever.with_(sync=name, every=number or _EVERY.get(name, 1) if name in _EVERY else 1)
-    return lever
+def parse_lever(given: dict[str, Any]) -> Lever:
+    """From all settings, because some depend on each other; `sharded` is one that no training can have yet."""
+    if given["params"] is None:
+        config = make_config(given)
+    else:
+        overrides: Overrides = {"sync": _sync_overrides(given)}
+        config = build_config(flags=overrides)
+        refuse_without_effect(config, typed_settings(overrides, ()))
+    lever = lever_of(config.sync)
+    return lever.with_(sync="sharded") if _is_sharded(given) else lever
+
+
+def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of section `sync` that the flags stand for."""
+    overrides: dict[str, Any] = {}
+    if given["accumulate"] is not None:
+        overrides["accumulate"] = round(positive("--accumulate", given["accumulate"], 1e6))
+    if given["wire"] is not None:
+        name, number = _named("--wire", given["wire"], get_args(WireName))
+        overrides["wire"] = f"{name}:{number}" if number else name
+    if given["sync"] is not None:
+        name, number = _named("--sync", given["sync"], get_args(Sync))
+        # Sharded exchanges in every step, as ddp does.
+        overrides["mode"] = "ddp" if name == "sharded" else name
+        overrides |= {"every": number} if number else {}
+    return overrides
+
+
+def _is_sharded(given: dict[str, Any]) -> bool:
+    return given["sync"] is not None and _named("--sync", given["sync"], get_args(Sync))[0] == "sharded"
 
 
 def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
@@ -181,7 +220,7 @@ def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
         raise UsageError(
             f"{flag} {text!r} is not known",
             why=did_you_mean(text.partition(":")[0], known),
-            fix=f"use one of: {', '.join(known)}; with a number as in powersgd:4 or diloco:100",
+            fix=f"use one of: {', '.join(known)}; with a number as in powersgd:4 or diloco:50",
         )
     return match[1], int(match[2] or 0)
 
@@ -195,22 +234,34 @@ def gradient_type(text: str) -> Any:
 
 
 def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
-    """The command that does what was planned; every flag of the plan that a training has too is in it."""
-    lever = option.lever
-    words = ["train", given["preset"] or "grammar", "--on", given["on"]]
+    """The command that does what was planned; every flag of the plan that a training has too is in it.
+
+    A file with settings may hold any of those that the plan decided. Then all of them are in the command.
+    """
+    lever, has_file = option.lever, given["config"] is not None
+    settings = [setting for setting in given["set_"] or [] if _key(setting) not in _OURS]
+    on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
+    words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"]])]
     for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
         words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
     batch = plan.workload.accumulated(lever.accumulation).train.global_batch
-    words += ["--global-batch", str(batch)] if batch != _preset_batch(given) else []
-    # A file with settings may say how to synchronise, and how many batches make a step.
-    named = ["--sync", lever.sync, "--accumulate", "1"] if given["config"] is not None else []
-    words += ["--sync", lever.sync, "--every", str(lever.every)] if lever.every > 1 else named
-    kept = [setting for setting in given["set_"] or [] if setting.partition("=")[0].strip() not in _OURS]
-    settings = kept + ([f"sync.wire={lever.wire_setting}"] if lever.wire != "fp32" else [])
+    words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(given) else []
+    mode = "stock" if lever.first_bucket_mb is not None and (lever.sync, lever.wire) == ("ddp", "fp32") else lever.sync
+    words += ["--sync", mode] if has_file or mode != "ddp" else []
+    words += ["--every", str(lever.every)] if lever.sync in ROUND_STEPS else []
+    words += ["--accumulate", "1"] if has_file else []
+    settings += [f"sync.wire={lever.wire_setting}"] if has_file or lever.wire != "fp32" else []
+    world_size = option.row.prediction.world_size
     if lever.balanced:
-        weights = speeds(plan.workload, plan.setting.speed, option.row.prediction.world_size)
+        weights = speeds(plan.workload, plan.setting.speed, world_size)
         settings.append("run.weights=" + "/".join(f"{weight:g}" for weight in weights))
+    elif has_file and make_config(given).run.weights is not None:
+        settings.append("run.weights=" + "/".join(["1"] * world_size))
     return words + [word for setting in settings for word in ("--set", setting)]
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
 
 
 def _preset_batch(given: dict[str, Any]) -> int:

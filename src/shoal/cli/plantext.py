@@ -33,11 +33,14 @@ def print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comma
     console.print()
     console.print(_rows(plan))
     console.print()
-    if plan.rows[-1].nodes > 1:
+    has_options = plan.rows[-1].nodes > 1
+    if has_options:
         console.print(_options(advice))
         console.print()
     for number, line in enumerate(explain(plan, advice)):
         console.print(escape(line), style="bold" if number == 0 else None)
+    if has_options and any(not option.lever.is_available for option in advice.options):
+        console.print("* not in shoal yet", style="dim")
     _print_commands(console.print, advice, commands)
 
 
@@ -132,8 +135,6 @@ def _option_document(option: Option, commands: Commands) -> dict[str, Any]:
 
 
 def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
-    if any(not option.lever.is_available for option in advice.options):
-        say("* not in shoal yet", style="dim")
     for words, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
         if option is not None and (line := commands.get(option.lever)):
             say(f"\n{words}{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")

@@ -26,18 +26,28 @@ class StepLine:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._step_s: float | None = None
-        self._share = 0.0
+        self._share: float | None = None
 
     def update(self, event: Event) -> str:
         step_s = float(event["step_s"])
-        self._step_s = step_s if self._step_s is None else 0.9 * self._step_s + 0.1 * step_s
-        waiting = float(event.get("exposed_s", 0.0)) + float(event.get("wait_s", 0.0))
-        self._share = 0.9 * self._share + 0.1 * waiting / step_s
+        self._step_s = _smooth(self._step_s, step_s)
         left_s = (self.steps - int(event["step"])) * self._step_s
         return (
-            f"loss {event['loss']:.3f}  {event['tokens'] / self._step_s:,.0f} tokens/s  "
-            f"all-reduce {format_share(self._share, 1)}  {format_duration(left_s)} left"
+            f"loss {event['loss']:.3f}  {event['tokens'] / self._step_s:,.0f} tokens/s  {self._waiting(event, step_s)}"
+            f"{format_duration(left_s)} left"
         )
+
+    def _waiting(self, event: Event, step_s: float) -> str:
+        """The part of a step in which the rank waits for gradients or for slower ranks; empty where it is not measured
+        (`sync.measure=off`)."""
+        if "exposed_s" not in event or step_s <= 0:
+            return ""
+        self._share = _smooth(self._share, (float(event["exposed_s"]) + float(event.get("wait_s", 0.0))) / step_s)
+        return f"waiting {format_share(self._share, 1)}  "
+
+
+def _smooth(before: float | None, value: float) -> float:
+    return value if before is None else 0.9 * before + 0.1 * value
 
 
 class PlainDisplay:

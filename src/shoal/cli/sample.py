@@ -41,9 +41,11 @@ def refuse_without_checkpoint(run: RunFolder) -> None:
     """Refuse a run that goes on and has nothing to sample from yet."""
     if any(run.checkpoints.glob("step-*")) or not find(run.path):
         return
-    every = load_config(run.config).train.checkpoint_every
+    train = load_config(run.config).train
+    first = min(train.checkpoint_every, train.steps)
     raise DataError(
         f"{shown(run.path)} has no checkpoint yet",
-        why=f"it is running, and writes its first checkpoint after step {every} (train.checkpoint_every)",
+        why=f"it is running, and writes its first checkpoint after step {first}, "
+        + ("its last" if first == train.steps else "by train.checkpoint_every"),
         fix=f"wait for it: {command('logs', '-f', shown(run.path))}",
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.given import flag_of
+from shoal.cli.given import advising_flags, flag_of
 from shoal.cli.leftovers import clear_leftovers
 from shoal.cli.output import print_detached, print_json, print_run
 from shoal.cli.progress import make_display
@@ -165,7 +165,8 @@ def train(
             refuse_confirm(settings.run.on)
         clear_leftovers(clean)
         before = before_start(settings, profile, plan)
-        run, manifest = train_new(settings, out or default_out(name), make_display, detach, before, confirm)
+        with advising_flags(named_flags(given)):
+            run, manifest = train_new(settings, out or default_out(name), make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
     elif json:
@@ -178,8 +179,9 @@ def settings_of(given: dict[str, Any], preset: str) -> Config:
     """The settings of a new run; a setting of the command line that it would ignore is refused."""
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_twice(named_flags(given), sets)
-    settings = build_config(preset, given["config"], flags, sets)
-    refuse_without_effect(settings, typed_settings(flags, sets))
+    with advising_flags(named_flags(given)):
+        settings = build_config(preset, given["config"], flags, sets)
+        refuse_without_effect(settings, typed_settings(flags, sets))
     return settings
 
 

@@ -112,7 +112,8 @@ def setting_of(profile: Profile) -> Setting:
             why="an older shoal measured it",
             fix=f"measure them again: shoal probe --on {profile.on}",
         )
-    return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile))
+    names = tuple(node.name for node in profile.nodes)
+    return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile), node_names=names)
 
 
 def measured_network(profile: Profile) -> Network:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.cost.collectives import payload_factor
 from shoal.cost.lever import Lever
-from shoal.cost.predict import Prediction, Setting, predict, speeds
+from shoal.cost.predict import Prediction, Setting, predict
 from shoal.cost.speed import Speed
 from shoal.cost.step import RankWork
 from shoal.cost.workload import Workload
@@ -15,12 +15,16 @@ from shoal.cost.workload import Workload
 
 @dataclass(frozen=True)
 class Row:
-    """So many nodes. Speed-up is against the fastest of them alone, efficiency against all of them added up."""
+    """So many nodes. Speed-up is against the fastest of all known nodes alone, one base for a whole plan; efficiency is
+    against these nodes, each alone, added up."""
 
     nodes: int
     prediction: Prediction
     speedup: float
     efficiency: float
+    # The fastest node and what it trains alone, with the same batch.
+    base: str
+    base_tokens_per_s: float
 
     @property
     def payload_factor(self) -> float:
@@ -50,6 +54,8 @@ class Row:
             "tokens": prediction.tokens,
             "tokens_per_s": prediction.tokens_per_s,
             "speedup": self.speedup,
+            "base": self.base,
+            "base_tokens_per_s": self.base_tokens_per_s,
             "efficiency": self.efficiency,
             "micro_batch": prediction.deal.micro_batch,
             "micro_batches": max(prediction.deal.micro_batches),
@@ -77,26 +83,18 @@ def make_plan(workload: Workload, lever: Lever, setting: Setting, nodes: Sequenc
 def make_row(workload: Workload, lever: Lever, setting: Setting, nodes: int) -> Row:
     world_size = nodes * setting.ranks_per_node
     prediction = predict(workload, lever, setting, world_size)
-    relative = speeds(workload, setting.speed.in_world(world_size), world_size)
-    fastest = _fastest(relative, setting.ranks_per_node)
-    alone = one_node(workload, lever, setting, fastest)
-    speedup = prediction.tokens_per_s / alone.tokens_per_s
-    return Row(nodes, prediction, speedup, speedup / _ideal(relative, setting.ranks_per_node, fastest))
+    known = len(setting.node_names)
+    alone = [one_node(workload, lever, setting, node).tokens_per_s for node in range(known)]
+    base = max(range(known), key=lambda node: alone[node])
+    added_up = sum(alone[min(node, known - 1)] for node in range(nodes))
+    speed = prediction.tokens_per_s
+    return Row(nodes, prediction, speed / alone[base], speed / added_up, setting.node_names[base], alone[base])
 
 
 def one_node(workload: Workload, lever: Lever, setting: Setting, node: int = 0) -> Prediction:
     """The same training on one of the nodes alone."""
     speed = _From(setting.speed, node * setting.ranks_per_node) if node else setting.speed
     return predict(workload, replace(lever, balanced=False), replace(setting, speed=speed), setting.ranks_per_node)
-
-
-def _fastest(relative: Sequence[float], ranks_per_node: int) -> int:
-    return relative.index(max(relative)) // ranks_per_node
-
-
-def _ideal(relative: Sequence[float], ranks_per_node: int, fastest: int) -> float:
-    first = fastest * ranks_per_node
-    return sum(relative) / sum(relative[first : first + ranks_per_node])
 
 
 @dataclass(frozen=True)

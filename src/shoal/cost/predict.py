@@ -25,12 +25,14 @@ _MESSAGES = {"powersgd": 2}
 
 @dataclass(frozen=True)
 class Setting:
-    """Where it runs. `hierarchical` is the same network used by summing up inside each node first."""
+    """Where it runs. `hierarchical` is the same network used by summing up inside each node first. `node_names` are
+    those that are known one by one; further nodes are like the last of them."""
 
     speed: Speed
     network: Network
     hierarchical: Network | None = None
     ranks_per_node: int = 1
+    node_names: tuple[str, ...] = ("one machine",)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,13 @@ def make_setting(link: Link, machines: tuple[Machine, ...], ranks_per_node: int,
     machines = tuple(_adjusted(machine, given) for machine in machines)
     stack = stack_of(machines)
     speed = SheetSpeed(machines, ranks_per_node)
+    names = tuple(machine.name for machine in machines)
     between = ring(link, stack, given)
     if ranks_per_node == 1:
-        return Setting(speed, between)
+        return Setting(speed, between, node_names=names)
     inside = ring(LINKS[machines[0].inside], stack, Overrides())
     flat = NodesNetwork(ranks_per_node, inside, between)
-    return Setting(speed, flat, replace(flat, hierarchical=True), ranks_per_node)
+    return Setting(speed, flat, replace(flat, hierarchical=True), ranks_per_node, names)
 
 
 def describe(link: Link, machines: tuple[Machine, ...], setting: Setting) -> str:

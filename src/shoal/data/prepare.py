@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from shoal.units import format_si
 TRAIN = "train.tokens"
 VAL = "val.tokens"
 TOKENIZER = "tokenizer.json"
-# Part of the package; see "Texts" in the README.
+# Part of the package; see "Texts" in docs/train.md.
 SHAKESPEARE = Path(__file__).with_name("shakespeare.txt")
 SHAKESPEARE_IS = "Coriolanus and Romeo and Juliet (288 kB, part of shoal)"
 # Raise it when the same text and settings would be split or encoded in another way than before.
@@ -167,12 +167,16 @@ def _identity(tokenizer: str, headers: list[TokenHeader]) -> str:
 
 
 def check_enough(
-    prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int = 1, least_batch: int = 1
+    prepared: Prepared,
+    seq_len: int,
+    global_batch: int,
+    batch_unit: int = 1,
+    can_deal: Callable[[int], bool] = lambda batch: True,
 ) -> None:
     """Refuse a corpus shorter than one batch before any process is started.
 
-    A batch of `global_batch` sequences is `batch_unit` times the setting `train.global_batch`, which is `least_batch`
-    or more: both serve to advise only what works.
+    A batch of `global_batch` sequences is `batch_unit` times the setting `train.global_batch`, and `can_deal` says
+    which values of it the ranks can share: both serve to advise only what works.
     """
     parts = (("training", prepared.train_tokens, global_batch), ("validation", prepared.val_tokens, 1))
     for part, tokens, needed in parts:
@@ -181,19 +185,24 @@ def check_enough(
             raise DataError(
                 f"the {part} text has {found} sequences of {seq_len} tokens, {needed} are needed ({prepared.source})",
                 why=f"its {tokens} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
-                fix=_what_fits(prepared, seq_len, global_batch, batch_unit, least_batch),
+                fix=_what_fits(prepared, seq_len, global_batch, batch_unit, can_deal),
             )
 
 
-def _what_fits(prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int, least_batch: int) -> str:
+def _what_fits(
+    prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int, can_deal: Callable[[int], bool]
+) -> str:
     """The settings with which both parts of this text suffice, if there are any that teach a model something.
 
     They are named with `--set`, which every verb that trains has; not every one has `--seq-len`.
     """
-    smaller = window_count(prepared.train_tokens, seq_len) // batch_unit
-    if smaller >= least_batch and window_count(prepared.val_tokens, seq_len):
+    setting = global_batch // batch_unit
+    largest = min(setting, window_count(prepared.train_tokens, seq_len) // batch_unit)
+    smaller = next(filter(can_deal, range(largest, 0, -1)), None)
+    if smaller is not None and window_count(prepared.val_tokens, seq_len):
         return f"use --set train.global_batch={smaller}, or more text: --set data.path=LONGER.txt"
-    for batch, flag in ((global_batch, ""), (batch_unit * least_batch, f" --set train.global_batch={least_batch}")):
+    least = next(filter(can_deal, range(1, setting)), setting)
+    for batch, flag in ((global_batch, ""), (batch_unit * least, f" --set train.global_batch={least}")):
         shorter = min((prepared.train_tokens - 1) // batch, prepared.val_tokens - 1)
         if shorter >= _SHORTEST_USEFUL:
             return f"use --set model.seq_len={shorter}{flag}, or more text: --set data.path=LONGER.txt"

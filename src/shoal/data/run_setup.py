@@ -39,10 +39,11 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     config = _with_absolute_path(config)
     prepared = prepare(config.data)
     resolved = _with_vocabulary(config, prepared.vocab_size)
-    is_weak = resolved.train.scaling == "weak"
-    batch_unit = resolved.sync.accumulate * (world_size if is_weak else 1)
     batch = resolved.sync.accumulate * world_batch(resolved.train, world_size)
-    check_enough(prepared, resolved.model.seq_len, batch, batch_unit, 1 if is_weak else world_size)
+    batch_unit = batch // resolved.train.global_batch
+    check_enough(
+        prepared, resolved.model.seq_len, batch, batch_unit, lambda size: _can_deal(resolved, world_size, size)
+    )
     run = RunFolder.create(out)
     try:
         write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
@@ -124,6 +125,15 @@ def check_shares(config: Config, world_size: int) -> None:
             why="each rank has an equal shard, so unequal shares would use some samples twice before others once",
             fix=f"use a train.global_batch that {world_size} divides, or --set data.sharding=cursor",
         )
+
+
+def _can_deal(config: Config, world_size: int, global_batch: int) -> bool:
+    train = config.train.model_copy(update={"global_batch": global_batch})
+    try:
+        check_shares(config.model_copy(update={"train": train}), world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_absolute_path(config: Config) -> Config:

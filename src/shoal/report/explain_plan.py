@@ -20,7 +20,7 @@ _SYNC_NAMES = {"ddp": "DDP", "local": "LocalSGD", "diloco": "DiLoCo", "streaming
 
 def explain(plan: Plan, advice: Advice) -> list[str]:
     """One paragraph a thought, the verdict first."""
-    gains = (_larger_batch(advice), _other_training(advice))
+    gains = (_larger_batch(plan, advice), _other_training(plan, advice))
     lines = [verdict(plan, advice), _ratio(plan), *gains, _memory(plan, advice), learning_rate(plan)]
     return [line for line in lines if line]
 
@@ -31,11 +31,19 @@ def verdict(plan: Plan, advice: Advice) -> str:
     best = advice.best
     if best is None:
         return _cannot(plan) + _alone(plan, advice)
-    alone = best.tokens_per_s / best.row.speedup
     return _cannot(plan) + (
-        f"Distribute it: {best.row.nodes} nodes by {best.lever} train {best.row.speedup:.2f} times as fast as one, "
-        f"{best.tokens_per_s:,.0f} tokens/s against {alone:,.0f}."
+        f"Distribute it: {best.row.nodes} nodes by {best.lever} train {best.row.speedup:.2f} times as fast as "
+        f"{_base(plan, 'one')}, {best.tokens_per_s:,.0f} tokens/s against {best.row.base_tokens_per_s:,.0f}."
     )
+
+
+def _base(plan: Plan, alike: str = "one machine") -> str:
+    """The machine that speed-ups are against, by its name where they are not `alike`."""
+    return alike if len(set(plan.setting.node_names)) == 1 else f"{plan.rows[-1].base} alone"
+
+
+def _speed_of_base(plan: Plan) -> str:
+    return "one machine's speed" if len(set(plan.setting.node_names)) == 1 else f"the speed of {_base(plan)}"
 
 
 def _cannot(plan: Plan) -> str:
@@ -46,7 +54,7 @@ def _cannot(plan: Plan) -> str:
     fastest = max(together, key=lambda row: row.speedup)
     return (
         f"shoal cannot train by {plan.lever} yet; if it could, {fastest.nodes} nodes would reach "
-        f"{fastest.speedup:.2f} times one machine's speed. "
+        f"{fastest.speedup:.2f} times {_speed_of_base(plan)}. "
     )
 
 
@@ -65,8 +73,9 @@ def _alone(plan: Plan, advice: Advice) -> str:
     fastest = max(possible, key=lambda row: row.speedup)
     step = fastest.prediction.step
     words = (
-        f"Don't distribute this{_as_it_is(advice)}: one machine is faster. {fastest.nodes} nodes{by} reach "
-        f"{fastest.speedup:.2f} times its speed: in each step they compute for {format_duration(step.compute_s)} and "
+        f"Don't distribute this{_as_it_is(advice)}: {_base(plan)} is faster, with "
+        f"{fastest.base_tokens_per_s:,.0f} tokens/s. {fastest.nodes} nodes{by} reach {fastest.speedup:.2f} times its "
+        f"speed: in each step they compute for {format_duration(step.compute_s)} and "
         f"stand still for {format_duration(step.exposed_s + step.wait_s)} while gradients travel."
     )
     ahead = [option for option in advice.options if option.row.speedup > 1 and option.row.prediction.fits]
@@ -109,24 +118,24 @@ def _latency(row: Row) -> str:
     )
 
 
-def _larger_batch(advice: Advice) -> str:
+def _larger_batch(plan: Plan, advice: Advice) -> str:
     larger, best = advice.larger_batch, advice.best
     if larger is None or (best is not None and larger.tokens_per_s < 1.03 * best.tokens_per_s):
         return ""
     return (
         f"A global batch of {larger.row.prediction.deal.global_batch} sequences would allow "
-        f"{larger.row.speedup:.2f} times one machine's speed on {larger.row.nodes} nodes ({larger.lever}), if the "
+        f"{larger.row.speedup:.2f} times {_speed_of_base(plan)} on {larger.row.nodes} nodes ({larger.lever}), if the "
         "training can do with fewer updates."
     )
 
 
-def _other_training(advice: Advice) -> str:
+def _other_training(plan: Plan, advice: Advice) -> str:
     other = advice.other_training
     if other is None:
         return ""
     return (
-        f"{other.row.nodes} nodes by {other.lever} would train {other.row.speedup:.2f} times as fast as one, at a "
-        f"price: {other.costs}. What that does to the loss, `shoal bench levers` measures."
+        f"{other.row.nodes} nodes by {other.lever} would train {other.row.speedup:.2f} times as fast as "
+        f"{_base(plan, 'one')}, at a price: {other.costs}. What that does to the loss, `shoal bench levers` measures."
     )
 
 
@@ -140,6 +149,8 @@ def _memory(plan: Plan, advice: Advice) -> str:
         f"activations {_gb(memory.activations)}, the rest {_gb(memory.copies + PROCESS_BYTES)}"
     )
     held = f"{_gb(memory.total)} of its {_gb(available)} ({parts})."
+    if plan.lever.sync == "sharded" and world_size == 1:
+        return " ".join([f"With one rank there is nothing to shard: it holds {held}", *_room(plan, row, available)])
     if plan.lever.sync == "sharded":
         words = f"Sharding divides weights, gradients and moments among {world_size} ranks: each holds {held}"
         return " ".join([words, *_room(plan, row, available), *_by_ddp(plan, row)])

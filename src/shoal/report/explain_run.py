@@ -74,7 +74,7 @@ def _allreduce(summary: Summary) -> str:
         return ""
     if cost is None:
         return _STOCK if summary.phases and summary.start.get("sync") == "stock" else ""
-    hidden = summary.hidden_s.median if summary.hidden_s else 0.0
+    hidden = summary.hidden_s or 0.0
     behind = f", {ms(hidden)} of it hidden behind backward" if hidden >= _WORTH_NAMING * cost.median else ""
     return f"The all-reduce took {ms(cost.median)} a step (mean {ms(cost.mean)}, p95 {ms(cost.p95)}){behind}."
 

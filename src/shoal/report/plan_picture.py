@@ -99,7 +99,7 @@ def _draw_gain(axes: Axes, rows: tuple[Row, ...]) -> None:
             note, (row.nodes, row.speedup), (0, offset), textcoords="offset points", ha="center", va=side, fontsize=8
         )
         place.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8})
-    axes.set(xlabel="nodes", ylabel="times one node", ylim=(bottom, top))
+    axes.set(xlabel="nodes", ylabel="times the fastest node alone", ylim=(bottom, top))
     if len(rows) <= _MOST_LABELS:
         axes.set_xticks(nodes, [str(count) for count in nodes])
     if is_wide:

@@ -54,7 +54,7 @@ def scaling_point(summary: Summary) -> ScalingPoint:
         step_s=summary.step_s.median,
         phases=summary.phases,
         allreduce_s=summary.allreduce_s.median if summary.allreduce_s else None,
-        hidden_s=summary.hidden_s.median if summary.hidden_s else None,
+        hidden_s=summary.hidden_s,
         other_load=summary.other_load,
     )
 

@@ -57,7 +57,7 @@ class RankSummary:
 @dataclass(frozen=True)
 class Summary:
     """A run in figures. What was never recorded is None, an empty dictionary or an empty curve. `phases` add up to the
-    median of `step_s`. `hidden_s` is the part of `allreduce_s` that lay behind backward.
+    median of `step_s`. `hidden_s` is the part of the median of `allreduce_s` that lay behind backward.
 
     `world_size` is that of the steps that were measured, `ranks` are those of the last launch and `members` the ids of
     those who took part at last; `history` and `took_part` are of all launches, empty where nobody can come or go."""
@@ -77,7 +77,7 @@ class Summary:
     tokens_per_s: float | None
     phases: dict[str, float]
     allreduce_s: Spread | None
-    hidden_s: Spread | None
+    hidden_s: float | None
     wire_bytes_per_step: float | None
     theoretical_bytes_per_step: float | None
     loss_steps: Steps
@@ -119,6 +119,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     timed = {rank: log for rank, log in logs.items() if len(log.measured())} or logs
     step_s = spread(_pooled(logs, "step_s"))
     tokens = spread(_pooled(logs, "tokens"))
+    allreduce_s = spread(_pooled(logs, "allreduce_s"))
     return Summary(
         status=_status(last, len(members) - len(elsewhere(everybody))),
         world_size=world_size,
@@ -134,8 +135,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         step_s=step_s,
         tokens_per_s=tokens.median / step_s.median if tokens and step_s and step_s.median > 0 else None,
         phases=_typical_phases(logs.values(), step_s.median) if step_s else {},
-        allreduce_s=spread(_pooled(logs, "allreduce_s")),
-        hidden_s=spread(_pooled(logs, "hidden_s")),
+        allreduce_s=allreduce_s,
+        hidden_s=_hidden(logs.values(), allreduce_s),
         wire_bytes_per_step=_wire_bytes(timed),
         theoretical_bytes_per_step=_theory(timed, longest.start, world_size),
         loss_steps=loss_steps,
@@ -225,20 +226,50 @@ def _typical_phases(logs: Collection[RankLog], step_s: float) -> dict[str, float
     total_s = dict.fromkeys(PHASES, 0.0)
     whole_s = 0.0
     for log in logs:
-        recorded = [phase for phase in PHASES if np.isfinite(log.column(f"{phase}_s")[log.measured()]).any()]
-        typical = _middle_half(_measured(log, "step_s"))
-        if not recorded or not len(typical):
+        typical = _typical_steps(log)
+        if not len(typical):
             continue
-        whole_s += float(_measured(log, "step_s")[typical].mean())
-        for phase in recorded:
-            seconds = np.nan_to_num(log.column(f"{phase}_s")[log.measured()])
-            total_s[phase] += max(0.0, float(_by_rounds(seconds, _round_steps(log.start))[typical].mean()))
-    if not whole_s:
+        whole_s += float(log.column("step_s")[typical].mean())
+        for phase in PHASES:
+            total_s[phase] += max(0.0, float(_finite_or_zero(log.column(f"{phase}_s")[typical]).mean()))
+    if not (0 < step_s < math.inf and 0 < whole_s < math.inf):
         return {}
     del total_s["other"]
     named_s = sum(total_s.values())
     whole_s = max(whole_s, named_s)
     return {phase: seconds / whole_s * step_s for phase, seconds in (total_s | {"other": whole_s - named_s}).items()}
+
+
+def _hidden(logs: Collection[RankLog], allreduce_s: Spread | None) -> float | None:
+    """The part of the median all-reduce that lay behind backward: its share in the steps from which the phases are, so
+    that it goes with their exposed communication and wait."""
+    total_s = dict.fromkeys(OF_EXCHANGE, 0.0)
+    for log in logs:
+        typical = _typical_steps(log)
+        columns = {name: log.column(name)[typical] for name in OF_EXCHANGE}
+        is_timed = np.all([np.isfinite(values) for values in columns.values()], axis=0)
+        for name, values in columns.items():
+            total_s[name] += float(values[is_timed].sum())
+    if allreduce_s is None or not total_s["allreduce_s"] > 0:
+        return None
+    return allreduce_s.median * min(1.0, max(0.0, total_s["hidden_s"] / total_s["allreduce_s"]))
+
+
+def _typical_steps(log: RankLog) -> Steps:
+    """Positions of the middle half of the measured steps by duration, or of whole rounds, among those whose phases were
+    recorded: a run may be resumed with another `sync.measure`."""
+    measured = log.measured()
+    has_phases = np.any([np.isfinite(log.column(f"{phase}_s")[measured]) for phase in PHASES], axis=0)
+    positions = measured[has_phases]
+    size = max(1, min(_round_steps(log.start), len(positions)))
+    rounds = positions[len(positions) % size :].reshape(-1, size)
+    typical: Steps = rounds[_middle_half(log.column("step_s")[rounds].mean(axis=1))].reshape(-1)
+    return typical
+
+
+def _finite_or_zero(values: Floats) -> Floats:
+    found: Floats = np.where(np.isfinite(values), values, 0.0)
+    return found
 
 
 def _middle_half(step_s: Floats) -> Steps:

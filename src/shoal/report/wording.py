@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from shoal.units import format_duration
@@ -26,8 +27,11 @@ def percent(part: float) -> str:
 
 
 def percents(parts: Sequence[float]) -> list[int]:
-    """Each part's share of their sum, in whole percent that add up to 100: the largest remainders are rounded up."""
+    """Each part's share of their sum, in whole percent that add up to 100: the largest remainders are rounded up. Of
+    nothing they are all 0."""
     whole = sum(parts)
+    if not 0 < whole < math.inf:
+        return [0] * len(parts)
     exact = [100 * part / whole for part in parts]
     rounded = [int(share) for share in exact]
     by_remainder = sorted(range(len(parts)), key=lambda at: rounded[at] - exact[at])

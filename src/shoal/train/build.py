@@ -103,7 +103,8 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, reco
     _make_equal(trainer)
     trainer.batches = deal_batches(config, run, world, dealt)
     trainer.largest_micro_batch = at_launch.micro_batch
-    trainer.laggards.begin_anew(world.names)
+    trainer.launched = launched
+    trainer.judge_laggards_anew()
     exchanges = make_exchanges(config, trainer.model, world, trainer.batches.shard.deal)
     trainer.sync, trainer.outer, trainer.exchange = exchanges.sync, exchanges.outer, exchanges.steps
     trainer.peak_lr = scaled_lr(config.train, launched, config.sync.accumulate)

@@ -58,6 +58,8 @@ class _Edge:
 class Laggards:
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
+        self._ids: tuple[int, ...] = ()
+        self._weights: tuple[float, ...] = ()
         self._steps: deque[_Step] = deque(maxlen=_WINDOW)
         self._seen = 0
         self._warm_at = _WARM_STEPS
@@ -65,9 +67,15 @@ class Laggards:
         self._suspected: set[str] = set()
         self._told: dict[str, int] = {}
 
-    def begin_anew(self, names: Sequence[str]) -> None:
-        """In another world, whose ranks are called so in a sentence: what was told in the last one is not repeated."""
+    def begin_anew(self, names: Sequence[str], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> None:
+        """In another world, whose ranks are called so in a sentence: what was told in the last one is not repeated.
+
+        `ids` are the numbers of these ranks, 0, 1, 2 … if left out. `weights` are those of all ranks of the launch, by
+        their numbers: as many as `run.weights` must have when the run is resumed. Left out: these ranks, all alike.
+        """
         self._names = tuple(names)
+        self._ids = tuple(ids) or tuple(range(len(names)))
+        self._weights = tuple(weights) or (1.0,) * len(names)
         self._steps.clear()
         self._warm_at = self._seen + _WARM_STEPS
         self._best_bps = 0.0
@@ -122,10 +130,33 @@ class Laggards:
             return Slow(
                 seen + kept, why=why, fix="see who else computes there: top; and whether its CPU share is limited"
             )
-        weights = ["1"] * len(now)
-        weights[slowest] = f"{max(0.01, others_s / slow_s):.2g}"
-        less = f"give it less to do: shoal stop RUN; shoal train --resume RUN --set run.weights={'/'.join(weights)}"
-        return Slow(seen + "its processor is slower, or it computes on fewer cores", why=why, fix=less)
+        slower = seen + "its processor is slower, or it computes on fewer cores"
+        return Slow(slower, why=why, fix=self._give_less(work, own_s, slowest))
+
+    def _give_less(self, work: Sequence[int], own_s: Sequence[float], slowest: int) -> str:
+        """The command that lowers a slow rank's weight to its speed, in the unit of the other ranks' weights."""
+        number = self._ids[slowest]
+        if number >= len(self._weights):
+            return (
+                "it joined after the start, and only the ranks of the start have a number in run.weights: let the "
+                "others go on without it, with Ctrl-C on that machine"
+            )
+        usual = sum(self._weights) / len(self._weights)
+        present = [self._weights[each] if each < len(self._weights) else usual for each in self._ids]
+        speeds = [part / max(1e-6, seconds) for part, seconds in zip(work, own_s, strict=True)]
+        in_unit = [weight / speed for weight, speed in zip(present, speeds, strict=True)]
+        weight = float(f"{speeds[slowest] * median(_without(in_unit, slowest)):.2g}")
+        if weight >= present[slowest]:
+            # A rank has at least one micro-batch, however low its weight.
+            return (
+                f"it has {work[slowest]} of {sum(work)} micro-batches, more than its weight: deal smaller ones in the "
+                "next run, with a smaller --micro-batch or a larger --global-batch"
+            )
+        less = [*self._weights]
+        less[number] = weight
+        # Settings have no exponents.
+        weights = [f"{each:.9f}".rstrip("0").rstrip(".") for each in less]
+        return f"give it less to do: shoal stop RUN; shoal train --resume RUN --set run.weights={'/'.join(weights)}"
 
     def _slow_link(self, now: Sequence[Told], step_s: float) -> Iterator[tuple[str, Slow]]:
         """Slow is what carries far less than the best link here, now or before."""

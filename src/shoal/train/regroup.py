@@ -153,6 +153,8 @@ class Membership:
         one.
         """
         trainer = self.trainer
+        # The same in every generation of a launch.
+        trainer.launched = enter.launched
         if enter.recovers:
             self._recover(world, enter.launched)
             return True

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from shoal.config.schema import Config
-from shoal.cost.batch import learning_rate
+from shoal.cost.batch import learning_rate, weights_of
 from shoal.data.batches import Batches, Rows
 from shoal.errors import ShoalError
 from shoal.model.gpt import GPT
@@ -69,6 +69,8 @@ class Trainer:
     tended_step: int = 0
     evaluated_step: int = -1
     largest_micro_batch: int = 1
+    # How many ranks the launch had; a rank that joined later has a higher id.
+    launched: int = 0
     laggards: Laggards = field(default_factory=Laggards)
     compute: Choice = field(default_factory=Choice)
     times: dict[str, float] = field(default_factory=dict)
@@ -123,11 +125,15 @@ class Trainer:
     def begin_anew(self, world: World, step: int, cursor: int) -> None:
         """In another world, from here on. What was on its way in the last one is gone."""
         self.world = world
-        self.laggards.begin_anew(world.names)
+        self.judge_laggards_anew()
         self.progress = self.at(step, cursor)
         self._begun.clear()
         self._edge, self._unsound = False, None
         self.optimizer.zero_grad(set_to_none=True)
+
+    def judge_laggards_anew(self) -> None:
+        weights = weights_of(self.config.run, range(self.launched))
+        self.laggards.begin_anew(self.world.names, self.world.ids, weights)
 
     def unknown(self) -> list[Progress]:
         """Where the steps began of which this rank does not know the world's loss."""

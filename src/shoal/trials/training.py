@@ -26,10 +26,12 @@ from shoal.report.finish import read_manifest
 from shoal.report.membership import last_members
 from shoal.report.ranklog import RankLog, collect
 from shoal.report.verify import verify_run
+from shoal.report.wording import count
 from shoal.runfolder import RunFolder
 from shoal.trials.confirming import require_terminal
 from shoal.trials.following import Keeping, RunNews, await_running, follow, kept
 from shoal.trials.keeper import Job, read_job, start_keeper
+from shoal.units import format_si
 
 
 class Display(Protocol):
@@ -45,6 +47,8 @@ MakeDisplay = Callable[[Config], Display]
 _SECRET = re.compile(r"token(?!s|izer)|passw|secret|credential|api.?key|^-*code$", re.IGNORECASE)
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]*@")
 _HIDDEN = "HIDDEN"
+# Reading and hashing so much takes a second or more.
+_LONG_CHECK_BYTES = 500e6
 
 
 def train_new(
@@ -92,7 +96,8 @@ def train_on(
 ) -> tuple[RunFolder, Manifest | None]:
     """Goes on with a run from its newest checkpoint; of this `lineage`, if one is named.
 
-    `changes` are settings for the rest of the run. A run that has done all its steps only goes on with more of them.
+    `changes` are settings for the rest of the run. A run that has done all its steps only goes on with more of them, or
+    from another lineage.
     """
     run = RunFolder.open(path)
     run.refuse_unwritable()
@@ -102,9 +107,10 @@ def train_on(
     def prepare() -> list[str]:
         config, changed = change_settings(load_config(run.config), changes or {})
         refuse_without_effect(config, typed_settings(changes, ()))
+        # Before the cluster is looked at: a finished run needs none.
+        done = None if lineage else refuse_finished(run, config.train.steps)
         world_size = rank_count(parse_on(config.run.on))
         check_shares(config, world_size)
-        done = refuse_finished(run, config.train.steps)
         notes = [f"changed for the rest of the run: {'; '.join(changed)}"] if changed else []
         notes += rate_note(load_config(run.config), config, world_size, done)
         reopen_run(path, config, lineage, changed)
@@ -128,7 +134,7 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
             why="a run goes on from its newest checkpoint, and never back",
             fix=f"ask for more steps: shoal train --resume {folder} --steps {2 * done}",
         )
-    if steps == done and members and all(log.ended == "finished" for log in members) and verify_run(run).ok:
+    if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
         raise UsageError(
             f"{run.path} is finished: it has done its {done} steps",
             why="there is nothing left to train",
@@ -138,6 +144,14 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
     return done
 
 
+def _is_whole(run: RunFolder) -> bool:
+    """Whether nothing of a finished run is missing or damaged; says that it looks where that takes a while."""
+    size = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
+    if size > _LONG_CHECK_BYTES:
+        sys.stderr.write(f"{run.path} has done its steps; checking that its {format_si(size, 'B')} are undamaged …\n")
+    return verify_run(run).ok
+
+
 def _last_step(log: RankLog) -> int:
     """The step at which a rank ended, or the furthest that it has recorded."""
     if log.ended is not None and isinstance(log.end.get("step"), int):
@@ -145,15 +159,18 @@ def _last_step(log: RankLog) -> int:
     return int(log.steps[-1]) if len(log.steps) else 0
 
 
-def rate_note(before: Config, after: Config, world_size: int, done: int) -> list[str]:
-    """What another number of steps means for the learning rate."""
-    if before.train.steps == after.train.steps:
+def rate_note(before: Config, after: Config, world_size: int, done: int | None) -> list[str]:
+    """What another number of steps means for the learning rate; `done` is None where it is not known how many are."""
+    steps = after.train.steps
+    if before.train.steps == steps or (done is not None and done >= steps):
         return []
+    note = f"the learning rate follows one schedule over {count(steps, 'step')} from here on"
+    if done is None:
+        return [note]
     peak = scaled_lr(after.train, world_size, after.sync.accumulate)
     was, now = (learning_rate(done + 1, peak, config.train) for config in (before, after))
     return [
-        f"the learning rate follows one schedule over {after.train.steps} steps from here on: at step {done + 1} it is "
-        f"{now:.3g}, and not {was:.3g} as with {before.train.steps} steps"
+        f"{note}: at step {done + 1} it is {now:.3g}, and not {was:.3g} as with {count(before.train.steps, 'step')}"
     ]
 
 
