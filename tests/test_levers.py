@@ -168,6 +168,16 @@ def test_losses_are_compared_after_equal_tokens_and_after_equal_time() -> None:
     assert "Most learned in the same time: diloco." in explain(table)
 
 
+def test_what_was_not_evaluated_in_time_is_not_said_to_have_learned_less() -> None:
+    late = point(ONE_NODE, 50, evaluations=(Evaluation(tokens=300, seconds=9.0, loss=1.0),))
+    table = compare([late, point("fp16", 100, evaluations=curve(5.2, 4.2, 3.2))])
+    assert table.rows[0].loss_at_time is None
+    assert any(
+        line.startswith("Most learned in the same time: fp16 (not compared, since not evaluated by then: one node")
+        for line in explain(table)
+    )
+
+
 def test_a_curve_says_nothing_outside_of_itself() -> None:
     found = point("ddp", 50, evaluations=curve(5.0, 4.0))
     assert found.loss_at(tokens=99) is None

@@ -19,7 +19,7 @@ from shoal.cost.work import flops_per_token, intensity
 from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
 from shoal.report.probe_picture import draw_probe, plot_probe
-from shoal.trials.measured import Measured, assemble, fastest
+from shoal.trials.measured import Measured, assemble, fastest, summarize
 from tests.programs import shoal
 
 GIGABIT = Line(1e-3, 8 / 0.96e9)
@@ -199,6 +199,16 @@ def test_a_step_of_gpt2_computes_what_everybody_counts() -> None:
     assert intensity(gpt2, 4096) > intensity(gpt2, 256)
 
 
+def test_latency_is_not_called_the_efficiency_of_the_stack(profile: Profile) -> None:
+    """A link with a long delay, and buffers too small to fill it."""
+    late = [
+        entry.model_copy(update={"alpha_s": 1.01 * entry.beta_s_per_byte * max(point.bytes for point in entry.points)})
+        for entry in profile.collectives
+    ]
+    assert summarize(profile.nodes, profile.links, profile.collectives, ()).stack_efficiency is not None
+    assert summarize(profile.nodes, profile.links, late, ()).stack_efficiency is None
+
+
 def test_the_tables_say_it_all(
     profile: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +222,7 @@ def test_the_tables_say_it_all(
     lines = verdicts(profile)
     assert lines[0].startswith("all-reduce of 2 ranks takes 1 ms + bytes × 8.33 ns, 0.96 Gbit/s; held out: 8 MiB")
     assert "stack efficiency" in lines[1]
-    assert lines[2].startswith("parallel gloo connections: 4 is best")
+    assert lines[2].startswith("parallel gloo connections: 4 are enough")
     assert "bound by arithmetic" in lines[3]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import OutOfMemory
+from shoal.launch.supervise import tail_of
 from shoal.launch.verdict import Ending, Raised, failure, first_to_fail, last_exception, left_early, script_faults
 from shoal.net.explain import is_consequence
 from tests.programs import shoal
@@ -82,6 +83,12 @@ SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxErr
         (RAISED_ANEW, Raised("RuntimeError: the configuration is wrong", "oops.py line 20")),
         (MISMATCHES, Raised("ValueError: negative learning rate in load_state_dict:", "oops.py line 9")),
         (FAULT, None),
+        # A progress bar or a prompt without a line end stands before the traceback.
+        ("4/10 it" + RAISED.partition("\n")[2], Raised("ValueError: negative learning rate", "oops.py line 9")),
+        (
+            "\r3/10 it\r4/10 it" + RAISED.partition("\n")[2],
+            Raised("ValueError: negative learning rate", "oops.py line 9"),
+        ),
         (SYNTAX, Raised("SyntaxError: invalid syntax", "oops.py line 3")),
         (
             RAISED + "[W1] a warning of torch at its end\n",
@@ -139,6 +146,12 @@ def test_the_end_of_a_log_stands_alone_where_nothing_else_is_known() -> None:
     error = failure([Ending("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
     assert error is not None
     assert error.why == "the end of its log:\nlast words"
+
+
+def test_the_end_of_a_log_has_one_state_of_each_progress_bar(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b"begun\n" + b"".join(b"\r%d/14 it" % number for number in range(14)) + b"Traceback\r\nend\r")
+    assert tail_of(log) == "begun\n13/14 itTraceback\nend"
 
 
 def test_a_rank_without_an_exception_is_still_named() -> None:

@@ -54,7 +54,9 @@ def explain(table: LeverTable) -> list[str]:
         default=None,
     )
     if best is not None:
-        lines.append(f"Most learned in the same time: {best.point.name}.")
+        late = [row.point.name for row in table.rows if row.point.evaluations and row.loss_at_time is None]
+        others = f" (not compared, since not evaluated by then: {join(late)})" if late else ""
+        lines.append(f"Most learned in the same time: {best.point.name}{others}.")
     return [*lines, *([warning] if (warning := warn_of_load(table)) else [])]
 
 

@@ -56,9 +56,8 @@ def verdicts(profile: Profile) -> list[str]:
         )
     if summary.connections is not None:
         tried = ", ".join(f"{each.connections}: {format_duration(each.seconds)}" for each in profile.connections)
-        lines.append(
-            f"parallel gloo connections: {summary.connections} is best (four all-reduces at once over {tried})"
-        )
+        enough = f"{summary.connections} {'is' if summary.connections == 1 else 'are'} enough"
+        lines.append(f"parallel gloo connections: {enough} (four all-reduces at once over {tried})")
     lines += [explain(node.name, node.compute) for node in profile.nodes]
     return lines
 

@@ -110,7 +110,9 @@ def _rows(forecasts: dict[Policy, Forecast]) -> list[tuple[str, list[str]]]:
     for cause in CAUSES:
         shares = [_scaled(each.lost_s[cause], 1 / each.scenario.horizon_s) for each in every]
         if any(abs(share.high) >= _LEAST_SHARE or abs(share.low) >= _LEAST_SHARE for share in shares):
-            rows.append((f"lost: {LABELS[cause]}", _cells(shares, _per_cent)))
+            # Fewer nodes gain time where the network is the limit.
+            gains = " (below 0: gained)" if any(share.low <= -_LEAST_SHARE for share in shares) else ""
+            rows.append((f"lost: {LABELS[cause]}{gains}", _cells(shares, _per_cent)))
     return rows
 
 

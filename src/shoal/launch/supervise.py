@@ -201,6 +201,9 @@ def tail_of(log: Path, lines: int = 12, most_bytes: int = 8192) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - most_bytes))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            text = file.read().decode(errors="replace").replace("\r\n", "\n")
+            # Of a progress bar only the state that was last on the screen.
+            shown = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+            return "\n".join("\n".join(shown).splitlines()[-lines:])
     except OSError:
         return ""

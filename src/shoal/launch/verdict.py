@@ -184,12 +184,13 @@ def last_exception(log: str, is_consequence: Callable[[str], bool] = lambda text
     for line in (_RANK_PREFIX.sub("", line, count=1) for line in log.splitlines()):
         frame = _FRAME.match(line)
         # The traceback of a SyntaxError has no head and no function.
-        if line == _TRACEBACK or (frame and frames is None and frame.end() == len(line)):
+        # A progress bar or a prompt may stand before the head, on a line that it left open.
+        if line.endswith(_TRACEBACK) or (frame and frames is None and frame.end() == len(line)):
             chain, frames = (chain if is_chained else []), []
             is_chained = False
         if frame and frames is not None:
             frames.append((frame["file"], frame["line"]))
-        elif frames is not None and line and not line.startswith(" ") and line != _TRACEBACK:
+        elif frames is not None and line and not line.startswith(" ") and not line.endswith(_TRACEBACK):
             chain.append(Raised(line.strip(), _place(frames)))
             frames, after = None, 0
         elif line in _CHAINED:

@@ -84,10 +84,12 @@ def summarize(
     if not wires or reduce_ is None:
         return Summary(nodes=len(nodes))
     largest = max(reduce_.points, key=lambda point: point.bytes)
+    # Where even the largest buffer mostly waits, its figure tells of latency.
+    is_bandwidth = reduce_.beta_s_per_byte * largest.bytes >= reduce_.alpha_s
     return Summary(
         wire_gbps=min(wires),
         bus_gbps=largest.bus_gbps,
-        stack_efficiency=largest.bus_gbps / min(wires),
+        stack_efficiency=largest.bus_gbps / min(wires) if is_bandwidth else None,
         connections=fastest(trials) if trials else None,
         nodes=len(nodes),
     )
