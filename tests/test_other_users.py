@@ -603,7 +603,7 @@ def test_the_run_of_another_user_is_not_resumed(their_run: RunFolder, capsys: py
     code, out, err = said_to_stranger(capsys, "train", "--resume", their_run.path, "--steps", "200")
     assert (code, out) == (2, "")
     assert f"cannot write to {their_run.path}" in err
-    assert "the run folder belongs to user root" in err
+    assert "it belongs to user root" in err
     assert f"sudo -u root shoal train --resume {their_run.path}" in err
 
 

@@ -107,6 +107,8 @@ def train_on(
     def prepare() -> list[str]:
         config, changed = change_settings(load_config(run.config), changes or {})
         refuse_without_effect(config, typed_settings(changes, ()))
+        if "weights" in (changes or {}).get("run", {}):
+            check_shares(config, rank_count(parse_on(config.run.on)))
         # Before the cluster is looked at: a finished run needs none.
         done = None if lineage else refuse_finished(run, config.train.steps)
         world_size = rank_count(parse_on(config.run.on))
