@@ -18,8 +18,8 @@ from shoal.launch.found import find
 from shoal.trials.stopping import end_processes
 from tests.programs import read_jsonl, shoal_command
 
-# What a program finds when it begins, before Python changes anything: the kernel's own table. Without signals 32 and 33:
-# glibc keeps them for itself, so that no program can set them, and some container runtimes start with 32 ignored.
+# What a program finds when it begins, before Python changes anything: the kernel's own table. Without signals 32 and
+# 33, which glibc keeps for itself: no program can set them, and some container runtimes start with 32 ignored.
 _OURS = sum(1 << (signum - 1) for signum in signal.valid_signals())
 _STATUS = (
     f"print([f'{{int(line.split()[1], 16) & {_OURS}:016x}}' for line in open('/proc/self/status')"
