@@ -24,19 +24,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.lab.build import up
+from shoal.cluster.lab.lab import up
 from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import build_config
-from shoal.cost.sizes import parameter_count
+from shoal.cost.model_size import parameter_count
 from shoal.errors import ShoalError
-from shoal.report.ledger import check_ledger
-from shoal.runfolder import RunFolder
-from shoal.trials.chaos.actions import KillRank, KillSourceInCopy
-from shoal.trials.chaos.ground import Ground
-from shoal.trials.chaos.inject import Injector
-from shoal.trials.chaos.record import Record
-from shoal.trials.chaos.replicas import compare_told, newest_generation
-from shoal.trials.chaos.watch import Watch
+from shoal.run_folder import RunFolder
+from shoal.tools.chaos.inject import Ground, Injector
+from shoal.tools.chaos.judge import compare_told, newest_generation
+from shoal.tools.chaos.run import Watch
+from shoal.tools.chaos.scenario import KillRank, KillSourceInCopy, Record
+from shoal.tools.report.commit_log import check_ledger
 
 NODES = 3
 _DEADLINE_S = 240.0

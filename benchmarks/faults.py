@@ -26,13 +26,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from shoal.cluster.lab.build import up
+from shoal.cluster.lab.lab import up
 from shoal.cluster.lab.spec import make_spec
 from shoal.events import EventTail
-from shoal.runfolder import RunFolder
-from shoal.trials.chaos.actions import Action, Cut, Freeze, Heal, KillAgent, KillNode, KillRank, PowerOn, Thaw
-from shoal.trials.chaos.ground import Ground
-from shoal.trials.chaos.inject import Injector
+from shoal.run_folder import RunFolder
+from shoal.tools.chaos.inject import Ground, Injector
+from shoal.tools.chaos.scenario import Action, Cut, Freeze, Heal, KillAgent, KillNode, KillRank, PowerOn, Thaw
 
 TINY = ("model.layers=1", "model.heads=2", "model.width=16", "model.seq_len=16", "data.sentences=400")
 _DEADLINE_S = 90.0

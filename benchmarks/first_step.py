@@ -16,7 +16,7 @@ from pathlib import Path
 
 from _common import options
 from shoal.events import Event, read_events
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 
 PARTS = ("command and run folder", "cluster and agents", "ranks meet: importing torch", "model, first step", "whole")
 

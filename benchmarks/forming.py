@@ -28,9 +28,9 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from shoal.sync.doors import shut_doors
-    from shoal.sync.groups import Forming, form_main_group, pair_key, unform
-    from shoal.sync.store import AgentStore
+    from shoal.sync.interruptible import shut_doors
+    from shoal.sync.kv_store_client import AgentStore
+    from shoal.sync.process_groups import Forming, form_main_group, pair_key, unform
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -72,7 +72,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
 
 async def serve(ours: socket.socket, keys: object) -> None:
     """One rank's questions, answered as its agent does."""
-    from shoal.launch.keystore import KeyStore, derive_key, read_request, to_frame
+    from shoal.agent.kv_store import KeyStore, derive_key, read_request, to_frame
 
     assert isinstance(keys, KeyStore)
     reader, writer = await asyncio.open_connection(sock=ours)
@@ -86,7 +86,7 @@ async def serve(ours: socket.socket, keys: object) -> None:
 
 
 async def measure(size: int, rounds: int) -> dict[str, list[float]]:
-    from shoal.launch.keystore import KeyStore
+    from shoal.agent.kv_store import KeyStore
 
     keys, processes, serving = KeyStore(), [], []
     for rank in range(size):

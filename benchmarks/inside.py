@@ -64,11 +64,9 @@ def bare_sums(world: World) -> Calls:
     import torch.distributed as dist
 
     from shoal.config.schema import SyncConfig
-    from shoal.sync.shared.choose import come_together
-    from shoal.sync.shared.copies import SharedWire, row_bytes
-    from shoal.sync.shared.pipeline import Pipeline
-    from shoal.sync.shared.resident import ResidentSum
-    from shoal.sync.wires import Bucket
+    from shoal.sync.compression.base import Bucket
+    from shoal.sync.shared_memory.ddp import Pipeline, ResidentSum, SharedWire, row_bytes
+    from shoal.sync.shared_memory.group import come_together
 
     config = SyncConfig()
     elements = SIZE_BYTES // 4
@@ -113,9 +111,9 @@ def steps(world: World) -> Calls:
 
 
 def in_turns(world: World, calls: Calls, rounds: int) -> Times:
-    from shoal.sync.exchange import sum_over_world
-    from shoal.sync.gauge import agree
+    from shoal.sync.step_stats import sum_over_world
     from shoal.sync.world import barrier
+    from shoal.tools.probe.worker import agree
 
     times: Times = {name: {"wall": [], "cpu": []} for name in calls}
     # The first two rounds pay for what comes only once: fresh pages, and DDP's second choice of buckets.

@@ -21,7 +21,7 @@ from typing import Any
 from _common import options
 from shoal.cluster.node import Meeting, local_node, reserve_port
 from shoal.config.load import build_config
-from shoal.data.run_setup import create_run
+from shoal.data.prepare import create_run
 from shoal.launch.plan import plan_ranks
 
 VARIANTS = ("off", "hook", "barrier")
@@ -34,8 +34,8 @@ def measure_rank(folder: Path, steps: int) -> None:
     import torch
 
     from shoal.config.load import load_config
-    from shoal.control.placement import Placement
-    from shoal.runfolder import RunFolder
+    from shoal.control.rank_env import Placement
+    from shoal.run_folder import RunFolder
     from shoal.sync.world import join, leave
     from shoal.train.build import build_trainer
     from shoal.train.recorder import Recorder

@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 
 from _common import options
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.spec import make_spec
 
 SIZE_BYTES = 64 * 2**20

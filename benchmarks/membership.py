@@ -18,7 +18,7 @@ from pathlib import Path
 
 from _common import options
 from shoal.events import read_events
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 
 VARIANTS = {
     "end": ("members.on_loss=end",),

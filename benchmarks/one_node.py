@@ -27,11 +27,10 @@ from torch.nn import functional as F
 from _common import median_ratio, options, rounds
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
-from shoal.control.placement import Placement
-from shoal.cost.work import flops_per_token
-from shoal.data.batches import Batches
-from shoal.data.run_setup import create_run
-from shoal.data.shards import deal_for
+from shoal.control.rank_env import Placement
+from shoal.cost.model_size import flops_per_token
+from shoal.data.prepare import create_run
+from shoal.data.sampling import Batches, deal_for
 from shoal.launch.plan import KEEP_MEMORY
 from shoal.model import kernels
 from shoal.model.gpt import GPT

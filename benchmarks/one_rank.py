@@ -15,8 +15,8 @@ import torch
 
 from _common import median_ratio, options, rounds, seconds_per_call
 from shoal.config.load import build_config, load_config
-from shoal.control.placement import Placement
-from shoal.data.run_setup import create_run
+from shoal.control.rank_env import Placement
+from shoal.data.prepare import create_run
 from shoal.model.gpt import GPT
 from shoal.sync.world import join, leave
 from shoal.train.build import build_trainer

@@ -21,8 +21,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.spec import make_spec
 
 # Name, flags of `train`, sequences of a micro-batch.

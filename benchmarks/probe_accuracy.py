@@ -21,14 +21,12 @@ from pathlib import Path
 
 from _common import options
 from shoal.cluster.cluster import visit
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.spec import make_spec
+from shoal.config.load import read_profile
 from shoal.config.profile import CollectiveProfile, LinkProfile, Profile
-from shoal.config.profile_file import read_profile
-from shoal.cost.fit import fit
-from shoal.net.flow_plan import FlowPlan, Tool
-from shoal.net.flows import GAUGE, measure_links
+from shoal.cost.network import fit
+from shoal.tools.probe.links import GAUGE, FlowPlan, Tool, measure_links
 from shoal.units import parse_rate
 
 LINKS = ("100mbit", "1gbit", "none")

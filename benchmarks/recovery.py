@@ -27,8 +27,7 @@ from rivals.faults import FAULTS, Fault
 from rivals.jobs import Job, Shoal, Torchft, Torchrun, TunedTorchrun
 from rivals.journal import Recovery, Return, coming_back, last_before, recovery
 from rivals.torchft_venv import PUBLISHED, Unavailable, torchft_python
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.spec import make_spec
 
 RIVALS: dict[str, type[Job]] = {

@@ -14,14 +14,13 @@ import statistics
 import sys
 from pathlib import Path
 
-from shoal.cost.simulate.forecast import simulate
-from shoal.cost.simulate.scenario import Checkpoints, Cluster, Failures, Recovery, Scenario
-from shoal.cost.simulate.straggling import fit
 from shoal.errors import ConfigError
-from shoal.report.finish import read_prediction
-from shoal.report.straggling import own_factors
-from shoal.report.summary import summarize
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
+from shoal.tools.plan.scenario import Checkpoints, Cluster, Failures, Recovery, Scenario, fit
+from shoal.tools.plan.simulation import simulate
+from shoal.tools.report.manifest import read_prediction
+from shoal.tools.report.rank_log import own_factors
+from shoal.tools.report.summary import summarize
 
 
 def main(folder: Path) -> None:

@@ -21,11 +21,12 @@ from torch import Tensor
 from _common import rounds
 from shoal.config.presets import PRESETS
 from shoal.config.schema import ModelConfig
-from shoal.control.placement import Placement
+from shoal.control.rank_env import Placement
 from shoal.model.gpt import GPT
-from shoal.sync.wires import Bucket, Wire, make_wire
-from shoal.sync.wires.codecs import Int8
-from shoal.sync.wires.scattered import Scattered
+from shoal.sync.compression import make_wire
+from shoal.sync.compression.base import Bucket, Wire
+from shoal.sync.compression.codecs import Int8
+from shoal.sync.compression.reduce_scatter import Scattered
 from shoal.sync.world import World, join, leave
 
 _BUCKET_NUMBERS = 25 * 2**20 // 4

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.control.orders import Go, Meet, Member, Start, to_line
+from shoal.control.processes import find
 from shoal.events import Event, read_events
-from shoal.launch.found import find
-from shoal.launch.orders import Go, Meet, Member, Start, to_line
-from shoal.runfolder import RunFolder
-from shoal.trials.stopping import end_processes
+from shoal.run_folder import RunFolder
+from shoal.runs.manage import end_processes
 from tests.runs_checks import wait_until
 
 TOKEN = "t" * 64
@@ -44,7 +44,7 @@ class Agent:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                (sys.executable, "-P", "-m", "shoal.launch.agent"),
+                (sys.executable, "-P", "-m", "shoal.agent.agent"),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.cluster.node import Node
-from shoal.net.checks.judge import judge
-from shoal.net.finding import Finding, Severity
-from shoal.net.scene import Facts, Scene
+from shoal.tools.doctor.checks import judge
+from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity
 
 ON = "hosts.toml"
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "shoal.train.build", "shoal.sync.api"])
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "shoal.train.build", "shoal.sync.public_api"])
 
 
 def run_ranks(

@@ -14,12 +14,11 @@ from typing import Any
 
 from shoal.config.load import build_config, parse_set
 from shoal.config.load import merge as merge_settings
-from shoal.control.channel import Channel, Message, accept, dial
-from shoal.control.hello import introduce
-from shoal.control.token import seal
-from shoal.data.run_setup import create_run
-from shoal.runfolder import RunFolder
-from shoal.trials.keeper import training_cargo
+from shoal.control.channel import Channel, Message, accept, dial, seal
+from shoal.control.handshake import introduce
+from shoal.data.prepare import create_run
+from shoal.run_folder import RunFolder
+from shoal.runs.supervisor import training_cargo
 from tests.programs import TINY, shoal_command
 
 CODE = "abcdefghjkmnpqrs"

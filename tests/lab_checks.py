@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab import registry
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.cgroup import read_groups
+from shoal.cluster.lab import state as lab_state
+from shoal.cluster.lab.commands import read_groups
 from shoal.cluster.lab.kernel import observe
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.processes import first_process, holders, is_dead
 from shoal.cluster.lab.spec import SWITCH, make_spec
 from shoal.errors import ShoalError
@@ -59,8 +58,8 @@ class Traces:
     noted_ticks: float = 0.0
 
     def note(self) -> None:
-        folder = registry.lab_folder(self.name)
-        state = registry.read_state(self.name)
+        folder = lab_state.lab_folder(self.name)
+        state = lab_state.read_state(self.name)
         for node in (SWITCH, *(node.name for node in state.spec.nodes)) if state else ():
             if pid := first_process(folder, node):
                 own = (Path(f"/proc/{pid}/ns/{kind}") for kind in ("net", "pid", "uts", "mnt"))
@@ -68,7 +67,7 @@ class Traces:
         self.noted_ticks = float(Path("/proc/uptime").read_text().split()[0]) * os.sysconf("SC_CLK_TCK")
 
     def found(self) -> list[str]:
-        folder = registry.lab_folder(self.name)
+        folder = lab_state.lab_folder(self.name)
         groups = [group.of_lab(self.name) for group in read_groups().all()]
         return [
             *(f"process {pid}" for pid in holders(folder)),
@@ -91,12 +90,12 @@ def living_namespaces(before_ticks: float) -> set[str]:
 def new_labs(before: Set[str]) -> set[str]:
     """Labs that were not there before, those of other sessions left out: neither who built such a lab nor what runs in
     it has the cache folder of this session in its environment."""
-    return {name for name in registry.names() if name not in before and not _is_foreign(name)}
+    return {name for name in lab_state.names() if name not in before and not _is_foreign(name)}
 
 
 def _is_foreign(name: str) -> bool:
     builder = re.search(r"-(\d+)", name)
-    pids = [*([int(builder[1])] if builder else []), *holders(registry.lab_folder(name))]
+    pids = [*([int(builder[1])] if builder else []), *holders(lab_state.lab_folder(name))]
     environments = [found for pid in pids if (found := _environment(pid))]
     mark = f"XDG_CACHE_HOME={os.environ['XDG_CACHE_HOME']}".encode()
     return bool(environments) and not any(mark in each for each in environments)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.control.membership.rules import Rules
+from shoal.agent.agent import read_orders
+from shoal.agent.invite import ID, ask
+from shoal.agent.membership import Seating
+from shoal.control.membership.settings import Rules
+from shoal.control.orders import Go, Membership, Start
+from shoal.control.processes import find
 from shoal.events import Event, read_events
-from shoal.launch.again import read_orders
-from shoal.launch.found import find
-from shoal.launch.orders import Go, Membership, Start
-from shoal.launch.seating import Seating
-from shoal.launch.sponsor import ID, ask
 from tests.agent_checks import Agent, roster
 from tests.runs_checks import wait_until
 
@@ -122,7 +122,7 @@ def start_again(agent: Agent) -> None:
     agent.leave_alone()
     with agent.log.open("ab") as output:
         agent.process = subprocess.Popen(
-            (sys.executable, "-P", "-m", "shoal.launch.agent", "--again", str(agent.run.path), agent.node),
+            (sys.executable, "-P", "-m", "shoal.agent.agent", "--again", str(agent.run.path), agent.node),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -12,12 +12,12 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from shoal.control.membership.actions import Abandon, Action, Pause, Send, Start, Stop, Tell
-from shoal.control.membership.council import Council
-from shoal.control.membership.generation import Ballot, Generation, Seat, State, founding
 from shoal.control.membership.messages import Message, decode, encode
-from shoal.control.membership.promises import Record
-from shoal.control.membership.rules import Rules
+from shoal.control.membership.settings import Rules
+from shoal.control.membership.state import Abandon, Action, Pause, Send, Start, Stop, Tell
+from shoal.control.membership.state_machine import Council
+from shoal.control.membership.types import Ballot, Generation, Seat, State, founding
+from shoal.control.membership.vote_store import Record
 
 TICK_S = 0.05
 STEP_S = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab.tools import find_tool
+from shoal.cluster.lab.kernel import find_tool
 
 
 def need_tool(*names: str) -> str:

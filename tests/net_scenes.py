@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cluster.node import Node
-from shoal.net.finding import Finding
-from shoal.net.scene import Scene, Trial
+from shoal.tools.doctor.facts import Finding, Scene, Trial
 
 Facts = dict[str, Any]
 CHAIN = {"family": "inet", "table": "home", "name": "input", "hook": "input"}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.launch.found import Found, find
-from shoal.trials.stopping import end_processes
+from shoal.control.processes import Found, find
+from shoal.runs.manage import end_processes
 from tests.programs import shoal_command
 
 T = TypeVar("T")

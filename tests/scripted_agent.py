@@ -25,11 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from shoal.agent.kv_store import KeyStore, derive_key, read_request
+from shoal.agent.kv_store import to_frame as key_frame
 from shoal.cluster.node import start_process
-from shoal.control.machine import boot_clock
-from shoal.control.membership.generation import Ballot, Lineage, State
-from shoal.control.placement import AGENT_FD, KEEPS_FILES, Placement
-from shoal.control.rankline import (
+from shoal.control.membership.types import Ballot, Lineage, State
+from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, Placement
+from shoal.control.rank_messages import (
     LENGTH,
     LINE_FD,
     Enter,
@@ -44,9 +45,8 @@ from shoal.control.rankline import (
     to_frame,
 )
 from shoal.events import read_events
-from shoal.launch.keystore import KeyStore, derive_key, read_request
-from shoal.launch.keystore import to_frame as key_frame
-from shoal.runfolder import RunFolder
+from shoal.host.facts import boot_clock
+from shoal.run_folder import RunFolder
 
 M = TypeVar("M")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.cost.simulate.scenario import (
+from shoal.tools.plan.scenario import (
     Checkpoints,
     Cluster,
     Failures,
@@ -16,9 +16,10 @@ from shoal.cost.simulate.scenario import (
     Recovery,
     Scaling,
     Scenario,
+    Steady,
+    Straggling,
     divided_work,
 )
-from shoal.cost.simulate.straggling import Steady, Straggling
 
 HOUR = 3600.0
 

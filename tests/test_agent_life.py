@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch.found import find
-from shoal.launch.orders import END, STOP, Go
+from shoal.control.orders import END, STOP, Go
+from shoal.control.processes import find
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.control.membership.rules import Rules
-from shoal.launch.found import find
-from shoal.launch.orders import END, STOP
+from shoal.control.membership.settings import Rules
+from shoal.control.orders import END, STOP
+from shoal.control.processes import find
 from tests.agent_checks import Agent, agents
 from tests.member_checks import Team, start_again
 from tests.programs import shoal

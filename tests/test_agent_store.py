@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.launch.keystore import KeyStore, read_request, to_frame
-from shoal.sync.store import AgentStore
+from shoal.agent.kv_store import KeyStore, read_request, to_frame
+from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.world import World
 from tests.harness import run_ranks
 

@@ -15,10 +15,9 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from shoal.control.process import marks
-from shoal.launch.agent import GRACE_AFTER_FAILURE_S
-from shoal.launch.found import find, is_alive
-from shoal.launch.orders import END, STOP, Go, Start
+from shoal.agent.agent import GRACE_AFTER_FAILURE_S
+from shoal.control.orders import END, STOP, Go, Start
+from shoal.control.processes import find, is_alive, marks
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
 

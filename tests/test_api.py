@@ -12,10 +12,10 @@ import pytest
 
 import shoal
 from shoal.config.schema import TrainConfig
-from shoal.control.placement import Placement
-from shoal.cost.batch import learning_rate, scaled_lr
+from shoal.control.rank_env import Placement
+from shoal.cost.batch_plan import learning_rate, scaled_lr
 from shoal.errors import UsageError
-from shoal.sync.timer import StepTimer, WholeStepTimer
+from shoal.sync.step_stats import StepTimer, WholeStepTimer
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_script.py"
 
@@ -58,7 +58,7 @@ def test_a_world_that_does_not_form_names_who_is_missing() -> None:
     script = (
         "import torch\n"
         "from shoal.cluster.node import reserve_port\n"
-        "from shoal.control.placement import Placement\n"
+        "from shoal.control.rank_env import Placement\n"
         "from shoal.sync.world import join\n"
         "holder = reserve_port('127.0.0.1', 0)\n"
         "place = Placement(0, 2, 0, 2, master_addr='127.0.0.1', master_port=holder.getsockname()[1])\n"

@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 
 from shoal.cli.train import before_start
-from shoal.config.load import build_config, load_config
+from shoal.config.load import build_config, load_config, write_profile
 from shoal.config.profile import Profile
-from shoal.config.profile_file import write_profile
 from shoal.config.schema import Config
-from shoal.cost.choose import pick
-from shoal.cost.lever import lever_of
-from shoal.data.run_setup import create_run
-from shoal.report.ledger import check_ledger
-from shoal.report.summary import summarize
-from shoal.runfolder import RunFolder
-from shoal.trials.measured import assemble
-from shoal.trials.predicting import as_it_ran
-from shoal.trials.sync_plan import sync_options
+from shoal.cost.buckets import lever_of
+from shoal.cost.select_sync import pick
+from shoal.data.prepare import create_run
+from shoal.run_folder import RunFolder
+from shoal.tools.plan.compare import as_it_ran, sync_options
+from shoal.tools.probe.run import assemble
+from shoal.tools.report.commit_log import check_ledger
+from shoal.tools.report.summary import summarize
 from tests.lab_checks import need_lab
 from tests.programs import TINY, read_jsonl, set_flags, shoal, train_tiny
 from tests.test_outer_runs import back_to, events_of, figures

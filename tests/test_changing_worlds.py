@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 
 from shoal.errors import DataError
 from shoal.events import Event
-from shoal.report.membership import last_members
-from shoal.report.ranklog import collect
-from shoal.report.replicas import judge_replicas
-from shoal.report.summary import summarize
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
+from shoal.tools.report.membership import last_members
+from shoal.tools.report.rank_log import collect
+from shoal.tools.report.replicas import judge_replicas
+from shoal.tools.report.summary import summarize
 from tests.member_samples import entered, killed_and_back, parted, steps, time_of
 from tests.run_samples import TOKENS, end, make_run, rank_events, start
 

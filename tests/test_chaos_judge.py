@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from shoal.events import Event
-from shoal.trials.chaos.figures import spread
-from shoal.trials.chaos.judge import Assertion, judge
-from shoal.trials.chaos.measure import Measured, count_stale, longest_pause, measure
-from shoal.trials.chaos.record import Answer, Ending, Record
-from shoal.trials.chaos.replicas import compare_told, ranks_that_ended
-from shoal.trials.chaos.spec import Scenario, parse_scenario
+from shoal.tools.chaos.judge import (
+    Assertion,
+    Measured,
+    compare_told,
+    count_stale,
+    judge,
+    longest_pause,
+    measure,
+    ranks_that_ended,
+)
+from shoal.tools.chaos.run import spread
+from shoal.tools.chaos.scenario import Answer, Ending, Record, Scenario, parse_scenario
 
 FAULT_AT = 100.0
 

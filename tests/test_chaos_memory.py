@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import LabError
-from shoal.trials.chaos.memory import Harm, aim, known_weight
+from shoal.tools.chaos.inject import MemoryHarm, aim, known_weight
 
 WEIGHTS = struct.pack("<100f", *(0.01 * number for number in range(100)))
 # Holds the weights, and prints them when told to.
@@ -61,7 +61,9 @@ def test_the_first_matrix_of_the_newest_whole_checkpoint_is_taken(checkpoints: P
 
 
 @pytest.mark.parametrize("how", ["flip", "nan"])
-def test_one_number_of_a_running_process_changes(checkpoints: Path, holder: subprocess.Popen[bytes], how: Harm) -> None:
+def test_one_number_of_a_running_process_changes(
+    checkpoints: Path, holder: subprocess.Popen[bytes], how: MemoryHarm
+) -> None:
     aim(holder.pid, checkpoints, how, random.Random(1))()
     found = holder.communicate(b"x")[0]
     [changed] = [at for at in range(100) if found[4 * at : 4 * at + 4] != WEIGHTS[4 * at : 4 * at + 4]]

@@ -14,32 +14,44 @@ import pytest
 from shoal.cli.chaos import parse_every
 from shoal.config.schema import SyncConfig
 from shoal.errors import LabError, UsageError
-from shoal.trials.chaos.actions import Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
-from shoal.trials.chaos.disks import corrupt_newest, harmed
-from shoal.trials.chaos.leaks import Sample, growth, sample, slope
-from shoal.trials.chaos.measure import longest_pause
-from shoal.trials.chaos.plan import (
+from shoal.tools.chaos.inject import corrupt_newest, harmed, knock, open_ports
+from shoal.tools.chaos.judge import longest_pause
+from shoal.tools.chaos.scenario import (
     SOAK_KINDS,
+    Cut,
+    Flap,
+    Freeze,
+    Heal,
     Injection,
+    KillRank,
+    PowerOn,
+    Record,
     SoakFault,
+    Thaw,
     expand,
     is_due,
     plan_blocks,
     plan_injections,
     plan_soak,
 )
-from shoal.trials.chaos.record import Record
-from shoal.trials.chaos.soak import SYNC_MODES, SoakOrder, read_kinds, read_modes, soak_document
-from shoal.trials.chaos.soakjudge import (
+from shoal.tools.chaos.soak import (
+    SYNC_MODES,
     ModeResult,
+    Sample,
+    SoakOrder,
     SoakResult,
     broken_off,
     compare_losses,
+    growth,
     judge_fault,
     judge_mode,
     judge_soak,
+    read_kinds,
+    read_modes,
+    sample,
+    slope,
+    soak_document,
 )
-from shoal.trials.chaos.strangers import knock, open_ports
 
 
 def test_what_lasts_becomes_two_injections() -> None:

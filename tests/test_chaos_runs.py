@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.lab import registry
-from shoal.launch.found import find
+from shoal.cluster.lab import state
+from shoal.control.processes import find
 from tests.lab_checks import need_lab, new_labs
 from tests.programs import read_jsonl, shoal, shoal_command
 from tests.runs_checks import ended_afterwards, wait_until
@@ -62,7 +62,7 @@ def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
     need_lab()
-    before = set(registry.names())
+    before = set(state.names())
     words = ("one-way-doctor", "--on", "lab:2", "--json", "--out", tmp_path / "out")
     done = shoal("chaos", "run", *words, timeout_s=180)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     need_lab()
-    before, out = set(registry.names()), tmp_path / "out"
+    before, out = set(state.names()), tmp_path / "out"
     run = out / "lid-1"
     with ended_afterwards(run), (tmp_path / "said").open("wb") as said:
         chaos = subprocess.Popen(shoal_command("chaos", "run", "lid", "--on", "lab:3", "--out", out), stderr=said)
@@ -110,7 +110,7 @@ def test_a_soak_of_two_modes_in_turn(tmp_path: Path) -> None:
     """Faster than a user would, and over too soon to find a leak, which it says. One mode that exchanges gradients, one
     whose replicas part. This seed draws seven kinds of faults in ten."""
     need_lab()
-    before, out = set(registry.names()), tmp_path / "out"
+    before, out = set(state.names()), tmp_path / "out"
     words = ("--minutes", "1", "--every", "6s", "--sync", "ddp+int8", "--sync", "local", "--seed", "4")
     done = shoal("chaos", "soak", *words, "--on", "lab:3", "--out", out, timeout_s=1400)
     figures = json.loads((out / "soak.json").read_text())

@@ -7,13 +7,25 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.chaostext import by_tests_alone, list_document
+from shoal.cli.chaos import by_tests_alone, list_document
 from shoal.errors import ConfigError, UsageError
-from shoal.trials.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, describe, kinds
-from shoal.trials.chaos.gather import chosen
-from shoal.trials.chaos.ground import why_not
-from shoal.trials.chaos.rows import ROWS
-from shoal.trials.chaos.spec import SCENARIOS, all_scenarios, find_scenario, load_scenario, parse_scenario
+from shoal.tools.chaos.inject import why_not
+from shoal.tools.chaos.run import chosen
+from shoal.tools.chaos.scenario import (
+    ROWS,
+    SCENARIOS,
+    Cut,
+    Flap,
+    Freeze,
+    KillNode,
+    KillRank,
+    all_scenarios,
+    describe,
+    find_scenario,
+    kinds,
+    load_scenario,
+    parse_scenario,
+)
 
 ROOT = Path(__file__).parent.parent
 MINE: dict[str, Any] = {

@@ -27,13 +27,23 @@ from shoal.data.tokenizer import build_tokenizer, save_tokenizer
 from shoal.errors import CheckpointError
 from shoal.events import FileMark
 from shoal.model.gpt import GPT
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from shoal.train import resume
-from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Parts, Progress, read_checkpoint
-from shoal.train.part import read_part, write_part
+from shoal.train.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    Parts,
+    Progress,
+    load_moments,
+    load_weights,
+    moments,
+    read_checkpoint,
+    read_part,
+    weights,
+    write_part,
+)
 from shoal.train.sample import write_sentences
-from shoal.train.state import load_moments, load_weights, moments, weights
 from tests.harness import FORKSERVER, run_ranks
 
 SHAPE = ModelConfig(layers=1, heads=1, width=8, seq_len=4, vocab_size=11)

@@ -6,23 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.choice import SyncChoice, choice_in, parse_choice
 from shoal.config.load import build_config
 from shoal.config.schema import SyncConfig
-from shoal.cost.choose import (
+from shoal.config.sync_choice import SyncChoice, choice_in, parse_choice
+from shoal.cost.select_sync import (
     FORMAT_GAIN,
     OUTER_GAIN,
     WIRES,
     Decision,
     Exchanged,
+    FirstSteps,
     Limits,
     Option,
+    RankStep,
     candidates,
     decide,
     expected,
+    is_enough,
     pick,
+    slowest,
+    typical,
 )
-from shoal.cost.first_steps import FirstSteps, RankStep, is_enough, slowest, typical
 from shoal.errors import ConfigError
 
 AUTO = SyncConfig(mode="auto")

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 import shoal as package
-from shoal.cli import sample as sample_cli
+from shoal.cli import report as sample_cli
 from shoal.cli.main import main, take_debug
 from shoal.config.load import load_config, to_toml
 from shoal.errors import DataError
-from shoal.report.replicas import compare_replicas
-from shoal.runfolder import RunFolder
-from shoal.trials.keeper import training_cargo
+from shoal.run_folder import RunFolder
+from shoal.runs.supervisor import training_cargo
+from shoal.tools.report.replicas import compare_replicas
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 from tests.run_samples import make_run, start
 

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from shoal.config.load import build_config
 from shoal.config.schema import Config
-from shoal.data.run_setup import create_run
+from shoal.data.prepare import create_run
 from shoal.errors import RunFailed
-from shoal.report.ledger import check_ledger
-from shoal.runfolder import RunFolder
-from shoal.sync.digests import combined, tensor_digests
+from shoal.run_folder import RunFolder
+from shoal.sync.replicas import combined, tensor_digests
 from shoal.sync.world import World
+from shoal.tools.report.commit_log import check_ledger
 from shoal.train.build import build_trainer
-from shoal.train.comparing import judge
+from shoal.train.divergence import judge
 from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder
-from shoal.train.snapshot import replica_state
+from shoal.train.saving import replica_state
 from shoal.train.trainer import StopWish, Trainer
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl

@@ -13,7 +13,7 @@ from shoal.cli.train import FLAGS, flags_to_overrides
 from shoal.config.load import build_config, known_keys, load_config, to_toml
 from shoal.config.presets import PRESETS, depth_overrides
 from shoal.config.schema import Config, DataConfig, ModelConfig
-from shoal.cost.sizes import parameter_count
+from shoal.cost.model_size import parameter_count
 from shoal.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shoal.control import channel
+from shoal.control import channel as control_channel
 from shoal.control.channel import PROTOCOL, Channel, accept, dial
 from shoal.errors import ControlError, ShoalError
 
@@ -247,7 +247,7 @@ def test_noise_ends_at_once_and_hurts_nobody(noise: bytes) -> None:
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_GREETING_S", 0.1)
+    monkeypatch.setattr(control_channel, "_GREETING_S", 0.1)
 
     async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from shoal.cluster.node import Meeting, local_node
 from shoal.config.schema import RunConfig
-from shoal.control.cores import Core, deal_cores, read_cpu_list, usable_cores
+from shoal.host.facts import Core, deal_cores, read_cpu_list, usable_cores
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
 from shoal.sync.world import World
-from shoal.train.pinning import pin
+from shoal.train.build import pin
 from tests.harness import run_ranks
 
 FOUR = [Core((number,)) for number in range(4)]

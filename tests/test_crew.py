@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from shoal.control.membership.generation import Ballot
-from shoal.control.membership.rules import Rules
-from shoal.control.rankline import Halt, ToRank
-from shoal.launch.crew import BACK_OFF_S, FORGIVEN_S, Crew, Hand
-from shoal.launch.halting import Halting
-from shoal.launch.lines import RankLine
-from shoal.launch.orders import Start
+from shoal.agent.local_ranks import BACK_OFF_S, FORGIVEN_S, Crew, Hand, RankLine
+from shoal.agent.membership import Halting
+from shoal.control.membership.settings import Rules
+from shoal.control.membership.types import Ballot
+from shoal.control.orders import Start
+from shoal.control.rank_messages import Halt, ToRank
 
 
 def crew(restarts: int) -> tuple[Crew, Hand]:

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.launch.found import KEEPER, find, find_keeper
+from shoal.control.processes import KEEPER, find, find_keeper
 from tests.lab_checks import Traces, assert_gone, need_lab
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.control.devices import is_cpu_only, this_machine_is_cpu_only
+from shoal.host.facts import is_cpu_only, this_machine_is_cpu_only
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.sync.digests import combined, tensor_digests
+from shoal.sync.replicas import combined, tensor_digests
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import Link
-from shoal.net.checks.opening import opening
+from shoal.tools.doctor.checks.reach import opening
 from tests.doctor_checks import Verdict, assert_healthy, assert_sick, doctor, follow, run_here, run_on, verdict
 from tests.lab_checks import shoal, standing_lab
 from tests.needs import need_tool
@@ -41,13 +41,13 @@ def sh(node: str, *commands: str) -> Inject:
 
 
 def cut(one: str, other: str, one_way: bool) -> Inject:
-    return lambda lab: lab.perform(changes.cut_off(one, other, one_way))
+    return lambda lab: lab.perform(lab_lab.cut_off(one, other, one_way))
 
 
 def firewalls(*nodes: str) -> Inject:
     def inject(lab: Lab) -> None:
         for node in nodes:
-            lab.perform(changes.set_firewall(node, ()))
+            lab.perform(lab_lab.set_firewall(node, ()))
 
     return inject
 
@@ -56,7 +56,7 @@ def slow(node: str, rate_bps: float) -> Inject:
     def change(before: Link) -> Link:
         return before.model_copy(update={"rate_bps": rate_bps})
 
-    return lambda lab: lab.perform(changes.set_link(node, change))
+    return lambda lab: lab.perform(lab_lab.set_link(node, change))
 
 
 def together(*injections: Inject) -> Inject:
@@ -209,11 +209,11 @@ def test_the_command_for_those_who_may_not_look_finds_every_chain(lab: Lab, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (changes.stop_or_go("node2", frozen=True), "node2 is frozen"),
-        (changes.kill("node2", silent=False), "is not running"),
+        (lab_lab.stop_or_go("node2", frozen=True), "node2 is frozen"),
+        (lab_lab.kill("node2", silent=False), "is not running"),
     ],
 )
-def test_a_node_that_is_away(lab: Lab, change: changes.Change, words: str) -> None:
+def test_a_node_that_is_away(lab: Lab, change: lab_lab.Change, words: str) -> None:
     lab.perform(change)
     found = doctor(lab)
     assert_sick(found, ("reach.host", "node2"))
@@ -229,12 +229,12 @@ def test_a_node_that_freezes_meanwhile(lab: Lab) -> None:
     began = time.monotonic()
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         wait_for(lambda: any("net.scout" in command for _, command in lab.processes("node2")))
-        lab.perform(changes.stop_or_go("node2", frozen=True))
+        lab.perform(lab_lab.stop_or_go("node2", frozen=True))
         try:
             printed, errors = running.communicate(timeout=60)
             took_s = time.monotonic() - began
         finally:
-            lab.perform(changes.stop_or_go("node2", frozen=False))
+            lab.perform(lab_lab.stop_or_go("node2", frozen=False))
     found = verdict(subprocess.CompletedProcess(words, running.returncode, printed, errors))
     assert_sick(found, ("reach.host", "node2"))
     assert "gave no answer" in found.one("reach.host", "node2")["evidence"]
@@ -309,7 +309,7 @@ def test_a_detour_beside_a_cable(site: Site) -> None:
 @pytest.mark.long
 def test_the_first_node_shut_to_those_who_would_meet_there(site: Site, tmp_path: Path) -> None:
     """gloo dials from node2 to node1; a script's ranks meet at the node that the file names first."""
-    site.lab.perform(changes.set_firewall("node2", ("22",)))
+    site.lab.perform(lab_lab.set_firewall("node2", ("22",)))
     hosts = [site.host(f"node{number}") for number in (2, 1)]
     found = over_ssh(site, *hosts)
     assert_sick(found, ("reach.store", "node2"))
@@ -328,11 +328,11 @@ def test_a_host_without_a_server(site: Site) -> None:
 @pytest.mark.long
 def test_a_host_that_sleeps(site: Site) -> None:
     hosts = site.host("node1"), site.host("node2")
-    site.lab.perform(changes.stop_or_go("node2", frozen=True))
+    site.lab.perform(lab_lab.stop_or_go("node2", frozen=True))
     began = time.monotonic()
     try:
         found = over_ssh(site, *hosts)
     finally:
-        site.lab.perform(changes.stop_or_go("node2", frozen=False))
+        site.lab.perform(lab_lab.stop_or_go("node2", frozen=False))
     assert_sick(found, ("reach.host", "node2"))
     assert time.monotonic() - began < 30, "the stated seconds, and what a start takes"

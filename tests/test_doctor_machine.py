@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.doctor import place_of
-from shoal.net.finding import Finding, Severity
-from shoal.net.scene import Facts, Scene
+from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity
 from tests.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
 from tests.needs import need_tool
 

@@ -9,15 +9,10 @@ from itertools import combinations, permutations
 import pytest
 
 from shoal.errors import ControlError
-from shoal.net.checks import interfaces, links, mtu, reach, twins
-from shoal.net.checks.judge import judge
-from shoal.net.checks.opening import opening
-from shoal.net.checks.proof import judge_proof
-from shoal.net.finding import Severity
-from shoal.net.links import SlowLinks, slow_links
-from shoal.net.scene import Scene, Trial
-from shoal.trials.packets import between
-from shoal.trials.pairs import circles_of
+from shoal.tools.doctor.checks import judge, judge_proof, network, reach
+from shoal.tools.doctor.checks.reach import opening
+from shoal.tools.doctor.facts import Scene, Severity, SlowLinks, Trial, slow_links
+from shoal.tools.doctor.run import between, circles_of
 from tests.net_scenes import ADDRESSES, CHAIN, Facts, found, healthy, interface, lost, tried, with_interfaces
 
 
@@ -149,7 +144,7 @@ def test_two_nodes_with_one_address_and_who_answers_for_it() -> None:
 
 
 def test_somebody_else_answers() -> None:
-    (finding,) = twins.twins(tried(healthy(), Trial("node2", "node1", "tcp", "stranger", "was answered by fridge")))
+    (finding,) = reach.twins(tried(healthy(), Trial("node2", "node1", "tcp", "stranger", "was answered by fridge")))
     assert (finding.id, finding.node) == ("reach.twins", "node1")
     assert "answered by fridge" in finding.evidence
 
@@ -199,8 +194,8 @@ def test_an_interface_that_is_off_or_unplugged(change: Facts, fix: str) -> None:
 def test_gloo_offers_the_first_address_of_an_interface() -> None:
     scene = with_interfaces("node2", eth0=interface("9.0.0.2/24", "10.0.0.2/24"))
     assert next((one.name, other.name) for one, other in scene.pairs()) == ("node1", "node2"), "the lower one now"
-    assert found(interfaces.offers, scene) == [], "they may reach it there"
-    (finding,) = interfaces.offers(tried(scene, Trial("node1", "node2", "gloo", "no-route", "no way")))
+    assert found(network.offers, scene) == [], "they may reach it there"
+    (finding,) = network.offers(tried(scene, Trial("node1", "node2", "gloo", "no-route", "no way")))
     assert (finding.id, finding.node) == ("interface.first", "node2")
     assert finding.fix == "sudo ip addr del 9.0.0.2/24 dev eth0 && sudo ip addr add 9.0.0.2/24 dev eth0"
 
@@ -208,18 +203,18 @@ def test_gloo_offers_the_first_address_of_an_interface() -> None:
 @pytest.mark.parametrize("kind", ["vpn", "tailscale", "wifi", "bridge", "docker"])
 def test_a_detour_beside_a_cable(kind: str) -> None:
     scene = with_interfaces("node2", way0=interface("100.64.0.2/10", kind=kind))
-    assert found(interfaces.detours, scene) == [], "nobody uses it"
+    assert found(network.detours, scene) == [], "nobody uses it"
     for route in scene.facts["node2"]["network"]["routes"].values():
         route["interface"] = "way0"
-    assert found(interfaces.detours, scene) == [], "nobody has tried the cable"
-    (cable, _) = interfaces.cables(scene)
+    assert found(network.detours, scene) == [], "nobody has tried the cable"
+    (cable, _) = network.cables(scene)
     assert (cable.peer, cable.name, cable.address, cable.peer_address) == ("node1", "eth0", "10.0.0.2", "10.0.0.1")
     stranger = tried(scene, Trial("node2", "node1", "cable", "stranger"))
-    assert found(interfaces.detours, stranger) == [], "another home with the same network"
+    assert found(network.detours, stranger) == [], "another home with the same network"
     scene = tried(scene, *(Trial("node2", peer, "cable", "ok") for peer in ("node1", "node3")))
-    assert found(interfaces.detours, scene) == [("interface.wrong", "warning", "node2")]
+    assert found(network.detours, scene) == [("interface.wrong", "warning", "node2")]
     scene.facts["node2"]["network"]["interfaces"]["eth0"]["carrier"] = False
-    assert found(interfaces.detours, scene) == [], "there is nothing better"
+    assert found(network.detours, scene) == [], "there is nothing better"
 
 
 # Packets
@@ -238,27 +233,27 @@ def sized(**mtus: int) -> Scene:
 
 def test_the_odd_size_is_mended_where_it_is() -> None:
     scene = tried(sized(node2=1400), too_big("node1", "node2", 1404), too_big("node3", "node2", 1404))
-    (finding,) = mtu.sizes(scene)
+    (finding,) = network.sizes(scene)
     assert (finding.id, finding.severity, finding.node) == ("mtu.mismatch", Severity.WARNING, "node2")
     assert finding.fix == "sudo ip link set dev eth0 mtu 1500"
     assert "up to 1404 bytes arrive" in finding.evidence
 
 
 def test_an_odd_size_that_loses_nothing_is_only_told() -> None:
-    assert found(mtu.sizes, sized(node2=1400)) == [("mtu.mismatch", "info", "node2")]
+    assert found(network.sizes, sized(node2=1400)) == [("mtu.mismatch", "info", "node2")]
 
 
 def test_of_two_the_unusual_size_is_the_odd_one() -> None:
     scene = healthy(ADDRESSES[:2])
     scene.facts["node1"]["network"]["interfaces"]["eth0"]["mtu"] = 9000
     scene = tried(scene, too_big("node1", "node2", 1500, 9000))
-    (finding,) = mtu.sizes(scene)
+    (finding,) = network.sizes(scene)
     assert (finding.node, finding.fix) == ("node1", "sudo ip link set dev eth0 mtu 1500")
 
 
 def test_big_packets_that_vanish_between_equals() -> None:
     scene = tried(healthy(), too_big("node1", "node2", 1400), too_big("node2", "node1", 1404))
-    findings = list(mtu.sizes(scene))
+    findings = list(network.sizes(scene))
     assert {(finding.id, finding.severity, finding.fix) for finding in findings[:2]} == {
         ("mtu.path", Severity.ERROR, "sudo ip link set dev eth0 mtu 1400")
     }
@@ -266,7 +261,7 @@ def test_big_packets_that_vanish_between_equals() -> None:
 
 
 def test_a_size_that_the_kernel_knows_of_is_no_fault() -> None:
-    assert found(mtu.sizes, tried(healthy(), too_big("node1", "node2", 1400, told=1400.0))) == []
+    assert found(network.sizes, tried(healthy(), too_big("node1", "node2", 1400, told=1400.0))) == []
 
 
 @pytest.mark.parametrize(("low", "high"), [(128, 1500), (128, 9000), (1499, 1500), (1400, 1404), (128, 130)])
@@ -300,23 +295,23 @@ def rates(scene: Scene, **mbps: float) -> Scene:
 
 
 def test_the_slow_link_is_the_one_that_is_slow_with_everybody() -> None:
-    (finding,) = links.links(rates(healthy(), node2=95.0))
+    (finding,) = network.links(rates(healthy(), node2=95.0))
     assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, "node2")
     assert "95 Mbit/s" in finding.evidence
     assert "940" in finding.evidence
 
 
 def test_what_a_moment_cannot_tell_is_not_said() -> None:
-    assert found(links.links, rates(healthy(), node1=12_000.0, node2=3_000.0, node3=12_000.0)) == []
-    assert found(links.links, rates(healthy(), node2=600.0)) == []
-    assert found(links.links, rates(healthy(ADDRESSES[:2]), node2=9.0)) == [], "their cards do not say"
+    assert found(network.links, rates(healthy(), node1=12_000.0, node2=3_000.0, node3=12_000.0)) == []
+    assert found(network.links, rates(healthy(), node2=600.0)) == []
+    assert found(network.links, rates(healthy(ADDRESSES[:2]), node2=9.0)) == [], "their cards do not say"
 
 
 def test_two_nodes_are_held_against_their_cards() -> None:
     scene = rates(healthy(ADDRESSES[:2]), node2=95.0)
     for name in ("node1", "node2"):
         scene.facts[name]["network"]["interfaces"]["eth0"]["speed_mbps"] = 1000
-    (finding,) = links.links(scene)
+    (finding,) = network.links(scene)
     assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, ""), "either may be to blame"
     assert finding.evidence.startswith("node1 and node2: 95 Mbit/s")
 
@@ -398,7 +393,7 @@ def test_where_the_bursts_do_not_tell_the_candidates_and_the_missing_ways_are_na
     scene = rates(healthy(), node2=95.0)
     trials = [each for each in scene.trials if each.kind != "burst" or (each.source, each.target) not in shut]
     scene = tried(replace(scene, trials=trials), *(trial for way in sorted(shut) for trial in lost(*way, "tcp")))
-    (finding,) = links.links(scene)
+    (finding,) = network.links(scene)
     assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, "")
     assert finding.evidence == "node1 or node2: node1 95, node2 95 Mbit/s in a short burst, other pairs 940"
     assert "cannot be told, because there is no connection node1 → node3, " in finding.meaning
@@ -430,12 +425,12 @@ def test_every_pair_of_a_few_nodes_is_measured() -> None:
 def test_a_card_below_what_it_can_do(says: Facts, severity: str | None, fix: str) -> None:
     scene = with_interfaces("node2", eth0=interface("10.0.0.2/24", **says))
     expected = [] if severity is None else [("interface.slow", severity, "node2", fix)]
-    assert [(each.id, each.severity.value, each.node, each.fix) for each in links.cards(scene)] == expected
+    assert [(each.id, each.severity.value, each.node, each.fix) for each in network.cards(scene)] == expected
 
 
 def test_a_card_that_sleeps_between_packets() -> None:
     scene = with_interfaces("node2", eth0=interface("10.0.0.2/24", kind="wifi", power_save=True))
-    (finding,) = links.power_save(scene)
+    (finding,) = network.power_save(scene)
     assert (finding.id, finding.node, finding.fix) == ("wifi.powersave", "node2", "sudo iw dev eth0 set power_save off")
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.cluster.talk import Process, Talk, closing_all, module_command
-from shoal.net.scout import card, firewall, netlink, network, trial
-from shoal.trials.doctor import SCOUT
+from shoal.cluster.node import Process, Talk, closing_all, module_command
+from shoal.tools.doctor.collect import network, trials
+from shoal.tools.doctor.run import SCOUT
 from tests.net_scenes import Facts
 
 
@@ -38,16 +38,16 @@ def test_a_python_without_anything_installed_will_do() -> None:
 def test_why_a_connection_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    said = trial.dial({"places": [{"address": "127.0.0.1", "port": port, "expect": "x"}], "timeout_s": 1.0})
+    said = trials.dial({"places": [{"address": "127.0.0.1", "port": port, "expect": "x"}], "timeout_s": 1.0})
     assert said["tries"][0]["outcome"] == "refused"
-    assert trial.listen({"address": "192.0.2.77", "name": "x", "port": 0})["port"] is None
+    assert trials.listen({"address": "192.0.2.77", "name": "x", "port": 0})["port"] is None
 
 
 def test_the_kernel_is_heard_as_it_speaks() -> None:
-    (lo,) = [link for link in netlink.links() if link["name"] == "lo"]
+    (lo,) = [link for link in network.links() if link["name"] == "lo"]
     assert (lo["index"], lo["up"], lo["mac"]) == (socket.if_nametoindex("lo"), True, "00:00:00:00:00:00")
-    assert (lo["index"], "127.0.0.1/8") in netlink.addresses()
-    assert netlink.route("127.0.0.1") == {"index": lo["index"], "source": "127.0.0.1", "gateway": "", "local": True}
+    assert (lo["index"], "127.0.0.1/8") in network.addresses()
+    assert network.route("127.0.0.1") == {"index": lo["index"], "source": "127.0.0.1", "gateway": "", "local": True}
 
 
 def test_what_a_scout_sees_here() -> None:
@@ -105,7 +105,7 @@ def test_only_chains_that_may_drop_are_in_the_way() -> None:
         rule("asking", "jump"),
         rule("plain", "drop"),
     ]
-    found = firewall.blocking_chains({"nftables": ruleset})
+    found = network.blocking_chains({"nftables": ruleset})
     assert [(each["name"], each["hook"]) for each in found] == [
         ("strict", "input"),
         ("picky", "input"),
@@ -119,12 +119,12 @@ def test_what_a_card_says_of_its_speed() -> None:
         return head + b"".join(mode.to_bytes(12, "little") for mode in modes)
 
     gigabit, hundred = 1 << 5, 1 << 3
-    assert card.read_settings(answer(100, 1, gigabit | hundred | 1 << 47, hundred, gigabit)) == {
+    assert network.read_settings(answer(100, 1, gigabit | hundred | 1 << 47, hundred, gigabit)) == {
         "speed_mbps": 100,
         "duplex": "full",
         "best_mbps": 2500,
         "partner_mbps": 1000,
     }
-    assert card.read_settings(answer(0xFFFFFFFF, 0xFF, 0, 0, 0)) == {}
-    assert card.link_settings("no-such-card") == {}
-    assert card.power_save("lo") is None
+    assert network.read_settings(answer(0xFFFFFFFF, 0xFF, 0, 0, 0)) == {}
+    assert network.link_settings("no-such-card") == {}
+    assert network.power_save("lo") is None

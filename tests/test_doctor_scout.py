@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.net.scout import machine as scout_machine
-from shoal.net.scout import names as scout_names
-from shoal.net.scout import pace, proc, reading, room
-from shoal.net.scout import processes as scout_processes
-from shoal.net.scout.__main__ import observe
+from shoal.host import proc
+from shoal.tools.doctor.collect import machine
+from shoal.tools.doctor.collect import machine as scout_machine
+from shoal.tools.doctor.collect import machine as scout_processes
+from shoal.tools.doctor.collect import network as scout_names
+from shoal.tools.doctor.collect.__main__ import observe
 
 
 def test_the_scout_sees_this_machine() -> None:
@@ -41,7 +42,7 @@ def test_the_scout_sees_this_machine() -> None:
 _STANDARD_ONLY = """
 import importlib.util, sys
 found = set(sys.modules)
-import shoal.net.scout.__main__
+import shoal.tools.doctor.collect.__main__
 strangers = {name.partition(".")[0] for name in set(sys.modules) - found} - sys.stdlib_module_names - {"shoal"}
 print(sorted(strangers))
 """
@@ -127,27 +128,27 @@ def test_our_own_variables_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_lid_does() -> None:
-    assert pace.lid_actions([]) == {"on_battery": "suspend", "on_mains": "suspend"}
+    assert machine.lid_actions([]) == {"on_battery": "suspend", "on_mains": "suspend"}
     main = "[Login]\n#HandleLidSwitch=suspend\nHandleLidSwitchExternalPower=lock\n"
-    assert pace.lid_actions([main]) == {"on_battery": "suspend", "on_mains": "lock"}
+    assert machine.lid_actions([main]) == {"on_battery": "suspend", "on_mains": "lock"}
     later = "[Login]\nHandleLidSwitch=ignore\n"
-    assert pace.lid_actions([main, later, "not a setting"]) == {"on_battery": "ignore", "on_mains": "lock"}
+    assert machine.lid_actions([main, later, "not a setting"]) == {"on_battery": "ignore", "on_mains": "lock"}
 
 
 def test_small_files_that_may_be_missing(tmp_path: Path) -> None:
-    assert reading.read(tmp_path / "none") == ""
-    assert reading.read_number(tmp_path / "none") is None
+    assert proc.read(tmp_path / "none") == ""
+    assert proc.read_number(tmp_path / "none") is None
     (tmp_path / "cpus").write_text("0-2,5\n")
-    assert reading.read_list(tmp_path / "cpus") == {0, 1, 2, 5}
+    assert proc.read_list(tmp_path / "cpus") == {0, 1, 2, 5}
     (tmp_path / "limit").write_text("max\n")
-    assert reading.read_number(tmp_path / "limit") is None
+    assert proc.read_number(tmp_path / "limit") is None
 
 
 def test_disks_are_named_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "not/there/yet"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (found,) = room.disks()
+    (found,) = machine.disks()
     assert (found["path"], len(found["for"]), found["read_only"]) == (str(tmp_path), 3, False)
 
 
@@ -156,7 +157,7 @@ def test_a_folder_that_cannot_be_asked_for_is_passed_over(monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("x" * 300) / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (found,) = room.disks()
+    (found,) = machine.disks()
     assert (found["path"], len(found["for"])) == (str(tmp_path), 3)
 
 
@@ -178,5 +179,5 @@ def test_power_supplies(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (tmp_path / supply).mkdir()
         for name, text in files.items():
             (tmp_path / supply / name).write_text(f"{text}\n")
-    monkeypatch.setattr(pace, "_SUPPLIES", tmp_path)
-    assert pace.power().get("on_battery") == on_battery
+    monkeypatch.setattr(machine, "_SUPPLIES", tmp_path)
+    assert machine.power().get("on_battery") == on_battery

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.control.doorkeeper import Doorkeeper, Knock, Rules
+from shoal.control.connection_guard import Doorkeeper, Knock, Rules
 
 RULES = Rules(places=6, places_per_address=3, failures=4, shut_s=5.0, window_s=60.0, named=3)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.sync.doors import shut_doors
-from shoal.sync.groups import Forming, form_main_group, unform
+from shoal.sync.interruptible import shut_doors
+from shoal.sync.process_groups import Forming, form_main_group, unform
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.sockets_of import listening, open_files

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cluster.agent_link import Link, PipeLink
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.link import Link, PipeLink
 from shoal.cluster.node import Meeting, Node
 from shoal.config.schema import MembersConfig
+from shoal.control.orders import membership
+from shoal.control.processes import find
 from shoal.events import EventLog, read_events
-from shoal.launch.found import find
-from shoal.launch.orders import membership
+from shoal.launch.failure import Ending, failure, outlived
+from shoal.launch.launcher import World
 from shoal.launch.plan import Command
-from shoal.launch.verdict import Ending, failure, outlived
-from shoal.launch.world import World
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from tests.member_checks import SCRIPT
 from tests.runs_checks import wait_until
 
@@ -32,7 +32,7 @@ class TwoNodes:
         self.nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
 
     def start_agent(self, node: Node, run: Path) -> Link:
-        return PipeLink((sys.executable, "-P", "-m", "shoal.launch.agent"), run, node.name)
+        return PipeLink((sys.executable, "-P", "-m", "shoal.agent.agent"), run, node.name)
 
     def folder(self, node: Node, run: Path) -> str:
         return str(run)

@@ -21,10 +21,7 @@ from shoal.config.load import build_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.emit.job import Job, make_job, worker_words
-from shoal.launch.emit.k8s import Pods, k8s_text
-from shoal.launch.emit.slurm import slurm_text
-from shoal.launch.emit.torchrun import torchrun_commands, torchrun_text
+from shoal.launch.emit import Job, Pods, k8s_text, make_job, slurm_text, torchrun_commands, torchrun_text, worker_words
 from tests.needs import need_tool
 from tests.test_cli import Call
 

@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from shoal.cluster.lab.enter import NodeProcess
 from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.processes import NodeProcess
 from shoal.config.load import build_config
-from shoal.launch.emit.job import Job, make_job
-from shoal.launch.emit.k8s import Pods, k8s_text
-from shoal.launch.emit.slurm import slurm_text
-from shoal.launch.emit.torchrun import torchrun_commands
+from shoal.launch.emit import Job, Pods, k8s_text, make_job, slurm_text, torchrun_commands
 from tests.lab_checks import standing_lab
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl, set_flags, shoal

@@ -12,11 +12,9 @@ import pytest
 
 from shoal.errors import RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.verdict import failure
-from shoal.net.after_run import put_into_words
-from shoal.net.explain import Findings
-from shoal.net.gather import explain_run
-from shoal.runfolder import RunFolder
+from shoal.launch.failure import failure
+from shoal.run_folder import RunFolder
+from shoal.tools.explain.explain import Findings, explain_run, put_into_words
 from tests.failures.bench import HERE, WRONG
 from tests.programs import shoal, shoal_command
 from tests.test_failing_ranks import ending, fault

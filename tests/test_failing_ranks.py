@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.launch.found import AGENT, find
-from shoal.launch.verdict import Ending, failure
-from shoal.trials.stopping import end_processes
+from shoal.control.processes import AGENT, find
+from shoal.launch.failure import Ending, failure
+from shoal.runs.manage import end_processes
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 
 TINY_FLAGS = set_flags(*TINY)

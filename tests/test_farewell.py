@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.control.membership.generation import Ballot, Seat, founding
+from shoal.agent.membership import Farewell
 from shoal.control.membership.messages import Beat
-from shoal.launch.farewell import Farewell
+from shoal.control.membership.types import Ballot, Seat, founding
 
 THREE = founding(tuple(Seat(member=member, ranks=(0,)) for member in range(3)))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.control.machine import boot_clock
-from shoal.control.membership.generation import Ballot, State
-from shoal.sync.membership.fence import GenerationFence, Over
+from shoal.control.membership.types import Ballot, State
+from shoal.host.facts import boot_clock
+from shoal.sync.fence import GenerationFence, Over
 
 FIRST, SECOND = Ballot(1, 0), Ballot(2, 0)
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.control.membership.generation import Ballot, Lineage, State
-from shoal.control.rankline import Enter
-from shoal.sync import groups
-from shoal.sync.groups import Forming, unform
-from shoal.sync.membership.forming import Place, form, is_lost_peer
-from shoal.sync.waiting import Release
-from shoal.sync.world import World, barrier, form_group
+from shoal.control.membership.types import Ballot, Lineage, State
+from shoal.control.rank_messages import Enter
+from shoal.sync import process_groups
+from shoal.sync.interruptible import Release
+from shoal.sync.process_groups import Forming, unform
+from shoal.sync.world import Place, World, barrier, form, form_group, is_lost_peer
 from tests.harness import run_ranks
 
 
@@ -42,10 +41,10 @@ def order(world: World) -> Enter:
 @contextmanager
 def hasty() -> Iterator[None]:
     """Waits less for those who will not come."""
-    usual = groups._PROOF_S, groups._SLACK_S
-    groups._PROOF_S = groups._SLACK_S = 0.2
+    usual = process_groups._PROOF_S, process_groups._SLACK_S
+    process_groups._PROOF_S = process_groups._SLACK_S = 0.2
     yield
-    groups._PROOF_S, groups._SLACK_S = usual
+    process_groups._PROOF_S, process_groups._SLACK_S = usual
 
 
 def one_tries_alone(world: World) -> int:

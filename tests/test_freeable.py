@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.sync.ddp import HookedDDP, StockDDP
-from shoal.sync.waiting import Release
-from shoal.sync.wires.whole import Fp32
+from shoal.sync.compression.base import Fp32
+from shoal.sync.gradients import HookedDDP, StockDDP
+from shoal.sync.interruptible import Release
 from shoal.sync.world import World
 from tests.harness import run_ranks
 

@@ -17,36 +17,32 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal.cli.bench import parse_ranks
-from shoal.cli.planargs import parse_nodes
+from shoal.cli.plan_options import parse_nodes
 from shoal.cli.progress import PlainDisplay
+from shoal.cluster.agent_link import Link
 from shoal.cluster.cluster import LocalCluster
-from shoal.cluster.link import Link
 from shoal.cluster.node import Node
-from shoal.cluster.spec import parse_on
-from shoal.config.load import build_config, load_config, to_toml
-from shoal.config.profile_file import read_profile
-from shoal.control.membership.promisefile import PromiseFile
-from shoal.data.run_setup import DataFacts, read_facts
-from shoal.data.tokenfile import TokenHeader, _pack, open_tokens
+from shoal.cluster.target import parse_on
+from shoal.config.load import build_config, load_config, read_profile, to_toml
+from shoal.control.membership.vote_store import PromiseFile
+from shoal.data.prepare import DataFacts, read_facts
+from shoal.data.sampling import TokenHeader, _pack, open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.events import EventLog, EventTail, read_events
+from shoal.launch.failure import failure
+from shoal.launch.launcher import Post, World, _faults
 from shoal.launch.plan import Command
-from shoal.launch.post import Post
-from shoal.launch.supervise import _faults
-from shoal.launch.verdict import failure
-from shoal.launch.world import World
-from shoal.net.explain import explain_text
-from shoal.report.finish import read_manifest, read_prediction
-from shoal.report.scaling import read_scaling
-from shoal.report.statefile import open_state
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
+from shoal.runs.follow import Keeping, RunNews
+from shoal.runs.manage import describe, opening
+from shoal.runs.supervisor import read_job
+from shoal.tools.bench.levers import parse_lever
+from shoal.tools.explain.explain import explain_text
+from shoal.tools.report.figures import read_scaling
+from shoal.tools.report.manifest import read_manifest, read_prediction
+from shoal.tools.report.replicas import open_state
 from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress, read_checkpoint
-from shoal.trials.attaching import opening
-from shoal.trials.following import Keeping, RunNews
-from shoal.trials.keeper import read_job
-from shoal.trials.levers import parse_lever
-from shoal.trials.overview import describe
 from tests.fuzzing import MANY, NOISE, QUICK, TEXT, Reader, around, as_json, bent, torn
 from tests.run_samples import start, step
 

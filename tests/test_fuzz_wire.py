@@ -12,17 +12,16 @@ from typing import Any, cast
 import pytest
 from hypothesis import strategies as st
 
-from shoal.cluster.join.invitation import Invitation, make_code, parse_invitation
-from shoal.cluster.keeping import Homecoming
-from shoal.control.channel import Channel, accept
-from shoal.control.hello import Hello, introduce, refusal, remark
-from shoal.control.membership.generation import Ballot, State
+from shoal.agent.kv_store import KeyStore
+from shoal.cluster.agent_link import Homecoming
+from shoal.cluster.join import Invitation, make_code, parse_invitation
+from shoal.control.channel import Channel, accept, unseal
+from shoal.control.handshake import Hello, introduce, refusal, remark
 from shoal.control.membership.messages import Beat, Promise, decode, encode
-from shoal.control.rankline import Halt, Here, read_to_agent, read_to_rank
-from shoal.control.token import unseal
+from shoal.control.membership.types import Ballot, State
+from shoal.control.orders import Go, Meet, Member, Start, read_go, read_meet, read_wish, to_line
+from shoal.control.rank_messages import Halt, Here, read_to_agent, read_to_rank
 from shoal.errors import ShoalError
-from shoal.launch.keystore import KeyStore
-from shoal.launch.orders import Go, Meet, Member, Start, read_go, read_meet, read_wish, to_line
 from tests.fuzzing import JSON, MANY, NOISE, ODD_TEXTS, QUICK, TEXT, Reader, around, bent, torn
 
 TOKEN = "t" * 64

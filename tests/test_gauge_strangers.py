@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from shoal.net.gauge import dial as dialling
-from shoal.net.gauge import listen as module
-from shoal.net.gauge.dial import dial
+from shoal.tools.probe import links as dialling
+from shoal.tools.probe import links as module
+from shoal.tools.probe.links import dial
 
 LOOPBACK = "127.0.0.1"
 TOKEN = "a1" * 16

@@ -18,14 +18,12 @@ from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.cost.buckets import fill_buckets
 from shoal.cost.buckets import gradients as cost_gradients
 from shoal.model.gpt import GPT
-from shoal.sync.ddp import HookedDDP
-from shoal.sync.exchange import StepExchange, sum_over_world
-from shoal.sync.gradients import make_gradient_sync
+from shoal.sync.compression.base import Bucket, Stateless
+from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from, tell_all
-from shoal.sync.times import CommTimes
-from shoal.sync.wires.bucket import Bucket, Stateless
+from shoal.sync.step_stats import CommTimes, StepExchange, sum_over_world
 from shoal.sync.world import World, barrier
-from shoal.train.state import digest, weights
+from shoal.train.checkpoint import digest, weights
 from tests.harness import run_ranks
 
 Gradients = dict[str, npt.NDArray[np.float32]]

@@ -10,21 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.conjugation import Subject, Verb, ing_form, past_form, third_person
-from shoal.data.grammar import (
+from shoal.data.corpus import (
+    ANIMALS,
+    BLOCKS,
+    PEOPLE,
+    VERBS,
     Clause,
     Form,
     Question,
+    Subject,
+    Verb,
     distinct_sentences,
     forms_for,
     generate,
     generate_sentences,
+    ing_form,
+    past_form,
     render,
     tagged,
+    third_person,
     training_sentences,
     write_corpus,
 )
-from shoal.data.verbs import ANIMALS, BLOCKS, PEOPLE, VERBS
 from shoal.errors import ConfigError
 
 BY_BASE = {verb.base: verb for verb in VERBS}

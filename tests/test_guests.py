@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.control.membership.generation import next_member
-from shoal.control.membership.rules import Rules
-from shoal.control.token import make_token
+from shoal.agent.agent import keep_orders, read_orders
+from shoal.agent.invite import ID, WHO, Answer, Sponsor, ask
+from shoal.agent.mesh import Places
+from shoal.cluster.hosts.messenger import Freight
+from shoal.control.channel import make_token
+from shoal.control.membership.settings import Rules
+from shoal.control.membership.types import next_member
+from shoal.control.orders import STOP, Go, Meet, Member
 from shoal.errors import RunFailed, UsageError
-from shoal.launch.again import keep_orders, read_orders
-from shoal.launch.orders import STOP, Go, Meet, Member
-from shoal.launch.outpost import Freight
-from shoal.launch.places import Places
-from shoal.launch.sponsor import ID, WHO, Answer, Sponsor, ask
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from tests.agent_checks import Agent, agents
 from tests.member_checks import Team, start_again
 from tests.programs import shoal

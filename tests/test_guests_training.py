@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from shoal.cluster.lab.lab import Lab
-from shoal.launch.found import find
-from shoal.trials.stopping import end_processes
+from shoal.control.processes import find
+from shoal.runs.manage import end_processes
 from tests.lab_checks import standing_lab
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
 from tests.runs_checks import wait_until

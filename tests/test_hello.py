@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from shoal.control.channel import PROTOCOL
-from shoal.control.hello import Hello, introduce, refusal, remark
-from shoal.control.route import interface_for, interface_of
-from shoal.control.token import make_token
+from shoal.control.channel import PROTOCOL, make_token
+from shoal.control.handshake import Hello, introduce, refusal, remark
 from shoal.errors import ControlError, UsageError
+from shoal.host.facts import interface_for, interface_of
 
 LOOPBACK = "127.0.0.1"
 NOBODYS = "192.0.2.7"

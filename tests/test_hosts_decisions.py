@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.hosts.addresses import host_name_of, settle
-from shoal.cluster.hosts.environment import cannot_make, plan_environment
-from shoal.cluster.hosts.facts import HostFacts, need_same_kind
-from shoal.cluster.hosts.python import PythonFacts, Wanted, misfits, public, wanted_here
-from shoal.cluster.hosts.ready import usable_python
+from shoal.cluster.hosts.facts import (
+    HostFacts,
+    PythonFacts,
+    Wanted,
+    host_name_of,
+    misfits,
+    need_same_kind,
+    public,
+    settle,
+    wanted_here,
+)
+from shoal.cluster.hosts.setup import cannot_make, plan_environment, usable_python
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.errors import HostError
 

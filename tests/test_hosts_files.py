@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 import shoal
-from shoal.cluster.hosts import files
-from shoal.cluster.hosts.files import Bundle, code_bundle, make_piece, project_bundle, project_of, stream
-from shoal.cluster.hosts.there import look, put
+from shoal.cluster.hosts import copy, remote_copy, remote_facts
+from shoal.cluster.hosts.copy import Bundle, code_bundle, make_piece, project_bundle, project_of, stream
 from shoal.errors import UsageError
 from tests.needs import need_tool
 
@@ -54,7 +53,7 @@ def arrives(bundle: Bundle, base: Path, note: bool = True, **order: Any) -> dict
 
 
 def received(sent: bytes) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, put.__file__], input=sent, capture_output=True, timeout=30)
+    done = subprocess.run([sys.executable, remote_copy.__file__], input=sent, capture_output=True, timeout=30)
     assert done.stderr == b""
     answer: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (1 if "error" in answer else 0)
@@ -62,7 +61,7 @@ def received(sent: bytes) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != put.NOTE)
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != remote_copy.NOTE)
     return {str(path.relative_to(folder)): path.read_text() for path in found}
 
 
@@ -119,7 +118,7 @@ def test_links_within_stay_links_and_others_are_left_out(project: Path, tmp_path
         assert not {"outside", "outside.txt", "chain.txt"} & pieces.keys()
         assert b"from afar" not in b"".join(stream({}, bundle.pieces))
         assert {"outside.txt", "chain.txt"} <= set(bundle.left_out)
-        assert "outside.txt" in files.say_left_out(bundle)
+        assert "outside.txt" in copy.say_left_out(bundle)
     with pytest.raises(UsageError, match="leads outside"):
         make_piece(project / "outside.txt", "outside.txt", project)
 
@@ -134,7 +133,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_made_there(link: str, tmp_pa
 
 def test_too_much_is_refused_with_the_largest_named(project: Path) -> None:
     with (project / "weights.pt").open("wb") as file:
-        file.truncate(files.MOST_PROJECT_BYTES)
+        file.truncate(copy.MOST_PROJECT_BYTES)
     with pytest.raises(UsageError, match="more than 256 MB") as caught:
         project_bundle(project)
     assert caught.value.why.startswith("the largest files are weights.pt (256 MB), big.bin (1 kB)")
@@ -156,7 +155,7 @@ def test_the_digest_follows_content_mode_and_names(project: Path) -> None:
 def test_the_code_is_the_whole_package() -> None:
     package = Path(shoal.__file__).parent
     bundle = code_bundle()
-    assert {"shoal/__init__.py", "shoal/py.typed", "shoal/report/assets/page.js"} <= bundle.listing.keys()
+    assert {"shoal/__init__.py", "shoal/py.typed", "shoal/tools/report/assets/page.js"} <= bundle.listing.keys()
     assert len(bundle.pieces) == len([path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"])
     assert bundle.name == code_bundle().name
 
@@ -226,7 +225,7 @@ def test_an_interrupted_update_is_taken_for_none(project: Path, tmp_path: Path) 
     changed = [piece for piece in after.pieces if piece.path == "train.py"]
     note = {"digest": after.digest, "files": after.listing}
     received(b"".join(stream({"base": str(there), "whole": False, "remove": [], "note": note}, changed))[:-65])
-    kept = look.read_note(there / look.NOTE)
+    kept = remote_facts.read_note(there / remote_facts.NOTE)
     assert kept["digest"] == ""
     assert kept["files"] == {path: digest for path, digest in before.listing.items() if path != "train.py"}
 
@@ -261,7 +260,7 @@ def test_what_a_power_cut_left_is_thrown_out_later(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     long_ago = time.time() - 3 * 24 * 3600
     os.utime(tmp_path / ".abc.part-1", (long_ago, long_ago))
-    put.throw_out_parts(tmp_path)
+    remote_copy.throw_out_parts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".fresh.part-2"]
 
 
@@ -270,14 +269,16 @@ def test_what_a_power_cut_left_is_thrown_out_later(tmp_path: Path) -> None:
 
 def test_what_is_held_is_told_by_digest_and_size(tmp_path: Path) -> None:
     write(tmp_path, {"data/abc.tokens": "12345", "code/xyz/x.py": "", "projects/p/a": ""})
-    put.write_note(tmp_path / "projects/p", {"digest": "d1", "files": {"a": "1"}})
+    remote_copy.write_note(tmp_path / "projects/p", {"digest": "d1", "files": {"a": "1"}})
     held: dict[str, Any] = {"code": "xyz", "project": "p", "project_digest": "d1"}
     held["files"] = {"abc.tokens": 5, "no.tokens": 5}
-    there = look.holdings(tmp_path, held)
+    there = remote_facts.holdings(tmp_path, held)
     assert there == {"has_code": True, "files": ["abc.tokens"], "project_digest": "d1", "project_files": {}}
-    changed = look.holdings(tmp_path, {**held, "code": "no", "project_digest": "d2", "files": {"abc.tokens": 6}})
+    changed = remote_facts.holdings(
+        tmp_path, {**held, "code": "no", "project_digest": "d2", "files": {"abc.tokens": 6}}
+    )
     assert changed == {"has_code": False, "files": [], "project_digest": "d1", "project_files": {"a": "1"}}
-    assert look.holdings(tmp_path, {**held, "project": ""})["project_digest"] == ""
+    assert remote_facts.holdings(tmp_path, {**held, "project": ""})["project_digest"] == ""
 
 
 def test_a_machine_describes_itself() -> None:
@@ -285,10 +286,10 @@ def test_a_machine_describes_itself() -> None:
         name: [entry.address for entry in entries if entry.family.name == "AF_INET"]
         for name, entries in psutil.net_if_addrs().items()
     }
-    found = {name: [each for each in own if ":" not in each] for name, own in look.interfaces().items()}
+    found = {name: [each for each in own if ":" not in each] for name, own in remote_facts.interfaces().items()}
     assert {name: own for name, own in found.items() if own} == {name: own for name, own in expected.items() if own}
-    assert 1 <= look.cores() <= len(os.sched_getaffinity(0))
-    assert look.free_bytes(Path("/tmp/not/there/yet")) > 0
+    assert 1 <= remote_facts.cores() <= len(os.sched_getaffinity(0))
+    assert remote_facts.free_bytes(Path("/tmp/not/there/yet")) > 0
 
 
 def test_a_stream_is_read_as_it_was_written(project: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.hosts.python import wanted_here
+from shoal.cluster.hosts.facts import wanted_here
 from shoal.cluster.lab.lab import Lab
 from tests.lab_checks import shoal, standing_lab
 from tests.needs import need_tool

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.hosts.addresses import refuse_twins
-from shoal.cluster.hosts.each import on_each, values_or_raise
-from shoal.cluster.hosts.explain import explain, gone
+from shoal.cluster.hosts.facts import refuse_twins
 from shoal.cluster.hosts.spec import DEFAULT_FOLDER, Host, HostsSpec, is_here, parse_hosts, read_hosts
-from shoal.cluster.hosts.ssh import framed, shell_path, ssh_argv, variables
-from shoal.cluster.spec import parse_on, rank_count
+from shoal.cluster.hosts.ssh import explain, framed, gone, on_each, shell_path, ssh_argv, values_or_raise, variables
+from shoal.cluster.target import parse_on, rank_count
 from shoal.errors import ConfigError, HostError, ShoalError, UsageError
 
 SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="me@laptop-b"),))

@@ -16,7 +16,7 @@ import pytest
 
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.hosts.ssh import Script, run_script
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import HostError
 from tests.lab_checks import shoal, standing_lab
@@ -25,7 +25,7 @@ from tests.needs import need_tool
 _READY = """
 import json, sys
 from pathlib import Path
-from shoal.cluster.hosts.ready import make_ready
+from shoal.cluster.hosts.setup import make_ready
 from shoal.cluster.hosts.spec import read_hosts
 from shoal.errors import ShoalError
 files = {digest: Path(local) for digest, local in json.loads(sys.argv[3]).items()}
@@ -155,7 +155,7 @@ def test_two_hosts_are_made_ready_and_stay_so(site: Site) -> None:
     assert (Path(first["project"]) / "train.py").read_text() == "print(1)"
     assert Path(second["files"]["abc"]).read_bytes() == text.read_bytes()
     assert Path(second["files"]["abc"]).is_relative_to(site.folder / "node2")
-    assert (Path(first["pythonpath"]) / "shoal/cluster/hosts/ready.py").is_file()
+    assert (Path(first["pythonpath"]) / "shoal/cluster/hosts/setup.py").is_file()
     assert_runs_from(site, "node1", first["pythonpath"])
     before = changed_at(site.folder / "node2")
     assert site.ready(file, project, abc=text)[0] == first
@@ -243,12 +243,12 @@ def test_nobody_listens(site: Site) -> None:
 
 @pytest.mark.exhaustive
 def test_a_host_that_is_cut_off(site: Site) -> None:
-    site.lab.perform(changes.cut_off("node1", "node2", one_way=False))
+    site.lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
     began = time.monotonic()
     try:
         said = refused(site, site.host("node1"), site.host("node2"), at="node1")
     finally:
-        site.lab.perform(changes.heal_cuts(None, None))
+        site.lab.perform(lab_lab.heal_cuts(None, None))
     assert "node2 did not answer within 10 s" in said
     assert time.monotonic() - began < 30, "the stated seconds, and what a start takes"
 
@@ -349,7 +349,7 @@ def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
     """Before it answers, and in the middle of something: noticed by ssh, long before any deadline of ours."""
     mark = site.folder / "begun"
     words = [sys.executable, "-c", _SLEEP, str(site.hosts_file(site.host("node2"))), str(mark)]
-    freeze = changes.stop_or_go("node2", frozen=True)
+    freeze = lab_lab.stop_or_go("node2", frozen=True)
     if not begun:
         site.lab.perform(freeze)
     with subprocess.Popen(site.lab.command("switch", words), stderr=subprocess.PIPE, text=True) as process:
@@ -360,5 +360,5 @@ def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
         try:
             said = error_in(process.communicate(timeout=40)[1])
         finally:
-            site.lab.perform(changes.stop_or_go("node2", frozen=False))
+            site.lab.perform(lab_lab.stop_or_go("node2", frozen=False))
     assert ("the connection to node2 was lost" if begun else "node2 did not answer within 10 s") in said

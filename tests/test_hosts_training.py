@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.config.load import load_config
-from shoal.launch.found import find
-from shoal.trials.stopping import end_processes
+from shoal.control.processes import find
+from shoal.runs.manage import end_processes
 from tests.lab_checks import standing_lab
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of
@@ -156,11 +156,11 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
     words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY, "members.on_loss=end"))
     with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as training:
         wait_until(lambda: (run / "events/rank-1.jsonl").exists() and steps_of(run, 1))
-        lab.perform(changes.kill("node2", silent=False))
+        lab.perform(lab_lab.kill("node2", silent=False))
         try:
             _, stderr = training.communicate(timeout=15)
         finally:
-            lab.perform(changes.restart("node2"))
+            lab.perform(lab_lab.restart("node2"))
     assert training.returncode == 3
     assert "error: node2 is gone, and rank 1 with it" in stderr
     assert not [found for found in find() if found.run.is_relative_to(tmp_path)]

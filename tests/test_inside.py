@@ -21,15 +21,11 @@ from torch import Tensor, nn
 
 from shoal.config.schema import SyncConfig
 from shoal.errors import PeerLost, RunFailed
+from shoal.sync.compression.base import Bucket
 from shoal.sync.gradients import make_gradient_sync
-from shoal.sync.shared import copies, meet, resident
-from shoal.sync.shared.choose import come_together
-from shoal.sync.shared.copies import SharedWire
-from shoal.sync.shared.kin import group_by_machine
-from shoal.sync.shared.layout import lay_out
-from shoal.sync.shared.opening import open_inside
-from shoal.sync.shared.slices import slice_of
-from shoal.sync.wires import Bucket
+from shoal.sync.shared_memory import ddp, group, open_inside
+from shoal.sync.shared_memory.ddp import SharedWire, lay_out, slice_of
+from shoal.sync.shared_memory.group import come_together, group_by_machine
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.programs import read_jsonl, steps_of, train_tiny
@@ -91,7 +87,7 @@ def open_wire(world: World, wire: str = "fp32", timeout_s: float = 20.0) -> Shar
 
 
 def sums(world: World, machines: list[int], wire: str, dtypes: list[str]) -> list[Array]:
-    copies.CHUNK_BYTES = CHUNK_BYTES
+    ddp.CHUNK_BYTES = CHUNK_BYTES
     placed = on_machines(world, machines)
     shared = open_wire(placed, wire)
     found = []
@@ -207,7 +203,7 @@ def without_memory(world: World, inside: str, broken: int) -> tuple[str, str]:
         raise OSError(28, "No space left on device")
 
     if world.rank == broken:
-        meet.create = refuse  # type: ignore[attr-defined]
+        group.create = refuse
     try:
         sync = make_gradient_sync(SyncConfig.model_validate({"inside": inside}), nn.Linear(2, 2), world)
     except RunFailed as error:
@@ -255,7 +251,7 @@ def lose_a_peer(
     """The victim goes in the middle of a sum, when it has said that its part is there. Before, every rank notes in
     `traces` what it has open."""
     world.store.set(f"pid/{world.rank}", str(os.getpid()))
-    module = {"copies": copies, "shared": resident}[way]
+    module = {"copies": ddp, "shared": ddp}[way]
     model = nn.Linear(300, 300)
     config = SyncConfig.model_validate({"inside": way, "timeout_s": timeout_s, "bucket_mb": 0.01})
     sync = make_gradient_sync(config, model, world)
@@ -329,8 +325,8 @@ def test_a_thousand_sums_leak_nothing(tmp_path: Path) -> None:
 
 def refused_stranger(world: World) -> tuple[str, int]:
     """A process of another user finds the place to listen and is not let in."""
-    meet._is_ours = lambda _: False  # type: ignore[assignment]
-    meet._MEET_WITHIN_S = 0.5
+    group._is_ours = lambda _: False  # type: ignore[assignment]
+    group._MEET_WITHIN_S = 0.5
     config = SyncConfig(inside="auto")
     inside, together = come_together(config, world, "copies", lambda _: 4096)
     return inside.note, int(together is None)

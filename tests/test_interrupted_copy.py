@@ -22,27 +22,25 @@ import torch
 import torch.distributed as dist
 
 from shoal.config.load import build_config, load_config
-from shoal.control.machine import boot_clock
-from shoal.control.membership.generation import Ballot, Lineage, State
-from shoal.control.placement import Placement
-from shoal.control.rankline import Enter, Halt, Leased, ToRank, to_frame
-from shoal.data.run_setup import create_run
-from shoal.report.ledger import check_ledger
-from shoal.runfolder import RunFolder
+from shoal.control.membership.types import Ballot, Lineage, State
+from shoal.control.rank_env import Placement
+from shoal.control.rank_messages import Enter, Halt, Leased, ToRank, to_frame
+from shoal.data.prepare import create_run
+from shoal.host.facts import boot_clock
+from shoal.run_folder import RunFolder
 from shoal.sync import replicas
-from shoal.sync.digests import combined, tensor_digests
-from shoal.sync.groups import unform
-from shoal.sync.membership.forming import Place
-from shoal.sync.membership.line import AgentLine
-from shoal.sync.membership.member import Member
-from shoal.sync.world import World, nowhere
-from shoal.train import elastic
+from shoal.sync.membership_client import AgentLine, Member
+from shoal.sync.process_groups import unform
+from shoal.sync.replicas import combined, tensor_digests
+from shoal.sync.world import Place, World, nowhere
+from shoal.tools.report.commit_log import check_ledger
+from shoal.train import worker
+from shoal.train.auto_sync import Chooser
 from shoal.train.build import make_trainer
-from shoal.train.choosing import Chooser
-from shoal.train.handover import Replica, Transfer, Verdict
+from shoal.train.checkpoint import moments, weights
 from shoal.train.recorder import Recorder
-from shoal.train.regroup import Membership
-from shoal.train.state import moments, weights
+from shoal.train.recover import Membership
+from shoal.train.state_transfer import Replica, Transfer, Verdict
 from shoal.train.trainer import StopWish
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl
@@ -182,7 +180,7 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "keys"), size)
     place = Place("local", world.device, "lo", None, agent.member.release)
     membership = Membership(agent.member, store, place, trainer, Chooser(trainer, config.sync), run)
-    elastic._begin(membership, agent.enter(tuple(range(size)), me, 0, first=True), resume=False)
+    worker._begin(membership, agent.enter(tuple(range(size)), me, 0, first=True), resume=False)
     for _ in range(TRAINED):
         trainer.step()
     # Through files: the first rank that leaves a barrier would halt those that are still in it.

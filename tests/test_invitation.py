@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.cluster.join.doorstep import free_name
-from shoal.cluster.join.invitation import Invitation, make_code, parse_invitation
-from shoal.cluster.join.spec import JoinSpec, parse_join
-from shoal.control.token import seal, unseal
+from shoal.cluster.join import Invitation, free_name, make_code, parse_invitation
+from shoal.cluster.target import JoinSpec, parse_join
+from shoal.control.channel import seal, unseal
 from shoal.errors import UsageError
 
 

@@ -19,20 +19,19 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from shoal.cli.join import read_code_file
-from shoal.cluster.cargo import Cargo
-from shoal.cluster.join.doorstep import Doorstep
-from shoal.cluster.join.guest import Guest
-from shoal.cluster.keeping import PIECE_BYTES
+from shoal.cli.host import read_code_file
+from shoal.cluster.agent_link import PIECE_BYTES
+from shoal.cluster.hosts.messenger import Freight
+from shoal.cluster.join import Doorstep, Guest
+from shoal.cluster.node import Cargo
 from shoal.config.load import build_config, merge, parse_set
-from shoal.data.run_setup import create_run
-from shoal.data.tokenfile import open_tokens, write_tokens
+from shoal.control.processes import find
+from shoal.data.prepare import create_run
+from shoal.data.sampling import open_tokens, write_tokens
 from shoal.errors import ControlError, UsageError
-from shoal.launch.found import find
-from shoal.launch.outpost import Freight
-from shoal.runfolder import RunFolder
-from shoal.trials.keeper import training_cargo
-from shoal.trials.stopping import end_processes
+from shoal.run_folder import RunFolder
+from shoal.runs.manage import end_processes
+from shoal.runs.supervisor import training_cargo
 from tests.join_attacks import CODE, Change, LyingGuest, LyingHost, joining, make_training
 from tests.programs import TINY, set_flags, shoal, shoal_command
 from tests.runs_checks import wait_until

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from shoal.agent.unjoined_ranks import RollCall, Socket, is_at, lonely, observe, read_table, who_is_alone
+from shoal.cluster.agent_link import Link
 from shoal.cluster.cluster import LocalCluster
-from shoal.cluster.link import Link
 from shoal.cluster.node import LOOPBACK, Meeting, Node, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
+from shoal.control.rank_env import script_store_command
 from shoal.events import EventLog, EventTail, read_events
-from shoal.launch.joined import RollCall, Socket, is_at, lonely, observe, read_table, who_is_alone
-from shoal.launch.plan import Command, plan_script, script_store_command
-from shoal.launch.post import Post
-from shoal.launch.world import World
-from shoal.runfolder import RunFolder
+from shoal.launch.launcher import Post, World
+from shoal.launch.plan import Command, plan_script
+from shoal.run_folder import RunFolder
 from tests.lab_checks import standing_lab
 from tests.programs import shoal
 
@@ -186,7 +186,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
     assert watched.notes() == []
     watched.ended(1)
     assert watched.notes() == []
-    monkeypatch.setattr("shoal.launch.world.LEFT_AFTER_S", 0.0)
+    monkeypatch.setattr("shoal.launch.launcher.LEFT_AFTER_S", 0.0)
     (note,) = watched.notes()
     assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
     assert note.endswith(f"shoal stop {tmp_path / 'run'}")
@@ -197,7 +197,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
 def test_no_rank_is_left_behind_where_none_or_all_have_ended(
     codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.world.LEFT_AFTER_S", -1.0)
+    monkeypatch.setattr("shoal.launch.launcher.LEFT_AFTER_S", -1.0)
     watched = Watched(tmp_path, 2)
     for rank, code in enumerate(codes):
         watched.ended(rank, code)

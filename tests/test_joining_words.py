@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster.join.invitation import Invitation
+from shoal.cluster.join import Invitation
 from shoal.control.channel import accept
 from shoal.errors import ControlError
-from shoal.trials.joining import _arrive, _reach
+from shoal.runs.join import _arrive, _reach
 from tests.programs import shoal_command
 
 CODE = "a-code-for-once"

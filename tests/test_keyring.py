@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from shoal.agent.kv_store import Keyring
 from shoal.control.channel import Message
-from shoal.control.membership.generation import Ballot, Generation, Lineage, Seat, State
-from shoal.launch.keyring import Keyring
+from shoal.control.membership.types import Ballot, Generation, Lineage, Seat, State
 
 
 def generation(number: int, *members: int) -> Generation:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster.lab import build, registry
-from shoal.cluster.lab.changes import kill, restart, set_link
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab import state
 from shoal.cluster.lab.kernel import Features, observe
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, kill, restart, set_link
 from shoal.cluster.lab.processes import first_process
 from shoal.cluster.lab.spec import make_spec
 from shoal.errors import LabError
@@ -24,7 +24,7 @@ from tests.needs import need_tool
 def no_netem(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
     without = replace(observe(), netem=False, delay_line=True)
-    monkeypatch.setattr(build, "observe", lambda: without)
+    monkeypatch.setattr(lab_lab, "observe", lambda: without)
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_a_delayed_link_carries_large_frames_and_what_is_sent_arrives_whole(lab:
 def test_a_lab_of_a_run_is_built_as_asked_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
     poor: Features = replace(observe(), netem=False, delay_line=False)
-    monkeypatch.setattr(build, "observe", lambda: poor)
+    monkeypatch.setattr(lab_lab, "observe", lambda: poor)
     spec = make_spec(2, name=new_name(), delay="5ms")
     with pytest.raises(LabError, match="cannot build that lab: no delay") as refused:
-        build.up(spec, owner=os.getpid())
+        lab_lab.up(spec, owner=os.getpid())
     assert "--on" in refused.value.render()
-    assert not registry.lab_folder(spec.name).exists()
+    assert not state.lab_folder(spec.name).exists()

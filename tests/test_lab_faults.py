@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab import changes
-from shoal.cluster.lab.cgroup import Group, Groups
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab.commands import Group, Groups
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import UsageError
 from tests.lab_checks import standing_lab
@@ -36,20 +36,20 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture(autouse=True)
 def healed(lab: Lab) -> Iterator[None]:
     yield
-    lab.perform(changes.heal_cuts(None, None))
+    lab.perform(lab_lab.heal_cuts(None, None))
 
 
 def test_a_cut_both_ways_and_healed(lab: Lab) -> None:
-    lab.perform(changes.cut_off("node1", "node2", one_way=False))
+    lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
     assert not hears(lab, "node1", "node2")
     assert not hears(lab, "node2", "node1")
     assert hears(lab, "node1", "node3")
-    lab.perform(changes.heal_cuts("node1", "node2"))
+    lab.perform(lab_lab.heal_cuts("node1", "node2"))
     assert hears(lab, "node1", "node2")
 
 
 def test_a_one_way_cut_lets_the_other_way_through(lab: Lab) -> None:
-    lab.perform(changes.cut_off("node1", "node2", one_way=True))
+    lab.perform(lab_lab.cut_off("node1", "node2", one_way=True))
     assert not received(lab, "node1", "node2")
     assert received(lab, "node2", "node1")
 
@@ -70,21 +70,21 @@ def received(lab: Lab, sender: str, hearer: str) -> bool:
 
 
 def test_a_cut_from_everybody(lab: Lab) -> None:
-    lab.perform(changes.cut_off("node1", None, one_way=False))
+    lab.perform(lab_lab.cut_off("node1", None, one_way=False))
     assert not hears(lab, "node1", "node2")
     assert not hears(lab, "node3", "node1")
     assert hears(lab, "node2", "node3")
 
 
 def test_a_firewall_keeps_strangers_out_and_answers_in(lab: Lab, tmp_path: Path) -> None:
-    lab.perform(changes.set_firewall("node2", ("7001",)))
+    lab.perform(lab_lab.set_firewall("node2", ("7001",)))
     reach = (sys.executable, "-c", _REACHES)
     servers = [lab.start(node, [sys.executable, "-c", _SERVE], {}, tmp_path / node) for node in ("node1", "node2")]
     wait_for(lambda: all((tmp_path / node).read_text() == "ready\n" for node in ("node1", "node2")))
     assert on(lab, "node1", *reach, "10.77.0.2", "7001").returncode == 0
     assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode != 0
     assert on(lab, "node2", *reach, "10.77.0.1", "7002").returncode == 0
-    lab.perform(changes.set_firewall("node2", None))
+    lab.perform(lab_lab.set_firewall("node2", None))
     assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode == 0
     for server in servers:
         server.kill()
@@ -98,14 +98,14 @@ def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Pat
 def check_freezing(lab: Lab, log: Path, node: str) -> None:
     process = lab.start(node, [sys.executable, "-c", _COUNT], {}, log)
     wait_for(lambda: log.stat().st_size > 5)
-    lab.perform(changes.stop_or_go(node, frozen=True))
+    lab.perform(lab_lab.stop_or_go(node, frozen=True))
     time.sleep(0.1)
     stood_at = log.stat().st_size
     time.sleep(0.3)
     assert log.stat().st_size == stood_at
     with pytest.raises(UsageError, match="frozen"):
         lab.command(node, ["true"])
-    lab.perform(changes.stop_or_go(node, frozen=False))
+    lab.perform(lab_lab.stop_or_go(node, frozen=False))
     wait_for(lambda: log.stat().st_size > stood_at + 5)
     process.kill()
     process.wait(5)
@@ -122,7 +122,7 @@ def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with standing_lab(1) as lab:
         assert lab.state.groups == groups
         check_freezing(lab, tmp_path / "count", "node1")
-        lab.perform(changes.stop_or_go("node1", frozen=True))
+        lab.perform(lab_lab.stop_or_go("node1", frozen=True))
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -131,14 +131,14 @@ def test_a_killed_node_is_gone_and_comes_back_as_it_was(lab: Lab, tmp_path: Path
     process = lab.start("node2", ["sleep", "60"], {}, tmp_path / "log")
     wait_for(lambda: any("sleep" in command for _, command in lab.processes("node2")))
     if frozen:
-        lab.perform(changes.stop_or_go("node2", frozen=True))
-    lab.perform(changes.kill("node2", silent))
+        lab.perform(lab_lab.stop_or_go("node2", frozen=True))
+    lab.perform(lab_lab.kill("node2", silent))
     assert process.wait(5) != 0
     assert not lab.is_alive("node2")
     assert not hears(lab, "node1", "node2")
     with pytest.raises(UsageError, match="not running"):
-        lab.perform(changes.kill("node2", silent))
-    lab.perform(changes.restart("node2"))
+        lab.perform(lab_lab.kill("node2", silent))
+    lab.perform(lab_lab.restart("node2"))
     assert hears(lab, "node1", "node2")
     assert "tbf" in said(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
 
@@ -163,9 +163,9 @@ def end_seen(lab: Lab, silent: bool) -> bool:
         with subprocess.Popen(next(commands), stdout=subprocess.PIPE, text=True) as watcher:
             assert watcher.stdout is not None
             watcher.stdout.readline()
-            lab.perform(changes.kill("node2", silent))
+            lab.perform(lab_lab.kill("node2", silent))
             seen = watcher.stdout.readline().strip()
-    lab.perform(changes.restart("node2"))
+    lab.perform(lab_lab.restart("node2"))
     return seen == "end"
 
 

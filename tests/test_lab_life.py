@@ -14,19 +14,17 @@ import pytest
 
 from shoal.cli import lab as lab_cli
 from shoal.cluster.lab import lab as lab_module
-from shoal.cluster.lab import registry
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.cgroup import Groups
-from shoal.cluster.lab.lab import Lab, choose
+from shoal.cluster.lab import state as lab_state
+from shoal.cluster.lab.commands import Groups
+from shoal.cluster.lab.lab import Lab, choose, remove, up
 from shoal.cluster.lab.processes import first_process, started
-from shoal.cluster.lab.removal import remove
 from shoal.cluster.lab.spec import make_spec
 from shoal.cluster.lab.state import LabState, Owner
 from shoal.errors import LabError, UsageError
 from tests.lab_checks import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
 from tests.test_lab_nodes import hears, nearly, on, said, wait_for
 
-_UP = "import sys\nfrom shoal.cluster.lab.build import up\nfrom shoal.cluster.lab.spec import make_spec\n"
+_UP = "import sys\nfrom shoal.cluster.lab.lab import up\nfrom shoal.cluster.lab.spec import make_spec\n"
 _UP_AND_STAY = _UP + "import os, time\nup(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"
 
 
@@ -39,7 +37,7 @@ def test_two_labs_live_side_by_side_with_the_same_addresses() -> None:
         assert one.nodes[0].address == other.nodes[0].address
         one.close()
         assert hears(other, "node1", "node2")
-        assert one.name not in registry.names()
+        assert one.name not in lab_state.names()
 
 
 def test_a_name_is_taken_once() -> None:
@@ -54,7 +52,7 @@ def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
     need_lab()
     name = new_name()
     builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(5, name=sys.argv[1]))", name])
-    wait_for(lambda: (registry.lab_folder(name) / file).exists(), seconds=20)
+    wait_for(lambda: (lab_state.lab_folder(name) / file).exists(), seconds=20)
     builder.send_signal(signal.SIGKILL)
     builder.wait(5)
     traces = Traces(name)
@@ -70,7 +68,7 @@ def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
     need_lab()
     name = new_name()
     builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(5, name=sys.argv[1]))", name])
-    wait_for(lambda: (registry.lab_folder(name) / "node1.pid").exists(), seconds=20)
+    wait_for(lambda: (lab_state.lab_folder(name) / "node1.pid").exists(), seconds=20)
     builder.send_signal(signal.SIGKILL)
     builder.wait(5)
     lab = up(make_spec(2, name=name))
@@ -106,7 +104,7 @@ def test_an_owned_lab_goes_with_its_owner(how: signal.Signals) -> None:
     need_lab()
     name = new_name()
     owner = subprocess.Popen([sys.executable, "-c", _UP_AND_STAY, name])
-    wait_for(lambda: (state := registry.read_state(name)) is not None and state.ready, seconds=20)
+    wait_for(lambda: (state := lab_state.read_state(name)) is not None and state.ready, seconds=20)
     traces = Traces(name)
     traces.note()
     assert traces.namespaces
@@ -127,32 +125,32 @@ def test_unreadable_notes_are_no_obstacle() -> None:
 
 def note_lab(name: str, owner: int | None = None) -> None:
     """The notes of a lab without the lab itself."""
-    registry.lab_folder(name).mkdir(parents=True)
+    lab_state.lab_folder(name).mkdir(parents=True)
     held_by = None if owner is None else Owner(pid=owner, started=started(owner) or 0)
-    registry.write_state(
+    lab_state.write_state(
         LabState(spec=make_spec(2, name=name), rootless=False, netem=True, groups=Groups(), owner=held_by, ready=True)
     )
 
 
 @pytest.fixture
 def no_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "runtime_folder", lambda: tmp_path)
+    monkeypatch.setattr(lab_state, "runtime_folder", lambda: tmp_path)
 
 
 @pytest.mark.usefixtures("no_labs")
 def test_the_lab_of_a_run_is_never_taken_without_its_name() -> None:
     note_lab("run-77", owner=os.getpid())
     with pytest.raises(UsageError, match="no lab is up") as none:
-        choose(registry.names())
+        choose(lab_state.names())
     assert "belong to runs: run-77" in none.value.why
     note_lab("mine")
-    assert choose(registry.names()) == "mine"
+    assert choose(lab_state.names()) == "mine"
     note_lab("other")
     with pytest.raises(UsageError, match="which lab") as two:
-        choose(registry.names())
+        choose(lab_state.names())
     assert two.value.why == "up are: mine, other"
     note_lab("default")
-    assert choose(registry.names()) == "default"
+    assert choose(lab_state.names()) == "default"
 
 
 @pytest.mark.usefixtures("no_labs")
@@ -163,7 +161,7 @@ def test_status_without_a_name_shows_every_lab_and_what_it_belongs_to(
     note_lab("mine")
     note_lab("run-77", owner=os.getpid())
     note_lab("run-78", owner=os.getpid())
-    (registry.lab_folder("run-78") / "lab.json").write_text("{}")
+    (lab_state.lab_folder("run-78") / "lab.json").write_text("{}")
     lab_cli.status(name=None, json=True)
     labs = {each["name"]: each for each in json.loads(capsys.readouterr().out)["labs"]}
     assert labs["mine"]["belongs_to"] is None
@@ -196,11 +194,11 @@ def test_the_printed_commands_build_a_lab_by_hand() -> None:
     need_lab()
     name = new_name()
     script = run(*shoal("lab", "up", "2", "--name", name, "--link", "100mbit", "--cpu", "0.5", "--dry-run")).stdout
-    assert not registry.lab_folder(name).exists()
+    assert not lab_state.lab_folder(name).exists()
     try:
         done = run("sh", "-ec", script)
         assert done.returncode == 0, done.stderr
-        node1 = (registry.lab_folder(name) / "node1.pid").read_text().strip()
+        node1 = (lab_state.lab_folder(name) / "node1.pid").read_text().strip()
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         assert run("nsenter", "--target", node1, *user, "--net", "ping", "-c", "1", "10.77.0.2").returncode == 0
     finally:
@@ -238,7 +236,7 @@ _ROOTLESS = """
 import subprocess, sys
 from pathlib import Path
 from shoal.cluster.lab import changes
-from shoal.cluster.lab.build import up
+from shoal.cluster.lab.lab import up
 from shoal.cluster.lab.spec import make_spec
 lab = up(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit", delay="20ms"))
 try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import Link
 from shoal.errors import UsageError
@@ -109,13 +109,13 @@ def test_a_link_can_be_changed(lab: Lab) -> None:
         return before.model_copy(update={"rate_bps": 20e6})
 
     before = lab.state.spec.node("node2").link
-    lab.perform(changes.set_link("node2", slow))
+    lab.perform(lab_lab.set_link("node2", slow))
     try:
         assert nearly(lab, "node1", "node2", 20e6)
         assert nearly(lab, "node2", "node1", 20e6)
         assert lab.state.spec.node("node2").link.rate_bps == 20e6
     finally:
-        lab.perform(changes.set_link("node2", lambda _: before))
+        lab.perform(lab_lab.set_link("node2", lambda _: before))
 
 
 def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
@@ -123,9 +123,9 @@ def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
         pytest.skip("; ".join(lab.state.notes))
     busy = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\nprint(time.process_time())"
     assert 0.2 < float(said(lab, "node3", sys.executable, "-c", busy)) < 0.62
-    lab.perform(changes.set_cpu("node3", 0.2))
+    lab.perform(lab_lab.set_cpu("node3", 0.2))
     assert float(said(lab, "node3", sys.executable, "-c", busy)) < 0.32
-    lab.perform(changes.set_cpu("node3", 0.5))
+    lab.perform(lab_lab.set_cpu("node3", 0.5))
 
 
 def test_status_says_what_runs_where(lab: Lab, tmp_path: Path) -> None:

@@ -9,16 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.lab import changes, topology
-from shoal.cluster.lab.cgroup import Group, Groups, find_groups, limit_cpu, make_lab_groups
-from shoal.cluster.lab.filters import parse_ports, ruleset
-from shoal.cluster.lab.kernel import Features, lacks, possible, substitutes, why_forbidden
-from shoal.cluster.lab.shaping import bundling, shape
+from shoal.cluster.lab import commands, lab
+from shoal.cluster.lab.commands import (
+    Group,
+    Groups,
+    Site,
+    bundling,
+    find_groups,
+    limit_cpu,
+    make_lab_groups,
+    parse_ports,
+    render,
+    ruleset,
+    shape,
+)
+from shoal.cluster.lab.kernel import (
+    Features,
+    find_tool,
+    lacks,
+    path_line,
+    possible,
+    reach_tools,
+    search_path,
+    substitutes,
+    why_forbidden,
+)
 from shoal.cluster.lab.spec import LabSpec, Link, make_spec, parse_lab
 from shoal.cluster.lab.state import LabState
-from shoal.cluster.lab.steps import render
-from shoal.cluster.lab.tools import find_tool, path_line, reach_tools, search_path
-from shoal.cluster.lab.topology import Site
 from shoal.errors import UsageError
 from shoal.units import format_delay, format_rate, parse_delay, parse_rate
 
@@ -30,15 +47,15 @@ def site(rootless: bool = False, netem: bool = True, groups: Groups = V1) -> Sit
     return Site("default", Path("/run/lab"), rootless, netem, groups)
 
 
-def scene(spec: LabSpec, where: Site, **known: object) -> changes.Scene:
+def scene(spec: LabSpec, where: Site, **known: object) -> lab.Scene:
     state = LabState(spec=spec, rootless=where.rootless, netem=where.netem, groups=where.groups)
     alive = frozenset(node.name for node in spec.nodes)
-    return changes.Scene(state.model_copy(update=known), where, alive)
+    return lab.Scene(state.model_copy(update=known), where, alive)
 
 
 def test_a_node_comes_up_by_these_commands() -> None:
     node = make_spec(1, link="100mbit", cpu="0.5").nodes[0]
-    first, *rest = [line for line in render(topology.start_node(node, site())).splitlines() if "unshare" not in line]
+    first, *rest = [line for line in render(commands.start_node(node, site())).splitlines() if "unshare" not in line]
     enter = 'nsenter --target "$(cat /run/lab/{}.pid)" --net {}'.format
     assert first == "echo 10000 > /cg/cpu/shoal-default/node1/cpu.cfs_period_us"
     assert rest == [
@@ -59,14 +76,14 @@ def test_a_node_comes_up_by_these_commands() -> None:
 
 def test_the_first_process_of_a_node_joins_its_groups_and_makes_every_namespace() -> None:
     node = make_spec(1).nodes[0]
-    line = next(line for line in render(topology.start_node(node, site())).splitlines() if "unshare" in line)
+    line = next(line for line in render(commands.start_node(node, site())).splitlines() if "unshare" in line)
     assert "echo $$ > /cg/cpu/shoal-default/node1/cgroup.procs" in line
     assert "unshare --net --uts --mount --pid --fork" in line
     assert "mount --bind /run/lab/hosts /etc/hosts" in line
 
 
 def test_without_root_everything_enters_the_user_namespace() -> None:
-    lines = render(topology.up(make_spec(2), site(rootless=True, groups=Groups()))).splitlines()
+    lines = render(commands.up(make_spec(2), site(rootless=True, groups=Groups()))).splitlines()
     entering = [line for line in lines if "nsenter" in line]
     assert len(entering) > 10
     assert all("--user --preserve-credentials" in line for line in entering)
@@ -108,21 +125,21 @@ def test_control_groups_are_found_in_the_mounts() -> None:
 
 def test_a_cut_is_felt_where_packets_arrive() -> None:
     here = scene(make_spec(3), site())
-    after, steps = changes.cut_off("node1", "node2", one_way=True)(here)
+    after, steps = lab.cut_off("node1", "node2", one_way=True)(here)
     lines = render(steps).splitlines()
     assert len(lines) == 1
     assert "node2.pid" in lines[0]
     assert "ip saddr { 10.77.0.1 } drop" in lines[0]
     assert after.cuts == {("node1", "node2")}
-    assert len(changes.cut_off("node1", None, one_way=False)(here)[1]) == 3
+    assert len(lab.cut_off("node1", None, one_way=False)(here)[1]) == 3
 
 
 def test_healing_one_pair_leaves_the_other_cut() -> None:
     here = scene(make_spec(3), site(), cuts=frozenset({("node1", "node2"), ("node2", "node1"), ("node1", "node3")}))
-    after, steps = changes.heal_cuts("node1", "node2")(here)
+    after, steps = lab.heal_cuts("node1", "node2")(here)
     assert after.cuts == {("node1", "node3")}
     assert len(steps) == 2
-    assert changes.heal_cuts(None, None)(here)[0].cuts == frozenset()
+    assert lab.heal_cuts(None, None)(here)[0].cuts == frozenset()
 
 
 def test_rules_replace_each_other_in_one_transaction() -> None:
@@ -135,7 +152,7 @@ def test_rules_replace_each_other_in_one_transaction() -> None:
 
 def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None:
     here = scene(make_spec(2), site(), frozen=frozenset({"node1"}))
-    after, steps = changes.kill("node1", silent=True)(here)
+    after, steps = lab.kill("node1", silent=True)(here)
     unplug, thaw, end = render(steps).splitlines()
     assert "ip link del node1" in unplug
     assert thaw == "echo THAWED > /cg/freezer/shoal-default/node1/freezer.state"
@@ -145,7 +162,7 @@ def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None
 
 def test_freezing_without_a_freezer_is_a_signal_to_all() -> None:
     here = scene(make_spec(1), site(groups=Groups()))
-    assert "kill -STOP -1" in render(changes.stop_or_go("node1", frozen=True)(here)[1])
+    assert "kill -STOP -1" in render(lab.stop_or_go("node1", frozen=True)(here)[1])
 
 
 def test_tools_are_found_where_an_ordinary_path_does_not_lead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,7 +209,7 @@ def test_a_process_delays_packets_where_the_kernel_cannot() -> None:
 def test_a_delay_line_comes_changes_and_goes_with_the_delay() -> None:
     def changed(was: str, now: str) -> str:
         before, after = (make_spec(1, link="none", delay=delay).nodes[0] for delay in (was, now))
-        return render(topology.link(after, site(netem=False), before.link))
+        return render(commands.link(after, site(netem=False), before.link))
 
     starts, ends = "delay_line.py /run/lab/node1-delay.pid node1 node1-w 0.005000000", "kill -KILL"
     begun = changed("0ms", "5ms")

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.lab import registry
+from shoal.cluster.lab import state
 from shoal.cluster.node import Meeting
-from shoal.cluster.spec import LocalSpec, StandingLab, parse_on, rank_count
+from shoal.cluster.target import LocalSpec, StandingLab, parse_on, rank_count
 from shoal.config.schema import RunConfig
+from shoal.control.processes import find, find_keeper
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.found import find, find_keeper
 from shoal.launch.plan import plan_ranks
-from shoal.trials.stopping import end_processes
+from shoal.runs.manage import end_processes
 from tests.lab_checks import need_lab, new_labs
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
 
@@ -57,7 +57,7 @@ def test_other_launchers_stay_on_one_machine() -> None:
 @pytest.fixture
 def no_lab_left() -> Iterator[None]:
     need_lab()
-    before = set(registry.names())
+    before = set(state.names())
     yield
     deadline = time.monotonic() + 30
     while left := new_labs(before):

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import pytest
 
 from shoal.config.schema import RunConfig
-from shoal.cost.batch import rank_weights
-from shoal.sync.exchange import Told
-from shoal.sync.vitals import Kernel, Vitals
-from shoal.train.laggards import Laggards
+from shoal.cost.batch_plan import rank_weights
+from shoal.sync.step_stats import Kernel, Told, Vitals
+from shoal.train.stragglers import Laggards
 
 NAMES = ("rank 0 on attic", "rank 1 on cellar", "rank 2 on den")
 # The ring of an all-reduce: each sends to the next.

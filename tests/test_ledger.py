@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.load import build_config, change_settings, load_config
-from shoal.control.placement import Placement
-from shoal.data.run_setup import create_run, reopen_run
-from shoal.report.finish import finish
-from shoal.report.ledger import check_ledger
-from shoal.report.membership import last_members
-from shoal.report.ranklog import collect
-from shoal.report.summary import summarize
-from shoal.report.verify import verify_run
-from shoal.runfolder import RunFolder
+from shoal.control.rank_env import Placement
+from shoal.data.prepare import create_run, reopen_run
+from shoal.run_folder import RunFolder
 from shoal.sync.world import nowhere
+from shoal.tools.report.commit_log import check_ledger
+from shoal.tools.report.manifest import finish
+from shoal.tools.report.membership import last_members
+from shoal.tools.report.rank_log import collect
+from shoal.tools.report.summary import summarize
+from shoal.tools.report.verify import verify_run
 from shoal.train.recorder import Recorder
 from shoal.units import format_spans, spans_of, subtract_spans
 from tests.member_samples import commit_records, entered, steps

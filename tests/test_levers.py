@@ -13,15 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from shoal.cli.leverstext import explain, levers_document, print_levers
-from shoal.cluster.first_node import first_node
-from shoal.cluster.spec import parse_on
+from shoal.cli.bench import explain, levers_document, print_levers
+from shoal.cluster.target import first_node, parse_on
 from shoal.config.load import build_config
 from shoal.errors import UsageError
-from shoal.report.levers import CEILING, ONE_NODE, STOCK, Evaluation, LeverPoint, compare, lever_point, median_point
-from shoal.report.levers_picture import plot_levers
-from shoal.report.summary import summarize
-from shoal.trials.levers import LeversResult, parse_lever, plan_experiments, with_sync
+from shoal.tools.bench.levers import (
+    CEILING,
+    ONE_NODE,
+    STOCK,
+    Evaluation,
+    LeverPoint,
+    LeversResult,
+    compare,
+    lever_point,
+    median_point,
+    parse_lever,
+    plan_experiments,
+    plot_levers,
+    with_sync,
+)
+from shoal.tools.report.summary import summarize
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events, end
 

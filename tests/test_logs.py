@@ -14,15 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.join import OwnRank
-from shoal.cli.lines import LineDisplay
-from shoal.cli.logs import Happenings
-from shoal.cli.output import make_console
+from shoal.agent.rank_processes import LogClock, times_of
+from shoal.cli.host import OwnRank
+from shoal.cli.output import LineDisplay, make_console
+from shoal.cli.runs import Happenings
+from shoal.control.processes import Found, is_alive
 from shoal.events import LONGEST_LINE, Event, LineCutter, LineTail
-from shoal.launch.found import Found, is_alive
 from shoal.launch.logs import LogFollower
-from shoal.launch.ranks import LogClock, times_of
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from tests.run_samples import make_run, rank_events, start, step
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.found import find
-from shoal.report.page import write_report
+from shoal.control.processes import find
+from shoal.tools.report.page import write_report
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of
 from tests.run_samples import all_events, demo_points, make_run

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.config.schema import ModelConfig
-from shoal.model.gpt import GPT
-from shoal.model.loss import head_loss
-from shoal.train.clip import clip
+from shoal.model.gpt import GPT, head_loss
+from shoal.sync.gradients import clip
 
 SHAPE = ModelConfig(layers=2, heads=2, width=32, seq_len=8, vocab_size=50)
 

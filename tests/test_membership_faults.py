@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.control.membership.generation import NEVER, State
 from shoal.control.membership.messages import Announce, Message
-from shoal.control.membership.rules import Rules
+from shoal.control.membership.settings import Rules
+from shoal.control.membership.types import NEVER, State
 from tests.membership_sim import COPY_S, Cluster
 
 PAUSE = Rules(on_silent_tie="pause")

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from shoal.control.membership.generation import next_member
-from shoal.control.membership.rules import Rules
+from shoal.control.membership.settings import Rules
+from shoal.control.membership.types import next_member
 from tests.membership_sim import Cluster
 
 # After everything is healed: to wake up, to be noticed, to yield, to be let in, and a group that did not form at first.

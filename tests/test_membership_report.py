@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 from shoal.cli.output import run_rows
 from shoal.errors import DataError
 from shoal.events import Event
-from shoal.report.changes import describe_changes
-from shoal.report.finish import current_manifest, finish, read_manifest
-from shoal.report.page import write_report
-from shoal.report.replicas import judge_replicas
-from shoal.report.summary import summarize
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
+from shoal.tools.report.manifest import current_manifest, finish, read_manifest
+from shoal.tools.report.membership import describe_changes
+from shoal.tools.report.page import write_report
+from shoal.tools.report.replicas import judge_replicas
+from shoal.tools.report.summary import summarize
 from tests.member_samples import BEGAN, commit_records, entered, killed_and_back, parted, steps, time_of
 from tests.programs import shoal
 from tests.run_samples import end, make_run, start

@@ -8,7 +8,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from shoal.control.membership.generation import (
+from shoal.control.membership.failure_detector import Standing, Watch
+from shoal.control.membership.messages import Announce, Beat, Message, Promise, Resign, Vote, decode, encode
+from shoal.control.membership.paxos import Round
+from shoal.control.membership.quorum import Electorate, Guest, Verdict, judge, mutual, succeed
+from shoal.control.membership.settings import Rules
+from shoal.control.membership.types import (
     NEVER,
     Ballot,
     Fork,
@@ -18,14 +23,10 @@ from shoal.control.membership.generation import (
     State,
     founding,
     next_member,
+    shared_step,
+    standing,
 )
-from shoal.control.membership.lineages import shared_step, standing
-from shoal.control.membership.messages import Announce, Beat, Message, Promise, Resign, Vote, decode, encode
-from shoal.control.membership.promises import Record, Voter
-from shoal.control.membership.round import Round
-from shoal.control.membership.rules import Rules
-from shoal.control.membership.succession import Electorate, Guest, Verdict, judge, mutual, succeed
-from shoal.control.membership.watch import Standing, Watch
+from shoal.control.membership.vote_store import Record, Voter
 from shoal.errors import ControlError
 from tests.membership_sim import Disk
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.control.membership import sentences
-from shoal.control.membership.generation import NEVER, Ballot, Seat, State, founding
-from shoal.control.membership.promisefile import PromiseFile
-from shoal.control.membership.promises import Record, Voter
 from shoal.control.membership.sentences import Change
+from shoal.control.membership.types import NEVER, Ballot, Seat, State, founding
+from shoal.control.membership.vote_store import PromiseFile, Record, Voter
 from shoal.errors import ControlError
 from tests.runs_checks import no_file_beyond
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.agent import mesh as module
+from shoal.agent.mesh import Mesh, to_dial
 from shoal.control.channel import Message, dial
-from shoal.control.hello import introduce
-from shoal.control.machine import boot_clock
+from shoal.control.handshake import introduce
+from shoal.control.orders import Member
 from shoal.errors import ControlError
-from shoal.launch import mesh as module
-from shoal.launch.mesh import Mesh
-from shoal.launch.orders import Member
-from shoal.launch.places import to_dial
+from shoal.host.facts import boot_clock
 
 TOKEN = "t" * 64
 ME = introduce(0, "node1", "m", "c", "d")

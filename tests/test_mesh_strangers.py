@@ -17,7 +17,7 @@ import pytest
 
 from shoal.control import channel as greeting
 from shoal.control.channel import Channel, dial
-from shoal.control.reception import doorkeeper, receive
+from shoal.control.connection_guard import doorkeeper, receive
 from shoal.errors import ControlError
 from tests.test_mesh import TOKEN, Peer
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import RunConfig, TrainConfig
-from shoal.cost.batch import Deal, deal, deal_anew, micro_batch, rank_weights, shares, world_batch
-from shoal.data.order import permute, sample_indices
-from shoal.data.shards import CursorShard, ModuloShard, make_shard
+from shoal.cost.batch_plan import Deal, deal, deal_anew, micro_batch, rank_weights, shares, world_batch
+from shoal.data.sampling import CursorShard, ModuloShard, make_shard, permute, sample_indices
 from shoal.errors import ConfigError, UsageError
 
 counts = st.integers(1, 3000)

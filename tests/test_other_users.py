@@ -24,16 +24,16 @@ import pytest
 from safetensors.numpy import save_file
 
 import shoal as package
+from shoal.agent.agent import refuse_leftovers
 from shoal.cli import main
-from shoal.control.private import CACHE_VARIABLES, choose_caches, find_danger, make_private
+from shoal.control.orders import Start
+from shoal.control.processes import Found, find, is_alive
+from shoal.control.rank_env import CACHE_VARIABLES, choose_caches, find_danger, make_private
 from shoal.errors import DataError, UsageError
-from shoal.launch.found import Found, find, is_alive
-from shoal.launch.orders import Start
-from shoal.launch.ready import refuse_leftovers
-from shoal.report.statefile import open_state
-from shoal.report.verify import verify_run
-from shoal.runfolder import RunFolder, user_name
-from shoal.trials.keeper import python_words
+from shoal.run_folder import RunFolder, user_name
+from shoal.runs.supervisor import python_words
+from shoal.tools.report.replicas import open_state
+from shoal.tools.report.verify import verify_run
 from tests.agent_checks import agents, go
 from tests.lab_checks import need_lab
 from tests.needs import need_tool
@@ -156,7 +156,7 @@ def test_in_a_user_namespace_links_of_other_users_are_a_danger(tmp_path: Path, a
     (shared / "link").symlink_to(own)
     os.chown(shared / "link", 12345, 12345, follow_symlinks=False)
     program = (
-        "import sys; from pathlib import Path; from shoal.control.private import find_danger\n"
+        "import sys; from pathlib import Path; from shoal.control.rank_env import find_danger\n"
         "print([find_danger(Path(each)) for each in sys.argv[1:]])"
     )
     words = [
@@ -191,7 +191,7 @@ def test_a_cache_that_the_user_named_is_used_if_it_is_safe(tmp_path: Path, name:
 def test_without_a_safe_home_the_caches_are_temporary_and_removed(tmp_path: Path) -> None:
     make_folder(tmp_path / "home", 0o777)
     program = (
-        "import os, sys; from shoal.control.private import torch_caches\n"
+        "import os, sys; from shoal.control.rank_env import torch_caches\n"
         "found = torch_caches(); print(found.note); print(*found.variables.values(), sep='\\n')\n"
         "print(oct(os.stat(os.path.dirname(found.variables['TRITON_CACHE_DIR'])).st_mode)[-3:])"
     )

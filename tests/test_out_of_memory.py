@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shoal.config.load import build_config
-from shoal.control.placement import Placement
-from shoal.cost.relief import relief
+from shoal.control.rank_env import Placement
+from shoal.cost.memory import relief
 from shoal.errors import OutOfMemory
-from shoal.launch.verdict import Ending, failure
+from shoal.launch.failure import Ending, failure
 from shoal.train.worker import as_fault
 from tests.programs import read_jsonl, set_flags, shoal_command
 

@@ -21,15 +21,21 @@ from shoal.config.load import build_config
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.errors import ConfigError, RunFailed
 from shoal.model.gpt import GPT
-from shoal.sync.agreement import make_outer
-from shoal.sync.exchange import Shared, StepExchange
-from shoal.sync.flight import Exchange
-from shoal.sync.fragments import cut_blocks, cut_pieces, is_sent_at
-from shoal.sync.outer import Outer, Rounds
-from shoal.sync.piece import AVERAGE, Descent, Piece
-from shoal.sync.streaming import Streaming
-from shoal.sync.times import CommTimes
-from shoal.sync.wires.bucket import Bucket, Stateless
+from shoal.sync.compression.base import Bucket, Stateless
+from shoal.sync.outer import (
+    AVERAGE,
+    Descent,
+    Exchange,
+    Outer,
+    Piece,
+    Rounds,
+    Streaming,
+    cut_blocks,
+    cut_pieces,
+    is_sent_at,
+    make_outer,
+)
+from shoal.sync.step_stats import CommTimes, Shared, StepExchange
 from shoal.sync.world import World
 from tests.harness import run_ranks
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shoal.report.ranklog import collect
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
+from shoal.tools.report.rank_log import collect
 from tests.programs import TINY, read_jsonl, set_flags, shoal, steps_of, train_tiny
 from tests.runs_checks import ended_afterwards, front, wait_until
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import CheckpointError
 from shoal.train.checkpoint import Progress
-from shoal.train.pasts import Kept, choose, have_parted, shared_step
+from shoal.train.resume import Kept, choose, have_parted, shared_step
 
 
 def past(step: int, lineage: str, *history: tuple[str, int]) -> Progress:

@@ -16,11 +16,11 @@ from matplotlib.image import imread
 
 from shoal.cli.main import run
 from shoal.config.load import build_config
-from shoal.cost.lever import AVAILABLE, Lever
-from shoal.cost.plan import make_plan
-from shoal.cost.sheet import Overrides, find_link, find_machines, make_setting
+from shoal.cost.buckets import AVAILABLE, Lever
+from shoal.cost.data_sheets import Overrides, find_link, find_machines, make_setting
 from shoal.cost.workload import workload_of
-from shoal.report.plan_picture import draw_plan
+from shoal.tools.plan.advise import make_plan
+from shoal.tools.plan.figures import draw_plan
 
 Call = Callable[..., tuple[int, str, str]]
 Plan = Callable[..., dict[str, Any]]

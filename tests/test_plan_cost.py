@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config
 from shoal.config.schema import TrainConfig
-from shoal.cost.catalogue import LINKS, MACHINES
-from shoal.cost.collectives import Wire, collective_s, hierarchical_s, payload_factor
-from shoal.cost.lever import AVAILABLE, Lever
-from shoal.cost.network import NodesNetwork, RingNetwork
-from shoal.cost.plan import make_plan, make_row
-from shoal.cost.predict import Setting, predict, speeds
-from shoal.cost.sheet import Overrides, find_link, find_machines, make_setting
-from shoal.cost.slowest import expected_max, expected_max_of, expected_slowest
-from shoal.cost.speed import SheetSpeed
+from shoal.cost.buckets import AVAILABLE, Lever
+from shoal.cost.data_sheets import Overrides, find_link, find_machines, make_setting
+from shoal.cost.machines import LINKS, MACHINES, SheetSpeed
+from shoal.cost.network import NodesNetwork, RingNetwork, Wire, collective_s, hierarchical_s, payload_factor
+from shoal.cost.predict import Setting, expected_max, expected_max_of, expected_slowest, predict, speeds
 from shoal.cost.workload import bare_workload, workload_of
+from shoal.tools.plan.advise import make_plan, make_row
 
 GPT2 = workload_of(build_config("gpt2-124m"))
 GIGABIT = Wire(125e6, 1e-3)

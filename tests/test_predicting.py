@@ -10,23 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.load import build_config, load_config
+from shoal.config.load import build_config, load_config, read_profile, write_profile
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelPace, NodeProfile, Profile
-from shoal.config.profile_file import read_profile, write_profile
 from shoal.config.schema import ModelConfig
-from shoal.cost.calibrate import Outcome, calibrate
-from shoal.cost.lever import Lever
+from shoal.cost.buckets import Lever
 from shoal.cost.measured import MeasuredSpeed, between, crowding, measured_network, pace_of, setting_of, spare_cores
+from shoal.cost.model_size import flops_per_token
 from shoal.cost.predict import predict
-from shoal.cost.step import StepTime
-from shoal.cost.work import flops_per_token
-from shoal.cost.workload import workload_of
+from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
-from shoal.report.explain_prediction import explain_prediction, say_prediction
-from shoal.report.summary import Spread, Summary, summarize
-from shoal.trials.measured import assemble
-from shoal.trials.predicting import predict_run, refuse_another_cluster
+from shoal.tools.plan.compare import Outcome, calibrate, predict_run, refuse_another_cluster
+from shoal.tools.probe.run import assemble
+from shoal.tools.report.explain_run import explain_prediction, say_prediction
+from shoal.tools.report.summary import Spread, Summary, summarize
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
 from tests.test_profile import measured

@@ -20,11 +20,18 @@ from hypothesis import strategies as st
 from shoal.cli.main import run
 from shoal.config.load import build_config
 from shoal.config.schema import DataConfig
-from shoal.data.cache import cache_root, read_entry
 from shoal.data.corpus import find_texts, read_texts
-from shoal.data.prepare import SHAKESPEARE, Prepared, check_enough, prepare, split_text
-from shoal.data.run_setup import create_run
-from shoal.data.tokenfile import open_tokens
+from shoal.data.prepare import (
+    SHAKESPEARE,
+    Prepared,
+    cache_root,
+    check_enough,
+    create_run,
+    prepare,
+    read_entry,
+    split_text,
+)
+from shoal.data.sampling import open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import DataError, UsageError
 
@@ -438,7 +445,7 @@ def test_the_advised_batch_can_be_dealt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Prepared, sets: list[str], ranks: int, advised: int
 ) -> None:
     """The text has ten sequences."""
-    monkeypatch.setattr("shoal.data.run_setup.prepare", lambda config: counted)
+    monkeypatch.setattr("shoal.data.prepare.prepare", lambda config: counted)
     config = build_config("grammar", None, None, ["model.seq_len=64", *sets])
     with pytest.raises(DataError) as caught:
         create_run(config, tmp_path / "run", ranks)

@@ -19,27 +19,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.node import Node
-from shoal.cluster.talk import Process, Talk, module_command
+from shoal.cluster.node import Node, Process, Talk, module_command
+from shoal.config.load import read_profile
 from shoal.config.profile import Profile
-from shoal.config.profile_file import read_profile
-from shoal.cost.collectives import bus_gbps
-from shoal.cost.fit import Line, fit
-from shoal.cost.sweep import (
+from shoal.cost.network import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     SIZES,
+    Line,
+    bus_gbps,
     expected_s,
+    fit,
     held_out_size,
     is_affordable,
     repeats_for,
     rounds_for,
 )
 from shoal.errors import ControlError
-from shoal.net.flow_plan import plan_flows, ring_of
-from shoal.net.flows import GAUGE
-from shoal.net.gauge.iperf import rate_of_intervals
-from shoal.net.gauge.rate import rate_bps
+from shoal.tools.probe.links import GAUGE, plan_flows, rate_bps, rate_of_intervals, ring_of
 from tests.lab_checks import need_lab, standing_lab
 from tests.needs import need_tool
 from tests.programs import shoal, shoal_command
@@ -266,13 +263,13 @@ def test_a_stranger_is_closed_out(gauge: Talk) -> None:
 
 
 def test_nodes_of_one_machine_compute_one_after_another_and_machines_at_once() -> None:
-    from shoal.train.gauge import deal_turns
+    from shoal.tools.probe.worker import deal_turns
 
     assert deal_turns({"node1": "a", "node2": "a", "node3": "b"}) == {"node1": 0, "node2": 1, "node3": 0}
 
 
 def test_thread_counts_double_up_to_all_cores() -> None:
-    from shoal.train.peaks import thread_counts
+    from shoal.train.compute_speed import thread_counts
 
     assert [thread_counts(cores) for cores in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.probe import picture_of
-from shoal.cli.probetext import print_profile, verdicts
+from shoal.cli.probe import picture_of, print_profile, verdicts
 from shoal.cluster.node import Node
+from shoal.config.load import check_writable, profile_file_to_toml, read_profile, write_profile
 from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profile
-from shoal.config.profile_file import check_writable, read_profile, to_toml, write_profile
 from shoal.config.schema import ModelConfig
-from shoal.cost.fit import Line
-from shoal.cost.roofline import Roofline
-from shoal.cost.sweep import SIZES
-from shoal.cost.work import flops_per_token, intensity
+from shoal.cost.machines import Roofline
+from shoal.cost.model_size import flops_per_token, intensity
+from shoal.cost.network import SIZES, Line
 from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
-from shoal.report.probe_picture import draw_probe, plot_probe
-from shoal.trials.measured import Measured, assemble, fastest, summarize
+from shoal.tools.probe.figure import draw_probe, plot_probe
+from shoal.tools.probe.run import Measured, assemble, fastest, summarize
 from tests.programs import shoal
 
 GIGABIT = Line(1e-3, 8 / 0.96e9)
@@ -275,7 +273,7 @@ def refusal(file: Path) -> DataError:
 def test_a_damaged_profile_is_refused_with_the_reason(
     profile: Profile, tmp_path: Path, before: str, after: str, seen: str, why: str
 ) -> None:
-    text = to_toml(profile)
+    text = profile_file_to_toml(profile)
     assert before in text
     file = tmp_path / "profile.toml"
     file.write_text(text.replace(before, after, 1))
@@ -285,7 +283,7 @@ def test_a_damaged_profile_is_refused_with_the_reason(
 
 
 def test_a_profile_that_was_cut_off_is_refused_wherever(profile: Profile, tmp_path: Path) -> None:
-    lines = to_toml(profile).splitlines(keepends=True)
+    lines = profile_file_to_toml(profile).splitlines(keepends=True)
     file = tmp_path / "profile.toml"
     for count in range(len(lines)):
         file.write_text("".join(lines[:count]))

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.load import build_config, load_config
-from shoal.data.run_setup import create_run
+from shoal.data.prepare import create_run
 from shoal.errors import RunFailed
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from shoal.train.build import build_trainer
 from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder
-from shoal.train.refusal import Told, explain
-from shoal.train.snapshot import replica_state
-from shoal.train.trainer import StopWish, Trainer
+from shoal.train.saving import replica_state
+from shoal.train.trainer import StopWish, Told, Trainer, explain
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl
 

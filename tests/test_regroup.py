@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from shoal.config.load import build_config
-from shoal.control.rankline import Here
-from shoal.data.run_setup import create_run
+from shoal.control.rank_messages import Here
+from shoal.data.prepare import create_run
 from shoal.errors import RunFailed
-from shoal.report.ledger import check_ledger
-from shoal.report.replicas import compare_replicas
-from shoal.report.summary import summarize
-from shoal.report.verify import verify_run
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from shoal.train.regroup import Membership
+from shoal.tools.report.commit_log import check_ledger
+from shoal.tools.report.replicas import compare_replicas
+from shoal.tools.report.summary import summarize
+from shoal.tools.report.verify import verify_run
+from shoal.train.recover import Membership
 from tests.harness import run_ranks
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shoal.errors import DataError
-from shoal.report.ledger import check_ledger
-from shoal.report.replicas import ReplicaReport, compare_replicas
-from shoal.report.statefile import BLOCK_BYTES
+from shoal.tools.report.commit_log import check_ledger
+from shoal.tools.report.replicas import BLOCK_BYTES, ReplicaReport, compare_replicas
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from shoal.events import Event
-from shoal.report.charts import MAX_POINTS, thin_by_mean, thin_keeping_extremes
-from shoal.report.finish import finish
-from shoal.report.page import embed_json, write_report
+from shoal.tools.report.manifest import finish
+from shoal.tools.report.page import MAX_POINTS, embed_json, thin_by_mean, thin_keeping_extremes, write_report
 from tests.run_samples import all_events, demo_points, make_run, start, step
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -151,6 +150,7 @@ def test_short_curves_are_left_alone() -> None:
 
 
 def test_readers_import_no_torch() -> None:
-    modules = "shoal.report.page, shoal.report.plots, shoal.report.finish, shoal.report.replicas, shoal.report.ledger"
+    names = ("page", "figures", "manifest", "replicas", "commit_log")
+    modules = ", ".join(f"shoal.tools.report.{name}" for name in names)
     check = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'plotly')))"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

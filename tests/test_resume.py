@@ -9,15 +9,15 @@ from typing import NoReturn
 
 import pytest
 
-from shoal.cli import labtext
+from shoal.cli import lab
 from shoal.cli.progress import StepLine
-from shoal.cli.sample import refuse_without_checkpoint
+from shoal.cli.report import refuse_without_checkpoint
 from shoal.config.load import build_config
 from shoal.errors import DataError, UsageError
 from shoal.events import Event
-from shoal.runfolder import RunFolder
-from shoal.trials import training
-from shoal.trials.training import rate_note, refuse_finished, train_on
+from shoal.run_folder import RunFolder
+from shoal.runs import start
+from shoal.runs.start import rate_note, refuse_finished, train_on
 from tests.run_samples import all_events, make_run
 
 
@@ -28,7 +28,7 @@ def never(*args: object) -> NoReturn:
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run of 100 steps that has done them all, on a cluster that is gone."""
-    monkeypatch.setattr(training, "verify_run", lambda run: SimpleNamespace(ok=True))
+    monkeypatch.setattr(start, "verify_run", lambda run: SimpleNamespace(ok=True))
     return make_run(tmp_path / "run", None, "train.steps=100", "run.on=/gone/hosts.toml")
 
 
@@ -40,7 +40,7 @@ def test_the_owner_of_a_read_only_folder_is_told_to_change_its_permissions(
 ) -> None:
     run = make_run(tmp_path / "run")
     # Root may write everywhere.
-    monkeypatch.setattr("shoal.runfolder.may", lambda path, mode: path != run.path)
+    monkeypatch.setattr("shoal.run_folder.may", lambda path, mode: path != run.path)
     with pytest.raises(UsageError) as caught:
         run.refuse_unwritable()
     assert caught.value.why.startswith("its permissions forbid it")
@@ -54,7 +54,7 @@ def test_the_owner_of_a_read_only_folder_is_told_to_change_its_permissions(
 
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
-    monkeypatch.setattr("shoal.runfolder.may", lambda path, mode: False)
+    monkeypatch.setattr("shoal.run_folder.may", lambda path, mode: False)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UsageError) as caught:
         run.refuse_unwritable()
@@ -72,7 +72,7 @@ def test_another_lineage_of_a_finished_run_may_go_on(
 ) -> None:
     """Nothing of it stands in the way until the run is prepared to go on."""
     run = make_run(tmp_path / "here", None, "train.steps=100", "run.on=local:2")
-    monkeypatch.setattr(training, "reopen_run", never)
+    monkeypatch.setattr(start, "reopen_run", never)
     with pytest.raises(UsageError, match="is finished"):
         train_on(run.path, never)
     with pytest.raises(AssertionError, match="nothing may be"):
@@ -85,7 +85,7 @@ def test_a_long_check_is_announced(
     finished.checkpoints.mkdir(exist_ok=True)
     (finished.checkpoints / "weights").write_bytes(b"x" * 2000)
     for limit, is_said in ((3000, False), (1000, True)):
-        monkeypatch.setattr(training, "_LONG_CHECK_BYTES", limit)
+        monkeypatch.setattr(start, "_LONG_CHECK_BYTES", limit)
         with pytest.raises(UsageError, match="is finished"):
             refuse_finished(finished, 100)
         assert ("checking that its 2 kB are undamaged" in capsys.readouterr().err) == is_said
@@ -111,7 +111,7 @@ def test_the_first_checkpoint_is_promised_within_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, promise: str
 ) -> None:
     run = make_run(tmp_path / "run", all_events(), "train.steps=400", f"train.checkpoint_every={every}")
-    monkeypatch.setattr("shoal.cli.sample.find", lambda path: ["a running process"])
+    monkeypatch.setattr("shoal.cli.report.find", lambda path: ["a running process"])
     with pytest.raises(DataError) as caught:
         refuse_without_checkpoint(run)
     assert caught.value.why.endswith(promise)
@@ -127,5 +127,5 @@ def test_progress_shows_waiting_only_where_it_is_measured() -> None:
 
 
 def test_a_process_that_has_ended_has_no_command() -> None:
-    assert labtext._command_of(os.getpid()).startswith(" (")
-    assert labtext._command_of(2**31 - 2) == ""
+    assert lab._command_of(os.getpid()).startswith(" (")
+    assert lab._command_of(2**31 - 2) == ""

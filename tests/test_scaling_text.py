@@ -13,13 +13,21 @@ from hypothesis import strategies as st
 from shoal.cli.bench import scaling_document
 from shoal.errors import DataError
 from shoal.events import Event
-from shoal.report.explain_run import explain_single
-from shoal.report.explain_scaling import account, explain, is_plausible
-from shoal.report.plots import draw_scaling, log_ticks, plot_scaling, step_parts
-from shoal.report.scaling import SCALING_FILE, ScalingPoint, read_scaling, scaling_point, to_json
-from shoal.report.summary import summarize
-from shoal.sync.times import CommTimes
-from shoal.trials.scaling import ScalingResult
+from shoal.sync.step_stats import CommTimes
+from shoal.tools.bench.scaling import ScalingResult
+from shoal.tools.report.explain_run import account, explain, explain_single, is_plausible
+from shoal.tools.report.figures import (
+    SCALING_FILE,
+    ScalingPoint,
+    draw_scaling,
+    log_ticks,
+    plot_scaling,
+    read_scaling,
+    scaling_point,
+    step_parts,
+    to_json,
+)
+from shoal.tools.report.summary import summarize
 from tests.run_samples import TOKENS, all_events, demo_points, make_run, point, rank_events, start, step
 
 ONE = point(1, 100, 2, forward=30, backward=60, optimizer=8, other=2)

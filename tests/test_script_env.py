@@ -21,9 +21,9 @@ from shoal.cluster.node import LOOPBACK, Meeting, Node
 from shoal.config.schema import RunConfig
 from shoal.errors import UsageError
 from shoal.launch.plan import plan_script, settings_notes
-from shoal.runfolder import RunFolder
-from shoal.trials.scripts import Source, active_environment, choose_python, choose_stdin
-from shoal.trials.stopping import grace_of
+from shoal.run_folder import RunFolder
+from shoal.runs.manage import grace_of
+from shoal.runs.start import Source, active_environment, choose_python, choose_stdin
 from tests.programs import shoal, shoal_command
 
 HERE = Node("local", LOOPBACK, "lo", 2, 8)
@@ -162,7 +162,7 @@ def test_who_reads_the_standard_input() -> None:
 
 CHOOSE = """
 import os
-from shoal.trials.scripts import choose_stdin
+from shoal.runs.start import choose_stdin
 print(choose_stdin("local:2", False)[0].name, flush=True)
 if os.fork() == 0:
     os.setpgid(0, 0)
@@ -188,7 +188,7 @@ def test_a_terminal_is_read_only_in_the_foreground() -> None:
 
 RELAY = """
 import os, signal, sys, time
-from shoal.trials.scripts import relay_terminal
+from shoal.runs.start import relay_terminal
 with relay_terminal() as reading:
     print("ready", flush=True)
     print("got", os.read(reading, 100).decode().strip(), flush=True)

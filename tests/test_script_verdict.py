@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import OutOfMemory
-from shoal.launch.supervise import tail_of
-from shoal.launch.verdict import Ending, Raised, failure, first_to_fail, last_exception, left_early, script_faults
-from shoal.net.explain import is_consequence
+from shoal.launch.failure import Ending, Raised, failure, first_to_fail, last_exception, left_early, script_faults
+from shoal.launch.launcher import tail_of
+from shoal.tools.explain.explain import is_consequence
 from tests.programs import shoal
 
 RAISED = """\

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch.found import find
-from shoal.runfolder import RunFolder
+from shoal.control.processes import find
+from shoal.run_folder import RunFolder
 from tests.lab_checks import need_lab
 from tests.programs import TINY, set_flags, steps_of
 from tests.runs_checks import Front, ended_afterwards, front, wait_until
@@ -112,7 +112,7 @@ def median_step_s(run: Path, count: int) -> float:
 
 def test_a_flood_at_every_port_slows_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """The flood itself is over when steps are timed: on one machine it would take the ranks' own cores. Its idle
-    connections are not. Gloo's own ports are shut by then (`shoal.sync.doors`), so nothing comes in there."""
+    connections are not. Gloo's own ports are shut by then (`shoal.sync.interruptible`), so nothing comes in there."""
     with training(tmp_path, "local:2") as run:
         ports = ports_of(run)
         files = {pid: open_files(pid) for pid in pids_of(run)}

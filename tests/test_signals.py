@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.lab.enter import start_in_node
+from shoal.cluster.lab.processes import start_in_node
 from shoal.cluster.node import start_process
-from shoal.control.process import restore_signals
-from shoal.launch.found import find
-from shoal.trials.stopping import end_processes
+from shoal.control.processes import find, restore_signals
+from shoal.runs.manage import end_processes
 from tests.programs import read_jsonl, shoal_command
 
 # What a program finds when it begins, before Python changes anything: the kernel's own table. Without signals 32 and
@@ -56,7 +55,7 @@ def test_a_rank_begins_with_default_signals(start: object, tmp_path: Path) -> No
 
 def test_a_program_of_shoal_restores_the_signals_it_inherited() -> None:
     with deaf():
-        code = f"from shoal.control.process import restore_signals\nrestore_signals()\n{_STATUS}"
+        code = f"from shoal.control.processes import restore_signals\nrestore_signals()\n{_STATUS}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == f"{[_NONE, _PYTHONS_OWN]}\n"
 

@@ -9,13 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cost.simulate.forecast import outcomes_of, simulate
-from shoal.cost.simulate.interval import best_every, daly_s, young_s
-from shoal.cost.simulate.ledger import CAUSES, Ledger, Leg
-from shoal.cost.simulate.scenario import Checkpoints, Failures, Policy, Scaling, from_table
-from shoal.cost.simulate.straggling import Lognormal, Steady
-from shoal.cost.simulate.stretch import Rhythm
 from shoal.errors import ConfigError
+from shoal.tools.plan.scenario import Checkpoints, Failures, Lognormal, Policy, Scaling, Steady, from_table
+from shoal.tools.plan.simulation import CAUSES, Ledger, Leg, Rhythm, best_every, daly_s, outcomes_of, simulate, young_s
 from tests.simulate_scenes import HOUR, SlowWay, scenario
 
 POLICIES: tuple[Policy, ...] = ("restart", "live")

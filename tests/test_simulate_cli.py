@@ -15,13 +15,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli import simulateoptions as knobs
-from shoal.cli import simulatetext
+from shoal.cli import simulate as knobs
 from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simulate
-from shoal.cost.simulate.straggling import Measured, Slowest
 from shoal.errors import ConfigError, DataError, ShoalError
-from shoal.report.simulation_picture import LABELS, draw_simulation
-from shoal.report.straggling import own_factors
+from shoal.tools.plan.figures import LABELS, draw_simulation
+from shoal.tools.plan.scenario import Measured, Slowest
+from shoal.tools.report.rank_log import own_factors
 from tests.run_samples import all_events, make_run, rank_events
 
 app = typer.Typer()
@@ -103,7 +102,7 @@ def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
 
 
 def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
-    assert [simulatetext._per_cent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
+    assert [knobs._per_cent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
         "0.00%",
         "0.00%",
         "-1.20%",
@@ -243,6 +242,6 @@ def test_declaring_the_options_loads_no_numbers_library() -> None:
     """`plan --help` must answer at once."""
     import subprocess
 
-    script = "import sys, shoal.cli.simulateoptions\nprint('numpy' in sys.modules, 'matplotlib' in sys.modules)"
+    script = "import sys, shoal.cli.simulate\nprint('numpy' in sys.modules, 'matplotlib' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["False", "False"]

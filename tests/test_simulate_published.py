@@ -1,10 +1,11 @@
-"""The simulator against published figures; sources and assumptions stand in `shoal.cost.simulate.published`."""
+"""The simulator against published figures; sources and assumptions stand in `shoal.tools.plan.simulation`."""
 
 from __future__ import annotations
 
 import pytest
 
-from shoal.cost.simulate.published import (
+from shoal.tools.plan.scenario import Lognormal, Slowest
+from shoal.tools.plan.simulation import (
     HOROVOD,
     HOUR,
     LLAMA_INTERRUPTIONS,
@@ -21,7 +22,6 @@ from shoal.cost.simulate.published import (
     mttf_h,
     validation,
 )
-from shoal.cost.simulate.straggling import Lognormal, Slowest
 
 
 def test_llama_3_had_419_interruptions_and_more_than_90_per_cent_effective_time() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cost.simulate.straggling import EXACT_BELOW, Lognormal, Measured, Slowest, Steady, Straggling, fit
 from shoal.errors import ConfigError
+from shoal.tools.plan.scenario import EXACT_BELOW, Lognormal, Measured, Slowest, Steady, Straggling, fit
 
 
 def brute_force(sigma: float, ranks: int, steps: int = 20_000) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

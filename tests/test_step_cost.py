@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from shoal.config.schema import ModelConfig
 from shoal.cost.buckets import Bucket, even_gradients, fill_buckets, gradients
-from shoal.cost.fit import Line
-from shoal.cost.network import Exchange, MeasuredNetwork, RingNetwork
-from shoal.cost.sizes import parameter_count
-from shoal.cost.step import RankWork, exposed_s
+from shoal.cost.model_size import parameter_count
+from shoal.cost.network import Exchange, Line, MeasuredNetwork, RingNetwork
+from shoal.cost.workload import RankWork, exposed_s
 
 GPT2 = ModelConfig(layers=12, heads=12, width=768, seq_len=1024, vocab_size=50_257)
 SMALL = ModelConfig(vocab_size=2048)

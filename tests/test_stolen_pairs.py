@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.control.placement import Placement
+from shoal.control.rank_env import Placement
 from shoal.errors import ForeignConnection, ShoalError
-from shoal.sync import groups, proof
+from shoal.sync import process_groups
 from shoal.sync import world as worlds
-from shoal.sync.groups import Forming, Report, explain, foreign_ends, form_main_group, pair_digest, unform
-from shoal.sync.membership.fence import Over
-from shoal.sync.membership.forming import Place, form
-from shoal.sync.waiting import Release
-from shoal.sync.world import World, barrier, beside
+from shoal.sync.fence import Over
+from shoal.sync.interruptible import Release
+from shoal.sync.process_groups import Forming, Report, explain, foreign_ends, form_main_group, pair_digest, unform
+from shoal.sync.world import Place, World, barrier, beside, form
+from shoal.tools.doctor import gloo_worker
 from tests.harness import run_ranks
 from tests.scripted_agent import ScriptedAgent
 from tests.sockets_of import listening
@@ -197,7 +197,7 @@ def test_a_second_group_of_some_ranks_is_proved_too(tmp_path: Path) -> None:
 
 
 def probe_attacked(world: World, name: str) -> dict[str, object]:
-    return proof.try_group(AttackedStore(world.store, name, 1), world.rank, (0, 1))
+    return gloo_worker.try_group(AttackedStore(world.store, name, 1), world.rank, (0, 1))
 
 
 def test_the_doctors_group_is_proved_too(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_every_connection_of_a_pair_is_proved(tmp_path: Path) -> None:
 
 
 def prove_with_another_key(world: World) -> str:
-    groups._PROOF_S = 1.0
+    process_groups._PROOF_S = 1.0
     barrier(world)
     unform()
     store = dist.PrefixStore("keys", world.store)
@@ -240,7 +240,7 @@ def test_a_peer_with_another_key_is_foreign(tmp_path: Path) -> None:
 
 def be_released(world: World) -> float:
     """Rank 1 connects and sends nothing; rank 0's generation is over meanwhile."""
-    groups._PROOF_S = 30.0
+    process_groups._PROOF_S = 30.0
     barrier(world)
     unform()
     store, release = dist.PrefixStore("over", world.store), Release()

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.manifest import Manifest
-from shoal.cost.collectives import payload_factor, ring_bytes
+from shoal.cost.network import payload_factor, ring_bytes
 from shoal.events import Event
-from shoal.report.compose import carry_over
-from shoal.report.explain_run import explain_single
-from shoal.report.finish import current_manifest, finish, main, read_manifest
-from shoal.report.replicas import ReplicaReport
-from shoal.report.summary import summarize, timing_rows
-from shoal.trials.training import command_line
+from shoal.runs.start import command_line
+from shoal.tools.report.explain_run import explain_single
+from shoal.tools.report.manifest import carry_over, current_manifest, finish, main, read_manifest
+from shoal.tools.report.replicas import ReplicaReport
+from shoal.tools.report.summary import summarize, timing_rows
 from tests.run_samples import GRAD_BYTES, TOKENS, all_events, demo_points, end, make_run, rank_events, start, step
 
 VERDICT = ReplicaReport(
@@ -368,7 +367,7 @@ def test_a_manifest_of_the_future_is_still_read(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_message_and_loses_nothing(tmp_path: Path) -> None:
     """A file-size limit of one block fails a write just as a full disk does."""
     run = make_run(tmp_path / "run")
-    command = f'ulimit -f 1; exec "{sys.executable}" -m shoal.report.finish "{run.path}"'
+    command = f'ulimit -f 1; exec "{sys.executable}" -m shoal.tools.report.manifest "{run.path}"'
     done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "cannot write into" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.suspend import read_signal, watch_for_sleep
+from shoal.agent.sleep import read_signal, watch_for_sleep
 from tests.agent_checks import Agent, agents
 from tests.member_checks import Team
 from tests.runs_checks import wait_until

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shoal.cluster.talk import Process, Talk, ask_each, closing_all
+from shoal.cluster.node import Process, Talk, ask_each, closing_all
 from shoal.errors import ControlError
 
 _ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'heard': json.loads(line)}), flush=True)"

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shoal as package
-from shoal.cli.lines import LineDisplay, make_line_printer
-from shoal.cli.output import SafeConsole, make_console
+from shoal.cli.output import LineDisplay, SafeConsole, make_console, make_line_printer
 from shoal.launch.logs import LogLine
 from shoal.terminal import PrintableStream, printable, printable_json, printable_line
 from tests.programs import shoal
@@ -161,7 +160,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_current_line_of_each_rank_stands_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.lines._REDRAW_S", 0.0)
+    monkeypatch.setattr("shoal.cli.output._REDRAW_S", 0.0)
     out = Terminal()
     display = LineDisplay(SafeConsole(file=out, force_terminal=True, highlight=False, width=30, height=24))
     display.lines(lines_of("begun"), lines_of("\x1b[2J 10%|#   |", "loading\tdata"))

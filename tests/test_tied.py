@@ -14,11 +14,8 @@ from torch.futures import Future
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.cost.buckets import split_tied
 from shoal.model.gpt import GPT
-from shoal.sync.ddp import HookedDDP
-from shoal.sync.gradients import make_gradient_sync
-from shoal.sync.tied import TiedHead, pays
-from shoal.sync.wires import Bucket
-from shoal.sync.wires.bucket import Stateless
+from shoal.sync.compression.base import Bucket, Stateless
+from shoal.sync.gradients import HookedDDP, TiedHead, make_gradient_sync, pays
 from shoal.sync.world import World
 from tests.harness import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.tokenfile import open_tokens, write_tokens
+from shoal.data.sampling import open_tokens, write_tokens
 from shoal.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,

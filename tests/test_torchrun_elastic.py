@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shoal.cluster.lab.changes import kill
-from shoal.cluster.lab.enter import NodeProcess
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, kill
+from shoal.cluster.lab.processes import NodeProcess
 from shoal.events import read_events
-from shoal.sync.attempt import settle
+from shoal.sync.world import settle
 from tests.lab_checks import standing_lab
 from tests.programs import TINY, read_jsonl, set_flags
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from shoal.config.load import build_config, load_config
-from shoal.control.membership.generation import Ballot
-from shoal.control.placement import Placement
-from shoal.control.rankline import GiveUp
-from shoal.data.run_setup import create_run
+from shoal.control.membership.types import Ballot
+from shoal.control.rank_env import Placement
+from shoal.control.rank_messages import GiveUp
+from shoal.data.prepare import create_run
 from shoal.events import EventLog
-from shoal.report.ledger import check_ledger
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.sync.world import World, nowhere
-from shoal.train import books, ledger
+from shoal.tools.report.commit_log import check_ledger
+from shoal.train import recorder as train_recorder
+from shoal.train import state_transfer
 from shoal.train.build import build_trainer
 from shoal.train.recorder import Recorder
 from shoal.train.trainer import StopWish
@@ -43,43 +44,43 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_what_is_missing_is_added_and_what_is_there_is_not(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
-    ledger.amend(EventLog(path, 0), [record(2, "1-0"), record(3, "4-0")])
+    train_recorder.amend(EventLog(path, 0), [record(2, "1-0"), record(3, "4-0")])
     assert [(each["step"], each["generation"]) for each in read_jsonl(path)] == [(1, "1-0"), (2, "1-0"), (3, "4-0")]
 
 
 def test_a_lineage_is_given_up_once_however_many_say_so(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"), record(3, "2-1", "2-1"))
     for _ in range(2):
-        ledger.give_up(EventLog(path, 0), [GIVEN_UP])
+        train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
     [line] = [each for each in read_jsonl(path) if "abandoned" in each]
     assert (line["abandoned"], line["standing"], line["after"]) == ("2-0", "2-1", 2)
 
 
 def test_a_copy_that_has_nothing_of_a_lineage_need_not_know_that_it_ended(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-1", "2-1"))
-    ledger.give_up(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
     assert not [each for each in read_jsonl(path) if "abandoned" in each]
 
 
 def test_a_new_machine_has_no_ledger_yet(tmp_path: Path) -> None:
     path = tmp_path / "commits.jsonl"
-    assert ledger.last_step(path) == 0
-    ledger.give_up(EventLog(path, 0), [GIVEN_UP])
-    ledger.amend(EventLog(path, 0), [record(1, "1-0")])
-    assert ledger.last_step(path) == 1
+    assert train_recorder.last_step(path) == 0
+    train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.amend(EventLog(path, 0), [record(1, "1-0")])
+    assert train_recorder.last_step(path) == 1
 
 
 def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
-    assert ledger.missing(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
-    assert ledger.missing(path, [record(2, "2-0")]) == [record(2, "2-0")]
-    assert ledger.missing(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
+    assert train_recorder.missing(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
+    assert train_recorder.missing(path, [record(2, "2-0")]) == [record(2, "2-0")]
+    assert train_recorder.missing(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
 
 
 def test_of_a_long_ledger_the_end_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in range(1, 12_000)))
     assert path.stat().st_size > 1 << 20
-    assert ledger.missing(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [record(12_000, "1-0")]
+    assert train_recorder.missing(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [record(12_000, "1-0")]
 
 
 def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path
     both = [left[0], right[0], right[1], left[1], record(5, "2-1", "2-1")]
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"), *both)
     assert not check_ledger(read_jsonl(path)).ok
-    ledger.give_up(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
     report = check_ledger(read_jsonl(path))
     assert report.ok
     assert (report.steps, report.abandoned) == (5, 2)
@@ -98,10 +99,10 @@ def test_steps_of_a_lineage_that_was_given_up_come_with_that_word(tmp_path: Path
     """A machine was away while two others parted and met: its copy must not show a fork that is none."""
     left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
     theirs = write(tmp_path / "theirs.jsonl", record(1, "1-0"), record(2, "1-0"), *left, *right)
-    ledger.give_up(EventLog(theirs, 0), [GIVEN_UP])
+    train_recorder.give_up(EventLog(theirs, 0), [GIVEN_UP])
     ours = write(tmp_path / "ours.jsonl", record(1, "1-0"), record(2, "1-0"))
     for _ in range(2):
-        ledger.amend(EventLog(ours, 0), ledger.after(theirs, 2))
+        train_recorder.amend(EventLog(ours, 0), train_recorder.after(theirs, 2))
     assert check_ledger(read_jsonl(ours)) == check_ledger(read_jsonl(theirs))
     assert check_ledger(read_jsonl(ours)).ok
     assert len(read_jsonl(ours)) == len(read_jsonl(theirs))
@@ -113,9 +114,9 @@ def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
     whole = [record(step, "1-0") for step in range(1, 11)]
     end = {"abandoned": "2-0", "standing": "1-0", "after": 2}
     write(path, *(whole[:3] if world.rank else [*whole, record(4, "2-0", "2-0"), end]))
-    books._PIECE = 4
-    books.bring_ledger(replace(world, keeps_files=True), world.rank == 1, path, [], lambda: EventLog(path, 0))
-    return [ledger.name_of(each) for each in read_jsonl(path)]
+    state_transfer._PIECE = 4
+    state_transfer.bring_ledger(replace(world, keeps_files=True), world.rank == 1, path, [], lambda: EventLog(path, 0))
+    return [train_recorder.name_of(each) for each in read_jsonl(path)]
 
 
 def test_a_long_ledger_comes_in_pieces(tmp_path: Path) -> None:
@@ -128,17 +129,17 @@ def test_in_a_shared_folder_a_machine_counts_only_its_own_steps(tmp_path: Path) 
     both = [record(step, "1-0") | {"members": [0, 1]} for step in (1, 2, 3)]
     alone = [record(step, "2-0", "2-0") | {"members": [0]} for step in range(4, 112)]
     path = write(tmp_path / "commits.jsonl", *both, *alone)
-    assert ledger.last_step(path) == 111
-    assert [ledger.last_step(path, rank) for rank in (0, 1, 2)] == [111, 3, 0]
+    assert train_recorder.last_step(path) == 111
+    assert [train_recorder.last_step(path, rank) for rank in (0, 1, 2)] == [111, 3, 0]
 
 
 def test_what_a_copy_lacks_is_named_once(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in (1, 2, 5, 9)))
-    assert ledger.lacking(path, 10) == [(3, 4), (6, 8), (10, 10)]
-    assert ledger.lacking(path, 5) == [(3, 4)]
-    ledger.record_holes(EventLog(path, 0), [(3, 4)])
-    assert ledger.lacking(path, 10) == [(6, 8), (10, 10)]
-    assert ledger.lacking(tmp_path / "none", 2) == [(1, 2)]
+    assert train_recorder.lacking(path, 10) == [(3, 4), (6, 8), (10, 10)]
+    assert train_recorder.lacking(path, 5) == [(3, 4)]
+    train_recorder.record_holes(EventLog(path, 0), [(3, 4)])
+    assert train_recorder.lacking(path, 10) == [(6, 8), (10, 10)]
+    assert train_recorder.lacking(tmp_path / "none", 2) == [(1, 2)]
 
 
 def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int], list[Any], list[str]]:
@@ -150,7 +151,7 @@ def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int],
     recorder = SimpleNamespace(warn=lambda error: told.append(error.seen), open_ledger=lambda: log)
     progress = SimpleNamespace(step=10)
     trainer: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
-    books.mend_ledger(trainer, path)
+    state_transfer.mend_ledger(trainer, path)
     records = read_jsonl(path)
     holes = [each["hole"] for each in records if "hole" in each]
     return [each["step"] for each in records if "step" in each], holes, told
@@ -177,11 +178,15 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
     brought = [record(2, "1-0"), record(3, "2-1", "2-1")]
     with no_file_beyond(path.stat().st_size):
         for _ in range(2):
-            ledger.give_up(log, [GIVEN_UP])
-            ledger.amend(log, brought)
+            train_recorder.give_up(log, [GIVEN_UP])
+            train_recorder.amend(log, brought)
         assert len(read_jsonl(path)) == 2
-        assert ledger.lacking(path, 3, log.kept_events()) == []
-        assert [each["step"] for each in ledger.after(path, 1, log.kept_events()) if "step" in each] == [3, 2, 3]
+        assert train_recorder.lacking(path, 3, log.kept_events()) == []
+        assert [each["step"] for each in train_recorder.after(path, 1, log.kept_events()) if "step" in each] == [
+            3,
+            2,
+            3,
+        ]
     assert log.flush() == 0
     log.close()
     assert len(read_jsonl(path)) == 5

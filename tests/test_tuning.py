@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.model.gpt import GPT
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.sync.world import World
-from shoal.train import memory, trial
-from shoal.train.tuning import NEVER, Choice, Times, Work, decide, key, may_pay, settled, work_left
+from shoal.train import autotune
+from shoal.train.autotune import NEVER, Choice, Times, Work, decide, key, may_pay, settled, work_left
 from tests.harness import run_ranks
 from tests.run_samples import start
 
@@ -118,21 +118,21 @@ def test_a_key_tells_apart_what_differs() -> None:
 def test_times_are_remembered(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "trials.json"
     times = tried(0.1, 0.08)
-    assert memory.recall(file, "here") is None
-    memory.remember(file, "here", times)
-    memory.remember(file, "there", Times(0.5))
-    assert memory.recall(file, "here") == times
-    assert memory.recall(file, "there") == Times(0.5)
+    assert autotune.recall(file, "here") is None
+    autotune.remember(file, "here", times)
+    autotune.remember(file, "there", Times(0.5))
+    assert autotune.recall(file, "here") == times
+    assert autotune.recall(file, "there") == Times(0.5)
     assert [path.name for path in file.parent.iterdir()] == ["trials.json"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     for number in range(70):
-        memory.remember(file, f"model {number}", Times(1.0 + number))
-    assert memory.recall(file, "model 5") is None
-    assert memory.recall(file, "model 6") == Times(7.0)
-    assert memory.recall(file, "model 69") == Times(70.0)
+        autotune.remember(file, f"model {number}", Times(1.0 + number))
+    assert autotune.recall(file, "model 5") is None
+    assert autotune.recall(file, "model 6") == Times(7.0)
+    assert autotune.recall(file, "model 69") == Times(70.0)
 
 
 WHOLE = {"plain_s": 0.1, "bf16_s": None, "compiled_s": 0.05, "compile_s": 20.0, "tried": 1.0}
@@ -167,16 +167,16 @@ WHOLE = {"plain_s": 0.1, "bf16_s": None, "compiled_s": 0.05, "compile_s": 20.0, 
 def test_a_damaged_or_foreign_memory_is_none(text: str, tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     file.write_text(text)
-    assert memory.recall(file, "here") is None
-    memory.remember(file, "here", Times(0.25))
-    assert memory.recall(file, "here") == Times(0.25)
+    assert autotune.recall(file, "here") is None
+    autotune.remember(file, "here", Times(0.25))
+    assert autotune.recall(file, "here") == Times(0.25)
 
 
 def test_a_memory_that_cannot_be_written_or_is_nowhere_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for file in (tmp_path / "file" / "trials.json", None):
-        memory.remember(file, "here", Times(0.25))
-        assert memory.recall(file, "here") is None
+        autotune.remember(file, "here", Times(0.25))
+        assert autotune.recall(file, "here") is None
 
 
 MODEL = ModelConfig(layers=2, heads=2, width=16, seq_len=8, vocab_size=30)
@@ -192,12 +192,12 @@ def choose_together(world: World, cache: str, times: list[float], fake: bool) ->
         return 5.0, times[world.rank]
 
     if fake:
-        trial._BlockTimer.compiled = compiled  # type: ignore[method-assign]
-        trial._BlockTimer.seconds = lambda self, precision: 1.0  # type: ignore[method-assign]
-    trial.has_compiler = lambda: True
+        autotune._BlockTimer.compiled = compiled  # type: ignore[method-assign]
+        autotune._BlockTimer.seconds = lambda self, precision: 1.0  # type: ignore[method-assign]
+    autotune.has_compiler = lambda: True
     model = GPT(MODEL)
     before = [parameter.clone() for parameter in model.parameters()]
-    choice = trial.choose(model, Config(model=MODEL), 2, LONG, world)
+    choice = autotune.choose(model, Config(model=MODEL), 2, LONG, world)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     return choice.compiled, choice.why, len(calls)
@@ -226,10 +226,10 @@ def test_what_is_remembered_is_not_tried_again(tmp_path: Path) -> None:
 def without_compiler(world: World, cache: str) -> tuple[bool, str]:
     os.environ["XDG_CACHE_HOME"] = cache
     os.environ["CXX"] = "no-such-compiler"
-    trial._BlockTimer.seconds = lambda self, precision: 1.0  # type: ignore[method-assign]
+    autotune._BlockTimer.seconds = lambda self, precision: 1.0  # type: ignore[method-assign]
     model = GPT(MODEL)
-    choice = trial.choose(model, Config(model=MODEL), 2, LONG, world)
-    trial.apply(choice, model)
+    choice = autotune.choose(model, Config(model=MODEL), 2, LONG, world)
+    autotune.apply(choice, model)
     return model._is_compiled, choice.why
 
 
@@ -240,8 +240,8 @@ def test_without_a_compiler_all_stays_eager(tmp_path: Path) -> None:
 
 
 def resume_from(world: World, folder: str, has_compiler: bool) -> Choice | None:
-    trial.has_compiler = lambda: has_compiler
-    return trial.earlier_choice(RunFolder(Path(folder)), world)
+    autotune.has_compiler = lambda: has_compiler
+    return autotune.earlier_choice(RunFolder(Path(folder)), world)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_model_in_bf16_is_near_and_its_weights_stay_fp32() -> None:
     model = GPT(MODEL)
     rows = torch.randint(MODEL.vocab_size, (2, MODEL.seq_len + 1))
     exact = model(rows[:, :-1], rows[:, 1:]).item()
-    trial.apply(Choice(precision="bf16"), model)
+    autotune.apply(Choice(precision="bf16"), model)
     loss = model(rows[:, :-1], rows[:, 1:])
     loss.backward()
     assert loss.item() == pytest.approx(exact, rel=1e-2)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.sweep import size_text
-from shoal.report.wording import ms, percents
-from shoal.units import format_count, format_duration, format_number, format_si
+from shoal.cost.network import size_text
+from shoal.units import format_count, format_duration, format_number, format_si, ms, percents
 
 
 @pytest.mark.parametrize(

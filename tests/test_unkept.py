@@ -56,6 +56,6 @@ def test_what_a_killed_keeper_leaves_is_shown_and_ended_when_asked(tmp_path: Pat
         assert code == 0
         assert words.startswith(title)
         assert [f"{pid:>8}  {part}" in words for part, pid in pids.items()] == [True] * 3
-        assert "-m shoal.launch.agent\n" in words
+        assert "-m shoal.agent.agent\n" in words
     assert saw["left"] == []
     assert saw["ps"] == "no run is going on here\n"

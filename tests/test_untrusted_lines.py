@@ -16,23 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
-from shoal.cluster.hosts import link as hosts_link
-from shoal.cluster.hosts.link import SshLink
-from shoal.cluster.hosts.ready import ReadyHost
+from shoal.agent.kv_store import MOST_REQUEST_BYTES, read_request
+from shoal.cluster.agent_link import LINE_BYTES, PIECE_BYTES
+from shoal.cluster.hosts import cluster as hosts_link
+from shoal.cluster.hosts.cluster import SshLink
+from shoal.cluster.hosts.messenger import read_errand
+from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
-from shoal.cluster.keeping import LINE_BYTES, PIECE_BYTES
-from shoal.cluster.node import Node, ranks_of
-from shoal.cluster.talk import Process, Talk, closing_all
-from shoal.control.token import is_same
+from shoal.cluster.node import Node, Process, Talk, closing_all, ranks_of
+from shoal.control.channel import is_same
+from shoal.control.orders import read_member, read_places
 from shoal.errors import ControlError
 from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_events
-from shoal.launch.keystore import MOST_REQUEST_BYTES, read_request
-from shoal.launch.orders import read_member, read_places
-from shoal.launch.outpost import read_errand
+from shoal.launch.launcher import Post, World
 from shoal.launch.plan import Command
-from shoal.launch.post import Post
-from shoal.launch.world import World
-from shoal.runfolder import RunFolder, check_name, open_below
+from shoal.run_folder import RunFolder, check_name, open_below
 from tests.runs_checks import wait_until
 
 # Names

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from shoal.cli.verify import app
+from shoal.cli.report import app
 from tests.programs import TINY, read_jsonl, set_flags, shoal, steps_of
 from tests.runs_checks import ended_afterwards, parts_of, wait_until
 

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from shoal.cli.progress import BarDisplay, PlainDisplay
 from shoal.events import Event
-from shoal.runfolder import RunFolder
-from shoal.trials.attaching import opening
-from shoal.trials.following import Keeping, RunNews
+from shoal.run_folder import RunFolder
+from shoal.runs.follow import Keeping, RunNews
+from shoal.runs.manage import opening
 from tests.member_samples import entered, killed_and_back, steps, time_of
 from tests.run_samples import make_run, start, step
 

@@ -16,19 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.config.load import build_config
-from shoal.config.wire import WireChoice, parse_wire
-from shoal.cost.collectives import ring_bytes
-from shoal.cost.lever import lever_of
-from shoal.cost.sizes import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
+from shoal.config.sync_choice import WireChoice, parse_wire
+from shoal.cost.buckets import lever_of
+from shoal.cost.model_size import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
+from shoal.cost.network import ring_bytes
 from shoal.errors import ConfigError
-from shoal.sync.wires import Bucket, kernels, make_wire, whole
-from shoal.sync.wires.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
-from shoal.sync.wires.kernels import load_kernels
-from shoal.sync.wires.lane import Lane, Rounds
-from shoal.sync.wires.layout import Layout, lay_out
-from shoal.sync.wires.lowrank import multiply, orthogonal, steady_sum
-from shoal.sync.wires.scattered import Codec
-from shoal.sync.wires.whole import from_half, to_half
+from shoal.sync.compression import base, make_wire
+from shoal.sync.compression import native as compression_native
+from shoal.sync.compression.base import Bucket, from_half, to_half
+from shoal.sync.compression.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
+from shoal.sync.compression.native import load_kernels
+from shoal.sync.compression.powersgd import multiply, orthogonal, steady_sum
+from shoal.sync.compression.reduce_scatter import Codec, Lane, Layout, Rounds, lay_out
 from shoal.sync.world import World
 from tests.harness import run_ranks
 
@@ -196,9 +195,9 @@ def test_bf16_keeps_eight_bits() -> None:
 @given(st.lists(floats, min_size=1, max_size=40), st.sampled_from(["torch", "numpy", "kernel"]))
 def test_halves_are_torchs(numbers: list[float], by: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "TORCH_GOES_ONE_BY_ONE", by != "torch")
+        patch.setattr(base, "TORCH_GOES_ONE_BY_ONE", by != "torch")
         if by == "numpy":
-            patch.setattr(whole, "load_kernels", lambda: None)
+            patch.setattr(base, "load_kernels", lambda: None)
         check_halves(numbers)
 
 
@@ -230,7 +229,7 @@ def test_kernels_are_built_once(uncached: Path, monkeypatch: pytest.MonkeyPatch)
     written = library.stat().st_mtime_ns
     assert load_kernels.__wrapped__() is not None
     assert [found.stat().st_mtime_ns for found in uncached.iterdir()] == [written]
-    monkeypatch.setattr(kernels, "_FLAGS", (*kernels._FLAGS, "-DANOTHER"))
+    monkeypatch.setattr(compression_native, "_FLAGS", (*compression_native._FLAGS, "-DANOTHER"))
     assert load_kernels.__wrapped__() is not None
     assert len(list(uncached.iterdir())) == 2
 
@@ -241,7 +240,7 @@ def test_without_a_compiler_there_are_none(uncached: Path, monkeypatch: pytest.M
 
 
 def test_a_compiler_that_fails_leaves_nothing(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_FLAGS", (*kernels._FLAGS, "-no-such-flag"))
+    monkeypatch.setattr(compression_native, "_FLAGS", (*compression_native._FLAGS, "-no-such-flag"))
     assert load_kernels.__wrapped__() is None
     assert not uncached.exists() or not list(uncached.iterdir())
 
@@ -249,7 +248,7 @@ def test_a_compiler_that_fails_leaves_nothing(uncached: Path, monkeypatch: pytes
 def test_a_damaged_library_is_not_used(uncached: Path) -> None:
     if load_kernels() is None:
         pytest.skip("no compiler")
-    library = kernels._obtain(uncached)
+    library = compression_native._obtain(uncached)
     library.write_bytes(b"\x7fELF of old")
     assert load_kernels.__wrapped__() is None
 

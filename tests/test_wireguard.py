@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.lab.lab import Lab
-from shoal.launch.found import find
-from shoal.trials.stopping import end_processes
+from shoal.control.processes import find
+from shoal.runs.manage import end_processes
 from tests.lab_checks import standing_lab
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl, set_flags, shoal_command, steps_of

@@ -14,10 +14,11 @@ from torch import Tensor
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.errors import CheckpointError
 from shoal.model.gpt import GPT
+from shoal.sync.compression import make_wire
+from shoal.sync.compression.base import Bucket
 from shoal.sync.gradients import GradientSync, make_gradient_sync
-from shoal.sync.wires import Bucket, make_wire
 from shoal.sync.world import World
-from shoal.train.state import weights
+from shoal.train.checkpoint import weights
 from tests.harness import run_ranks
 
 Arrays = dict[str, npt.NDArray[np.float32]]

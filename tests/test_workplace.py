@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from shoal.control.membership.generation import Ballot
-from shoal.control.rankline import GiveUp
-from shoal.launch.keyring import Keyring
-from shoal.launch.orders import Start
-from shoal.launch.places import Places
-from shoal.launch.ranks import Ended, Ranks
-from shoal.launch.workplace import Workplace, unsaid_give_up
-from shoal.runfolder import RunFolder
+from shoal.agent.kv_store import Keyring
+from shoal.agent.mesh import Places
+from shoal.agent.rank_processes import Ended, Ranks, Workplace, unsaid_give_up
+from shoal.control.membership.types import Ballot
+from shoal.control.orders import Start
+from shoal.control.rank_messages import GiveUp
+from shoal.run_folder import RunFolder
 
 READY: dict[str, Any] = {"event": "ready"}
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.found import find, find_keeper
+from shoal.control.processes import find, find_keeper
 from tests.programs import TINY, set_flags, shoal, steps_of
 from tests.runs_checks import wait_until
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rivals.jobs import LEADER, Job
-from shoal.cluster.lab.changes import cut_off, kill, stop_or_go
+from shoal.cluster.lab.lab import cut_off, kill, stop_or_go
 
 _OTHER = "node3"
 FROZEN_S = 30.0

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rivals.journal import Done, read_journals, read_run
 from rivals.workload import SHOAL_SETTINGS
-from shoal.cluster.lab.enter import NodeProcess
 from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.processes import NodeProcess
 from shoal.events import read_events
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 
 LEADER = "node1"
 _BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -169,7 +169,7 @@ class Torchft(NodeJob):
 class Shoal(Job):
     settings = "shoal train --on lab:NAME --detach, members.* at their defaults"
     rank_word = "shoal.train.worker"
-    leader_word = "shoal.launch.agent"
+    leader_word = "shoal.agent.agent"
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         super().__init__(lab, folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.events import EventLog, read_events
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from shoal.data.cache import cache_root
+from shoal.data.prepare import cache_root
 
 PACKAGE = "torchft-nightly"
 # What its makers have published; nobody here has measured it, and none of it is seconds for one fault.

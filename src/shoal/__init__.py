@@ -40,24 +40,24 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from shoal.data.shards import make_shard as make_shard
-    from shoal.sync.api import barrier as barrier
-    from shoal.sync.api import cleanup as cleanup
-    from shoal.sync.api import init_distributed as init_distributed
-    from shoal.sync.api import is_main_process as is_main_process
-    from shoal.sync.api import wrap_for_ddp as wrap_for_ddp
-    from shoal.sync.timer import StepTimer as StepTimer
+    from shoal.data.sampling import make_shard as make_shard
+    from shoal.sync.public_api import barrier as barrier
+    from shoal.sync.public_api import cleanup as cleanup
+    from shoal.sync.public_api import init_distributed as init_distributed
+    from shoal.sync.public_api import is_main_process as is_main_process
+    from shoal.sync.public_api import wrap_for_ddp as wrap_for_ddp
+    from shoal.sync.step_stats import StepTimer as StepTimer
     from shoal.sync.world import World as World
 
 _HOME = {
     "World": "shoal.sync.world",
-    "init_distributed": "shoal.sync.api",
-    "wrap_for_ddp": "shoal.sync.api",
-    "is_main_process": "shoal.sync.api",
-    "barrier": "shoal.sync.api",
-    "cleanup": "shoal.sync.api",
-    "make_shard": "shoal.data.shards",
-    "StepTimer": "shoal.sync.timer",
+    "init_distributed": "shoal.sync.public_api",
+    "wrap_for_ddp": "shoal.sync.public_api",
+    "is_main_process": "shoal.sync.public_api",
+    "barrier": "shoal.sync.public_api",
+    "cleanup": "shoal.sync.public_api",
+    "make_shard": "shoal.data.sampling",
+    "StepTimer": "shoal.sync.step_stats",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from tests.failures.bench import (
     FIRST,
@@ -34,14 +34,14 @@ def nobody_listens(bench: Bench, lab: Lab) -> None:
 
 @on_lab("store.dropped")
 def store_behind_firewall(bench: Bench, lab: Lab) -> None:
-    lab.perform(changes.set_firewall(FIRST, ("22",)))
+    lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
     rank_one_alone(bench, lab, meeting_at(lab, FIRST)["MASTER_ADDR"])
 
 
 @on_lab("store.no-answer")
 def store_behind_firewall_in_few_words(bench: Bench, lab: Lab) -> None:
     """Where the log level is high, only the traceback is left, and it does not say which of the two it was."""
-    lab.perform(changes.set_firewall(FIRST, ("22",)))
+    lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
     rank_one_alone(bench, lab, meeting_at(lab, FIRST)["MASTER_ADDR"], env={"TORCH_CPP_LOG_LEVEL": "FATAL"})
 
 

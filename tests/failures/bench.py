@@ -15,8 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.spec import make_spec
 
 HERE = Path(__file__).parent

@@ -6,10 +6,10 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from shoal.cli.explain import as_lines
-from shoal.net.gather import explain_file
-from shoal.net.pattern import Pattern
-from shoal.net.patterns import PATTERNS
+from shoal.cli.doctor import as_lines
+from shoal.tools.explain.explain import explain_file
+from shoal.tools.explain.pattern import Pattern
+from shoal.tools.explain.patterns import PATTERNS
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "explain.md"
 MARK = "<!-- from here on written by: python -m tests.failures.catalogue -->\n"

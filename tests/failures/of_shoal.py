@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from tests.failures.bench import FIRST, SECOND, SHOAL, Bench, free_port, meeting_here, place, wait_until
 from tests.failures.on_machine import memory_limit
@@ -71,14 +71,14 @@ def other_error(bench: Bench) -> None:
 def node_gone(bench: Bench, lab: Lab) -> None:
     train_on(bench, lab, "1000000")
     wait_for_commit(bench)
-    lab.perform(changes.kill(SECOND, silent=False))
+    lab.perform(lab_lab.kill(SECOND, silent=False))
     bench.wait(40)
-    lab.perform(changes.restart(SECOND))
+    lab.perform(lab_lab.restart(SECOND))
 
 
 @on_lab("shoal.cannot-meet")
 def agents_behind_firewall(bench: Bench, lab: Lab) -> None:
-    lab.perform(changes.set_firewall(FIRST, ("22",)))
+    lab.perform(lab_lab.set_firewall(FIRST, ("22",)))
     train_on(bench, lab, "3")
     bench.wait(60)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import SWITCH
 from tests.failures.bench import FIRST, Bench
@@ -47,7 +47,7 @@ def refused(bench: Bench, lab: Lab) -> None:
 
 @on_lab("ssh.timeout")
 def timed_out(bench: Bench, lab: Lab) -> None:
-    lab.perform(changes.set_firewall(FIRST, ()))
+    lab.perform(lab_lab.set_firewall(FIRST, ()))
     ssh(bench, lab, "-o", "ConnectTimeout=3")
 
 

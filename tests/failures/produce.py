@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from tests.failures import at_store, of_shoal, on_gpu, on_lab, on_machine, over_ssh
 from tests.failures.bench import FIRST, HERE, SECOND, THIRD, Bench, Labs, older_python, older_pythons
@@ -68,9 +68,9 @@ def produce(failure: Failure, labs: Labs) -> str:
 
 
 def heal(lab: Lab) -> None:
-    lab.perform(changes.heal_cuts(None, None))
+    lab.perform(lab_lab.heal_cuts(None, None))
     for node in (FIRST, SECOND, THIRD):
-        lab.perform(changes.set_firewall(node, None))
+        lab.perform(lab_lab.set_firewall(node, None))
 
 
 def anonymous(text: str, folder: Path) -> str:

@@ -18,9 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.control.machine import boot_clock
-from shoal.control.membership.generation import State
-from shoal.control.rankline import (
+from shoal.control.membership.types import State
+from shoal.control.rank_messages import (
     LEASE_S,
     LENGTH,
     LINE_FD,
@@ -38,6 +37,7 @@ from shoal.control.rankline import (
     read_to_rank,
     to_frame,
 )
+from shoal.host.facts import boot_clock
 
 # In an exchange: how many have added, how many wish to end the generation, how many were asked to stop altogether.
 EDGE, STOP = 1000, 1_000_000

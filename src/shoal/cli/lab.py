@@ -2,26 +2,156 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
 
-from shoal.cli.labtext import any_lab_document, lab_document, print_lab, print_labs
-from shoal.cli.output import print_json
-from shoal.cluster.lab import changes, registry
-from shoal.cluster.lab.build import build_steps, plan_state, up
-from shoal.cluster.lab.changes import Change
-from shoal.cluster.lab.filters import parse_ports
-from shoal.cluster.lab.kernel import need_tools, observe
-from shoal.cluster.lab.lab import Lab, choose, has_owner, why_stale
-from shoal.cluster.lab.removal import removal_steps, remove
-from shoal.cluster.lab.spec import DEFAULT_NAME, PROFILES, Link, check_name, make_spec, parse_cpu, parse_loss
-from shoal.cluster.lab.steps import Step, render
-from shoal.cluster.lab.tools import path_line
+from shoal.cli.output import print_json, stdout_console
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab import state
+from shoal.cluster.lab import state as lab_state
+from shoal.cluster.lab.commands import Step, parse_ports, render
+from shoal.cluster.lab.kernel import need_tools, observe, path_line
+from shoal.cluster.lab.lab import (
+    Change,
+    Lab,
+    build_steps,
+    choose,
+    has_owner,
+    plan_state,
+    removal_steps,
+    remove,
+    up,
+    why_stale,
+)
+from shoal.cluster.lab.spec import DEFAULT_NAME, PROFILES, LabNode, Link, check_name, make_spec, parse_cpu, parse_loss
+from shoal.cluster.lab.state import LabState
+from shoal.control.processes import find
 from shoal.errors import UsageError
+from shoal.terminal import printable_line
 from shoal.units import parse_delay, parse_rate
+
+# SECTION cli/labtext
+# A lab as a document for scripts and as a table for people.
+
+
+_LONGEST_COMMAND = 80
+
+
+def lab_document(lab: Lab) -> dict[str, Any]:
+    state = lab.state
+    return {
+        "name": lab.name,
+        "folder": str(lab.folder),
+        "rootless": state.rootless,
+        "owner": state.owner.pid if state.owner else None,
+        "belongs_to": _belongs_to(state),
+        "ssh_config": str(lab.folder / "ssh/config") if state.spec.sshd else None,
+        "notes": list(state.notes),
+        "nodes": [_node(lab, state, node) for node in state.spec.nodes],
+        "cuts": [{"from": sender, "to": hearer} for sender, hearer in sorted(state.cuts)],
+    }
+
+
+def any_lab_document(name: str) -> dict[str, Any]:
+    """Of a lab that stands what `lab_document` has, of a broken one its name and what is wrong with it."""
+    lab = Lab(name)
+    fault = why_stale(lab.folder, lab_state.read_state(name))
+    if fault:
+        return {"name": name, "folder": str(lab.folder), "broken": fault}
+    return lab_document(lab)
+
+
+def print_labs(documents: list[dict[str, Any]]) -> None:
+    for number, document in enumerate(documents):
+        if number:
+            stdout_console().print()
+        if "broken" in document:
+            text = f"lab [bold]{document['name']}[/] is [red]broken[/]: {escape(document['broken'])}"
+            stdout_console().print(f"{text}; remove it: shoal lab down --name {document['name']}", soft_wrap=True)
+        else:
+            print_lab(document)
+
+
+def _belongs_to(state: LabState) -> str | None:
+    """The run folder of the process that the lab was made for, or that process; None for a lab of the user's own."""
+    if state.owner is None:
+        return None
+    run = next((found.run for found in find() if found.pid == state.owner.pid), None)
+    if run is not None:
+        return f"the run {run}"
+    return f"process {state.owner.pid}{_command_of(state.owner.pid)}"
+
+
+def _command_of(pid: int) -> str:
+    """` (COMMAND)`; empty for a process that has ended meanwhile, or is hidden from this user."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return f" ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})"
+    return ""
+
+
+def _node(lab: Lab, state: LabState, node: LabNode) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "address": node.address,
+        "link": str(node.link),
+        "rate_bps": node.link.rate_bps,
+        "delay_s": node.link.delay_s,
+        "loss": node.link.loss,
+        "cpu": node.cpu,
+        "state": _condition(lab, state, node.name),
+        "firewall": list(state.firewalls[node.name]) if node.name in state.firewalls else None,
+        "processes": [{"pid": pid, "command": command} for pid, command in lab.processes(node.name)],
+    }
+
+
+def _condition(lab: Lab, state: LabState, node: str) -> str:
+    if not lab.is_alive(node):
+        return "dead"
+    return "frozen" if node in state.frozen else "up"
+
+
+def print_lab(document: dict[str, Any]) -> None:
+    console = stdout_console()
+    how = "in a user namespace" if document["rootless"] else "as root"
+    whose = f"; it belongs to {escape(document['belongs_to'])}, and goes with it" if document["belongs_to"] else ""
+    console.print(f"lab [bold]{document['name']}[/], {how}, in {escape(document['folder'])}{whose}", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for title in ("node", "address", "link", "cpu", "state", "runs"):
+        table.add_column(title)
+    for node in document["nodes"]:
+        table.add_row(*_row(node))
+    console.print(table)
+    for line in _below(document):
+        console.print(line, soft_wrap=True)
+
+
+def _row(node: dict[str, Any]) -> tuple[str, ...]:
+    runs = "\n".join(f"{process['pid']} {process['command'][:60]}" for process in node["processes"])
+    cpu = "–" if node["cpu"] is None else f"{node['cpu']:g}"
+    return node["name"], node["address"], node["link"], cpu, node["state"], escape(runs) or "–"
+
+
+def _below(document: dict[str, Any]) -> list[str]:
+    walled = [node for node in document["nodes"] if node["firewall"] is not None]
+    return [
+        *(f"cut: {cut['to']} no longer hears {cut['from']}" for cut in document["cuts"]),
+        *(
+            f"firewall: {node['name']} lets strangers in at {', '.join(node['firewall']) or 'no port'}"
+            for node in walled
+        ),
+        *([f"ssh: shoal lab exec switch -- ssh -F {document['ssh_config']} node1"] if document["ssh_config"] else []),
+        *(f"[yellow]note[/]: {escape(note)}" for note in document["notes"]),
+    ]
+
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 
@@ -67,7 +197,7 @@ def status(name: Name = None, json: Json = False) -> None:
     if name is not None:
         _show(Lab.open(name), json)
         return
-    documents = [any_lab_document(each) for each in registry.names()]
+    documents = [any_lab_document(each) for each in state.names()]
     if json:
         print_json({"labs": documents})
     elif documents:
@@ -122,7 +252,7 @@ def link(
     def changed(before: Link) -> Link:
         return before.model_copy(update=wanted)
 
-    _perform(name, changes.set_link(node, changed), dry_run)
+    _perform(name, lab_lab.set_link(node, changed), dry_run)
 
 
 @app.command()
@@ -133,7 +263,7 @@ def cpu(
     dry_run: DryRun = False,
 ) -> None:
     """Make a node slower or faster."""
-    _perform(name, changes.set_cpu(node, parse_cpu(cores)), dry_run)
+    _perform(name, lab_lab.set_cpu(node, parse_cpu(cores)), dry_run)
 
 
 @app.command()
@@ -144,25 +274,25 @@ def kill(
     dry_run: DryRun = False,
 ) -> None:
     """End every process of a node and take it off the network."""
-    _perform(name, changes.kill(node, silent), dry_run)
+    _perform(name, lab_lab.kill(node, silent), dry_run)
 
 
 @app.command()
 def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Bring a killed node back, empty, with the link and limits it had."""
-    _perform(name, changes.restart(node), dry_run)
+    _perform(name, lab_lab.restart(node), dry_run)
 
 
 @app.command()
 def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Stop a node between two instructions, as closing the lid does."""
-    _perform(name, changes.stop_or_go(node, frozen=True), dry_run)
+    _perform(name, lab_lab.stop_or_go(node, frozen=True), dry_run)
 
 
 @app.command()
 def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Let a frozen node go on."""
-    _perform(name, changes.stop_or_go(node, frozen=False), dry_run)
+    _perform(name, lab_lab.stop_or_go(node, frozen=False), dry_run)
 
 
 @app.command()
@@ -175,7 +305,7 @@ def cut(
 ) -> None:
     """Lose every packet between two nodes, silently."""
     need_tools({"nft": "nftables"})
-    _perform(name, changes.cut_off(node, other, one_way), dry_run)
+    _perform(name, lab_lab.cut_off(node, other, one_way), dry_run)
 
 
 @app.command()
@@ -186,7 +316,7 @@ def heal(
     dry_run: DryRun = False,
 ) -> None:
     """Undo cuts."""
-    _perform(name, changes.heal_cuts(node, other), dry_run)
+    _perform(name, lab_lab.heal_cuts(node, other), dry_run)
 
 
 @app.command()
@@ -205,7 +335,7 @@ def firewall(
             fix=f"shoal lab firewall {node} --off",
         )
     need_tools({"nft": "nftables"})
-    _perform(name, changes.set_firewall(node, None if off else parse_ports(allow)), dry_run)
+    _perform(name, lab_lab.set_firewall(node, None if off else parse_ports(allow)), dry_run)
 
 
 @app.command()
@@ -217,22 +347,22 @@ def down(
     """Remove a lab and everything that runs in it; also what a crash left of one."""
     if all_ and name:
         raise UsageError("--all and --name contradict each other", fix="shoal lab down --all")
-    wanted = registry.names() if all_ else [check_name(name) if name else _only()]
+    wanted = state.names() if all_ else [check_name(name) if name else _only()]
     for each in wanted:
-        if all_ and has_owner(each) and not why_stale(registry.lab_folder(each), registry.read_state(each)):
+        if all_ and has_owner(each) and not why_stale(state.lab_folder(each), state.read_state(each)):
             typer.echo(f"lab {each!r} is left alone: it belongs to a run that goes on, and goes with it", err=True)
             continue
         if dry_run:
             _print_script(removal_steps(each))
         else:
-            stood = each in registry.names()
+            stood = each in state.names()
             remove(each)
             typer.echo(f"lab {each!r} is down" if stood else f"there was no lab {each!r}")
 
 
 def _only() -> str:
     """What is left of the default lab is cleared away too, where there is nothing else to take down."""
-    names = registry.names()
+    names = state.names()
     return choose(names) if any(not has_owner(name) for name in names) else DEFAULT_NAME
 
 

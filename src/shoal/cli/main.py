@@ -18,9 +18,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from shoal.config.presets import did_you_mean
-from shoal.control.process import restore_signals
+from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
-from shoal.runfolder import no_access
+from shoal.run_folder import no_access
 from shoal.terminal import protect_terminal, styled_output
 
 VERBS = {
@@ -47,6 +47,28 @@ VERBS = {
     "bench": "Measured tables and plots, such as how speed grows with ranks.",
 }
 
+# The module of a verb has its name, except for these.
+_MODULE_OF = {
+    "demo": "train",
+    "emit": "run",
+    "ps": "runs",
+    "logs": "runs",
+    "attach": "runs",
+    "stop": "runs",
+    "join": "host",
+    "setup": "host",
+    "explain": "doctor",
+    "verify": "report",
+    "sample": "report",
+}
+
+
+def load_verb(verb: str) -> Any:
+    """Import the module of a verb and return its command: the group itself for `lab`, one of its commands for `ps`."""
+    module = importlib.import_module(f"shoal.cli.{_MODULE_OF.get(verb, verb)}")
+    command = typer.main.get_command(module.app)
+    return getattr(command, "commands", {}).get(verb, command)
+
 
 class Verbs(TyperGroup):
     """Knows every verb by name and one line; the module behind it is loaded when it is called."""
@@ -61,8 +83,7 @@ class Verbs(TyperGroup):
             raise UsageError(f"there is no verb {cmd_name!r}", why=did_you_mean(cmd_name, VERBS), fix="shoal --help")
         if self._listing:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
-        module = importlib.import_module(f"shoal.cli.{cmd_name}")
-        return _with_styled_help(typer.main.get_command(module.app))
+        return _with_styled_help(load_verb(cmd_name))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._listing = True

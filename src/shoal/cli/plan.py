@@ -2,27 +2,212 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
-from shoal.cli import planargs
-from shoal.cli import simulateoptions as options
-from shoal.cli.given import advising_flags, given_settings, refuse_given
-from shoal.cli.output import command, print_json, shown
-from shoal.cli.planbasis import LINK, basis
-from shoal.cli.plantext import plan_document, print_plan
+from shoal.cli import plan_options
+from shoal.cli import simulate as options
+from shoal.cli.output import advising_flags, command, given_settings, print_json, refuse_given, shown, stdout_console
+from shoal.cli.plan_options import LINK, basis
 from shoal.cli.simulate import run_simulation
-from shoal.cost.advice import Advice, Option, advise
-from shoal.cost.catalogue import LINKS, MACHINES
-from shoal.cost.lever import Lever
-from shoal.cost.plan import Plan, make_plan
+from shoal.config.profile import Profile
+from shoal.cost.buckets import Lever
+from shoal.cost.machines import LINKS, MACHINES, bytes_per_parameter
 from shoal.cost.predict import Prediction, Setting, predict
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
+from shoal.tools.plan.advise import Advice, Option, Plan, Row, advise, explain, make_plan
+from shoal.tools.plan.compare import Lesson
+from shoal.units import format_count, format_duration, format_si
+
+# SECTION cli/plantext
+# A plan as a table and sentences for people, and as a document for programs.
+
+
+Commands = Mapping[Lever, str | None]
+
+_TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
+_OPTION_TITLES = ("lever", "tokens/s", "speed-up", "what it costs")
+_LEAST_WIDTH = 100
+_A_MINUTE_S = 60
+
+
+def print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
+    console = stdout_console()
+    console.width = max(console.width, _LEAST_WIDTH)
+    for line in (describe(plan.workload, plan.lever, plan.rows[-1]), *notes):
+        console.print(escape(line), style="dim")
+    console.print()
+    console.print(_rows(plan))
+    console.print()
+    has_options = plan.rows[-1].nodes > 1
+    if has_options:
+        console.print(_options(advice))
+        console.print()
+    for number, line in enumerate(explain(plan, advice)):
+        console.print(escape(line), style="bold" if number == 0 else None)
+    if has_options and any(not option.lever.is_available for option in advice.options):
+        console.print("* not in shoal yet", style="dim")
+    _print_commands(console.print, advice, commands)
+
+
+def plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
+    workload = plan.workload
+    return {
+        "workload": {
+            "name": workload.name,
+            "parameters": workload.parameters,
+            "flops_per_token": workload.flops_per_token,
+            "gradient_bytes": workload.gradient_bytes * workload.parameters,
+            "seq_len": workload.seq_len,
+            "scaling": workload.train.scaling,
+        },
+        "lever": str(plan.lever),
+        "notes": list(notes),
+        "rows": [row.as_dict() for row in plan.rows],
+        "advice": {
+            "distribute": advice.best is not None,
+            "recommended": None if advice.best is None else _option_document(advice.best, commands),
+            "other_training": advice.other_training and _option_document(advice.other_training, commands),
+            "sentences": explain(plan, advice),
+            "levers": [_option_document(option, commands) for option in advice.options],
+        },
+    }
+
+
+def describe(workload: Workload, lever: Lever, last: Row) -> str:
+    """`gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
+    sent = bytes_per_parameter(lever, workload) * workload.parameters
+    sequences = last.prediction.deal.global_batch
+    size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
+    return (
+        f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({lever}); "
+        f"{last.prediction.tokens:,} tokens a step, {sequences:,} × {workload.seq_len:,}"
+    )
+
+
+def _rows(plan: Plan) -> Table:
+    table = _table(_TITLES, range(len(_TITLES)))
+    for row in plan.rows:
+        is_best = row is plan.best and len(plan.rows) > 1
+        table.add_row(*_row(row), style="bold" if is_best else None)
+    return table
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    step, prediction = row.prediction.step, row.prediction
+    memory = format_si(prediction.memory.total, "B")
+    return (
+        str(row.nodes),
+        f"{row.payload_factor:.2f}",
+        _time(step.comm_s),
+        _time(step.compute_s),
+        _time(step.exposed_s),
+        _time(step.wait_s),
+        _time(step.step_s),
+        f"{prediction.tokens_per_s:,.0f}",
+        f"[{'green' if row.speedup > 1 else 'red'}]{row.speedup:.2f}×[/]" if row.nodes > 1 else f"{row.speedup:.2f}×",
+        f"{row.efficiency:.0%}",
+        memory if prediction.fits else f"[red]{memory}![/]",
+    )
+
+
+def _options(advice: Advice) -> Table:
+    nodes = advice.options[0].row.nodes
+    table = _table((f"lever, on {nodes} nodes", *_OPTION_TITLES[1:]), (1, 2))
+    for option in advice.options:
+        table.add_row(*_option_row(option), style=None if option.is_possible else "dim")
+    return table
+
+
+def _option_row(option: Option) -> tuple[str, ...]:
+    """What cannot be done today is told from what is merely slow."""
+    name = str(option.lever) + ("" if option.lever.is_available else " *")
+    return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
+
+
+def _option_document(option: Option, commands: Commands) -> dict[str, Any]:
+    return {
+        "lever": str(option.lever),
+        "nodes": option.row.nodes,
+        "tokens_per_s": option.tokens_per_s,
+        "speedup": option.row.speedup,
+        "step_s": option.row.prediction.step.step_s,
+        "memory_bytes": option.row.prediction.memory.total,
+        "fits": option.row.prediction.fits,
+        "available": option.lever.is_available,
+        "costs": option.costs,
+        "command": commands.get(option.lever),
+    }
+
+
+def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
+    for words, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
+        if option is not None and (line := commands.get(option.lever)):
+            say(f"\n{words}{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")
+            say(f"  {escape(line)}", soft_wrap=True)
+
+
+def _table(titles: Sequence[str], right: Sequence[int]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(titles):
+        is_number = number in right
+        table.add_column(title, justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def _time(seconds: float) -> str:
+    """In one unit: minutes and seconds would make a column too wide."""
+    if seconds >= _A_MINUTE_S:
+        return f"{seconds:,.0f} s"
+    return format_duration(seconds) if seconds else "–"
+
+
+# SECTION cli/lessonstext
+# What a profile learned from runs, for people and for scripts.
+
+
+def print_lessons(profile: Profile, lessons: Sequence[Lesson], path: Path) -> None:
+    learned = profile.calibration
+    assert learned is not None  # noqa: S101 - it has just been fitted
+    console = stdout_console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("run", "measured", "predicted", "error", "now", "error"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    for each in lessons:
+        table.add_row(escape(shown(each.run)), *_cells(each))
+    console.print(table)
+    console.print(
+        f"\ncomputing × {learned.compute:.3f}, optimizer × {learned.optimizer:.3f}, exchange × {learned.comm:.3f}, "
+        f"everything else {format_duration(learned.other_s)} a step; medians over {learned.runs} runs",
+        soft_wrap=True,
+    )
+    console.print(f"saved: {escape(shown(path))}", soft_wrap=True)
+
+
+def _cells(each: Lesson) -> list[str]:
+    said = ((format_duration(seconds), f"{seconds / each.measured_s - 1:+.1%}") for seconds in _said(each))
+    return [format_duration(each.measured_s), *(cell for pair in said for cell in pair)]
+
+
+def _said(each: Lesson) -> tuple[float, float]:
+    return each.before_s, each.after_s
+
+
+def lessons_document(profile: Profile, lessons: Sequence[Lesson]) -> dict[str, Any]:
+    learned = profile.calibration
+    return {
+        "calibration": learned.model_dump(mode="json") if learned else None,
+        "runs": [{**asdict(each), "run": str(each.run)} for each in lessons],
+    }
+
 
 app = typer.Typer(add_completion=False)
 
@@ -115,18 +300,18 @@ def plan(
     if calibrate:
         learn(preset or [], profile, json)
         return
-    given["preset"] = planargs.one_preset(preset)
+    given["preset"] = plan_options.one_preset(preset)
     if output is not None:
-        planargs.check_picture(output)
-    flags = given_settings(context, planargs.SETTINGS)
-    planargs.refuse_conflicts(flags, given)
+        plan_options.check_picture(output)
+    flags = given_settings(context, plan_options.SETTINGS)
+    plan_options.refuse_conflicts(flags, given)
     made_from = basis(given)
     given["on"] = made_from.on
-    counts = planargs.parse_nodes(nodes or made_from.nodes)
+    counts = plan_options.parse_nodes(nodes or made_from.nodes)
     # The same setting in another unit.
     advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
     with advising_flags(advised):
-        workload, lever, notes = planargs.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
+        workload, lever, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
     if simulate:
         run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
         return
@@ -196,10 +381,8 @@ def learn(runs: list[str], profile: Path | None, json: bool) -> None:
             "--calibrate needs runs to learn from and a profile to write into",
             fix="write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml",
         )
-    # Reading runs takes numpy, which takes as long to import as a whole plan.
-    from shoal.cli.lessonstext import lessons_document, print_lessons
-    from shoal.config.profile_file import write_profile
-    from shoal.trials.predicting import calibrated
+    from shoal.config.load import write_profile
+    from shoal.tools.plan.compare import calibrated
 
     learned, lessons = calibrated(profile, [Path(run) for run in runs])
     write_profile(learned, profile)
@@ -214,7 +397,7 @@ def show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
     advice = advise(made)
     commands = {option.lever: _command(given, made, option) for option in _named(advice)}
     if given["output"] is not None:
-        from shoal.report.plan_picture import plot_plan
+        from shoal.tools.plan.figures import plot_plan
 
         plot_plan(made, given["output"])
     if given["json"]:
@@ -233,4 +416,4 @@ def _command(given: dict[str, Any], made: Plan, option: Option) -> str | None:
     """None for what shoal cannot do: a lever of tomorrow, or a model that is no preset."""
     if given["params"] is not None or not option.is_possible:
         return None
-    return command(*planargs.train_words(given, made, option))
+    return command(*plan_options.train_words(given, made, option))

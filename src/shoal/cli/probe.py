@@ -2,22 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
-from shoal.cli.output import make_console, print_json, shown
-from shoal.cli.probetext import print_profile
-from shoal.config.load import build_config
+from shoal.cli.output import make_console, print_json, shown, stdout_console
+from shoal.config.load import build_config, check_writable, write_profile
 from shoal.config.presets import depth_overrides
-from shoal.config.profile_file import check_writable, write_profile
+from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
+from shoal.cost.machines import explain
+from shoal.cost.network import size_text
 from shoal.cost.workload import workload_of
 from shoal.errors import DataError, UsageError
-from shoal.report.probe_picture import plot_probe
-from shoal.trials.probing import probe as measure
+from shoal.tools.probe.figure import plot_probe
+from shoal.tools.probe.run import probe as measure
+from shoal.units import format_duration, format_number, format_si
+
+# SECTION cli/probetext
+# A profile as tables for people.
+
+
+_LEAST_WIDTH = 120
+
+
+def print_profile(profile: Profile) -> None:
+    console = stdout_console()
+    # A long name makes a line break on a narrow terminal, rather than lose its figures.
+    console.width = max(console.width, _LEAST_WIDTH)
+    for table in tables(profile):
+        console.print(table)
+        console.print()
+    for line in verdicts(profile):
+        console.print(escape(line), soft_wrap=True)
+    for note in profile.notes:
+        console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
+
+
+def tables(profile: Profile) -> list[Table]:
+    found = []
+    titles: tuple[str, ...]
+    if profile.links:
+        titles = (f"link, by {profile.links[0].tool}", "round trip", "one stream", "four streams", "all links at once")
+        found.append(_table(titles, [_link_row(link) for link in profile.links]))
+    if profile.collectives:
+        titles = ("over gloo", "size", "time", "algorithm", "bus bandwidth", "")
+        rows = [row for entry in profile.collectives for row in _collective_rows(entry)]
+        found.append(_table(titles, rows))
+    titles = ("node", "fp32 GFLOP/s", "bf16", "memory GB/s", "tokens/s by threads", "bound by")
+    found.append(_table(titles, [_node_row(node) for node in profile.nodes]))
+    return found
+
+
+def verdicts(profile: Profile) -> list[str]:
+    lines = []
+    summary, reduce_ = profile.summary, profile.collective("all-reduce")
+    if reduce_ is not None:
+        lines.append(_fit_line(reduce_))
+    if summary.stack_efficiency is not None and summary.bus_gbps and summary.wire_gbps:
+        lines.append(
+            f"stack efficiency {summary.stack_efficiency:.0%}: gloo moves {_gbps(summary.bus_gbps)} where the wire "
+            f"gives {_gbps(summary.wire_gbps)}"
+        )
+    if summary.connections is not None:
+        tried = ", ".join(f"{each.connections}: {format_duration(each.seconds)}" for each in profile.connections)
+        enough = f"{summary.connections} {'is' if summary.connections == 1 else 'are'} enough"
+        lines.append(f"parallel gloo connections: {enough} (four all-reduces at once over {tried})")
+    lines += [explain(node.name, node.compute) for node in profile.nodes]
+    return lines
+
+
+def _fit_line(entry: CollectiveProfile) -> str:
+    gbps = f", {8e-9 / entry.beta_s_per_byte:.3g} Gbit/s" if entry.beta_s_per_byte else ""
+    line = (
+        f"{entry.op} of {entry.world_size} ranks takes {format_duration(entry.alpha_s)} + bytes × "
+        f"{1e9 * entry.beta_s_per_byte:.3g} ns{gbps}"
+    )
+    if entry.held_out is None:
+        return line
+    held = entry.held_out
+    return (
+        f"{line}; held out: {size_text(held.bytes)} should take {format_duration(held.predicted_s)}, "
+        f"took {format_duration(held.measured_s)} ({held.error:+.1%})"
+    )
+
+
+def _link_row(link: LinkProfile) -> tuple[str, ...]:
+    name = "loopback" if link.source == link.target else f"{link.source} → {link.target}"
+    ratio = link.together_ratio
+    together = "–" if link.together_gbps is None else f"{_gbps(link.together_gbps)} ({ratio:.0%})"
+    return (
+        name,
+        format_duration(link.latency_s),
+        _gbps(link.gbps),
+        _gbps(link.gbps_4_streams),
+        together,
+    )
+
+
+def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
+    largest = max(point.bus_gbps for point in entry.points)
+    return [
+        (
+            "" if number else entry.label,
+            size_text(point.bytes),
+            format_duration(point.seconds),
+            _gbps(point.algorithm_gbps),
+            _gbps(point.bus_gbps),
+            "▇" * round(16 * point.bus_gbps / largest),
+        )
+        for number, point in enumerate(entry.points)
+    ]
+
+
+def _node_row(node: NodeProfile) -> tuple[str, ...]:
+    compute = node.compute
+    training = ", ".join(f"{point.threads}: {point.tokens_per_s:,.0f}" for point in compute.training)
+    return (
+        node.name,
+        format_number(compute.fp32_gflops),
+        format_number(compute.bf16_gflops),
+        format_number(compute.memory_gbytes_per_s),
+        training,
+        compute.bound,
+    )
+
+
+def _table(titles: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for number, title in enumerate(titles):
+        text = number == 0 or title in ("", "bound by")
+        table.add_column(title, justify="left" if text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _gbps(value: float) -> str:
+    return format_si(1e9 * value, "bit/s")
+
 
 app = typer.Typer(add_completion=False)
 

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from shoal.cli.output import make_console
 from shoal.config.schema import Config
-from shoal.control.membership.generation import NEVER
+from shoal.control.membership.types import NEVER
 from shoal.events import Event
-from shoal.report.entered import read_entered
-from shoal.trials.training import Display
+from shoal.runs.start import Display
+from shoal.tools.report.rank_log import read_entered
 from shoal.units import format_count, format_duration, format_share
 
 _PLAIN_EVERY_S = 10.0

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from shoal.cli.given import advising_flags, flag_of
-from shoal.cli.leftovers import clear_leftovers
-from shoal.cli.output import print_detached, print_json, print_run
+from shoal.cli.bench import scaling_document
+from shoal.cli.bench import settings_of as bench_settings_of
+from shoal.cli.output import (
+    advising_flags,
+    command,
+    flag_of,
+    make_console,
+    print_detached,
+    print_json,
+    print_run,
+    print_scaling,
+    process_lines,
+    run_rows,
+    shown,
+    stdout_console,
+)
 from shoal.cli.progress import make_display
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.node import Meeting
@@ -28,11 +43,28 @@ from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
-from shoal.report.explain_prediction import say_prediction
-from shoal.runfolder import RunFolder
-from shoal.trials.predicting import store_prediction
-from shoal.trials.sync_plan import NO_PLAN, store_sync_plan
-from shoal.trials.training import default_out, refuse_confirm, train_new, train_on
+from shoal.run_folder import RunFolder
+from shoal.runs.manage import end_processes, leftovers, running_runs
+from shoal.runs.start import default_out, refuse_confirm, train_new, train_on
+from shoal.tools.bench.scaling import ScalingResult, measure_scaling
+from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
+from shoal.tools.report.explain_run import say_prediction
+
+# SECTION cli/leftovers
+# Before a run starts: what earlier ones left behind is shown, and ended when asked.
+
+
+def clear_leftovers(clean: bool) -> None:
+    """Processes that carry a run's mark and that nobody keeps. They take cores and memory from the run to come."""
+    found = leftovers(running_runs())
+    if not found:
+        return
+    if clean:
+        end_processes(found)
+    said = "ended" if clean else "left over from earlier runs (--clean ends them)"
+    lines = "".join(f"  {line}\n" for line in process_lines(found))
+    sys.stderr.write(f"{said}:\n{lines}")
+
 
 app = typer.Typer(add_completion=False)
 
@@ -269,6 +301,46 @@ def print_plan(config: Config, out: Path, json: bool) -> None:
         ]
         print_json({"run": str(out), "config": config.model_dump(mode="json"), "commands": ranks})
         return
-    for command in commands:
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.env.items()))
-        typer.echo(f"# {command.name} on {command.node.name}\n{variables} {shlex.join(command.argv)}\n")
+    for rank in commands:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(rank.env.items()))
+        typer.echo(f"# {rank.name} on {rank.node.name}\n{variables} {shlex.join(rank.argv)}\n")
+
+
+# SECTION cli/demo
+# `shoal demo`: the main job, from nothing to a report, in under two minutes on two cores.
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    steps: Annotated[int, typer.Option(min=4, help="Steps of each training.")] = 100,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/demo-TIME")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
+) -> None:
+    """The main job: one rank, then two, trained, measured, verified and explained."""
+    # By gloo, so that there is an exchange to see: ranks of one machine would do without one, through shared memory.
+    flags: dict[str, dict[str, Any]] = {"train": {"steps": steps}, "sync": {"inside": "gloo"}}
+    config = bench_settings_of(context, "grammar", flags, set_ or [])
+    make_console(stderr=True).print(
+        "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
+    )
+    result = measure_scaling(config, [1, 2], out or default_out("demo"), make_display)
+    if json:
+        print_json({**scaling_document(result), "manifest": result.manifest.model_dump(mode="json")})
+    else:
+        _print(result)
+
+
+def _print(result: ScalingResult) -> None:
+    console = stdout_console()
+    console.print()
+    print_scaling(result.points)
+    console.print("\n[bold]two ranks[/]")
+    for name, value in run_rows(result.manifest):
+        console.print(f"  {name:12} {escape(value)}", soft_wrap=True)
+    two_ranks = result.runs[2]
+    typer.echo(
+        f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
+        f"report:   {shown(result.report)}\nnext:     {command('sample', shown(two_ranks.path))}"
+    )

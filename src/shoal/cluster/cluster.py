@@ -9,22 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.cargo import Cargo
-from shoal.cluster.hosts.cluster import HostsCluster, planned
+from shoal.cluster.agent_link import Link, PipeLink, agent_command
+from shoal.cluster.hosts.cluster import HostsCluster, hosts_as_nodes, planned
+from shoal.cluster.hosts.cluster import visit as visit_hosts
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.hosts.visit import hosts_as_nodes
-from shoal.cluster.hosts.visit import visit as visit_hosts
-from shoal.cluster.join.cluster import JoinCluster
-from shoal.cluster.join.doorstep import Confirm
-from shoal.cluster.join.spec import JoinSpec
-from shoal.cluster.lab.build import up
-from shoal.cluster.lab.cluster import LabCluster
-from shoal.cluster.lab.lab import Lab, as_nodes
+from shoal.cluster.join import Confirm, JoinCluster
+from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, up
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.link import Link, PipeLink, agent_command
-from shoal.cluster.node import Node, local_node
-from shoal.cluster.spec import LocalSpec, On, StandingLab, parse_on
-from shoal.cluster.talk import Process, Talk, closing_all, module_command
+from shoal.cluster.node import Cargo, Node, Process, Talk, closing_all, local_node, module_command
+from shoal.cluster.target import JoinSpec, LocalSpec, On, StandingLab, parse_on
 from shoal.errors import ShoalError, UsageError
 
 

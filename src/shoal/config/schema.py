@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal.config.choice import ChosenMode, SyncChoice, parse_choice
-from shoal.config.wire import parse_wire
+from shoal.config.sync_choice import ChosenMode, SyncChoice, parse_choice, parse_wire
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]

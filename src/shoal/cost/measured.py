@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 
 from shoal.config.profile import SMALL_GPT, Calibration, ModelPace, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
-from shoal.cost.fit import Line
-from shoal.cost.lever import Lever
-from shoal.cost.network import MeasuredNetwork, Network, NoNetwork
+from shoal.cost.buckets import Lever
+from shoal.cost.machines import cpu_encode_s
+from shoal.cost.model_size import flops_per_token, parameter_count
+from shoal.cost.network import Line, MeasuredNetwork, Network, NoNetwork
 from shoal.cost.predict import Setting
-from shoal.cost.sizes import parameter_count
-from shoal.cost.step import RankWork
-from shoal.cost.wire import cpu_encode_s
-from shoal.cost.work import flops_per_token
-from shoal.cost.workload import Workload
+from shoal.cost.workload import RankWork, Workload
 from shoal.errors import ConfigError
 
 # Fetching the batch and writing the step down: measured on small models, where it shows.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, fields
 
-from shoal.cost.lever import Lever
-from shoal.cost.sizes import activation_bytes
+from shoal.config.schema import Config
+from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
+from shoal.cost.buckets import Lever
+from shoal.cost.model_size import activation_bytes
 from shoal.cost.workload import Workload
+from shoal.errors import ConfigError
 
 _FLOAT_BYTES = 4
 # The interpreter with torch in it, and what the allocator and the system want beside.
@@ -78,3 +81,24 @@ def _gathered(workload: Workload, lever: Lever) -> float:
         return 0.0
     largest = max(gradient.parameters for gradient in workload.gradients())
     return 2.0 * workload.gradient_bytes * max(largest, workload.parameters / workload.shape.layers)
+
+
+# SECTION cost/relief
+# What to type when a rank ran out of memory.
+
+
+RELIEF = "use a smaller --micro-batch or --seq-len"
+
+
+def relief(config: Config, ranks: int) -> str:
+    """Activations grow with the micro-batch and the training does not depend on it, so that is the first to shrink."""
+    try:
+        weights = rank_weights(config.run, ranks)
+    except ConfigError:
+        # Machines have come or gone since the weights were given.
+        return RELIEF
+    half = half_micro_batch(config.train, weights)
+    if half is None:
+        return f"start a new run with a shorter --seq-len than {config.model.seq_len}: the micro-batch is 1 already"
+    present = micro_batch(config.train, weights)
+    return f"start a new run with a smaller micro-batch: --micro-batch {half} (it was {present})"

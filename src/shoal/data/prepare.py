@@ -5,21 +5,153 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import secrets
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from shoal.config.schema import DataConfig
-from shoal.data.cache import Index, cache_root, obtain
-from shoal.data.corpus import digest_files, find_texts, read_texts, stamps
-from shoal.data.grammar import GRAMMAR_VERSION, Sentence, generate, write_corpus
-from shoal.data.order import window_count
-from shoal.data.tokenfile import FORMAT_VERSION, TokenHeader, open_tokens, write_tokens
+from pydantic import TypeAdapter
+
+from shoal.config.load import load_config, to_toml
+from shoal.config.schema import Config, DataConfig
+from shoal.control.rank_env import user_cache
+from shoal.cost.batch_plan import world_batch
+from shoal.data.corpus import (
+    GRAMMAR_VERSION,
+    Sentence,
+    digest_files,
+    find_texts,
+    generate,
+    read_texts,
+    stamps,
+    write_corpus,
+)
+from shoal.data.sampling import FORMAT_VERSION, TokenHeader, deal_for, open_tokens, window_count, write_tokens
 from shoal.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
 from shoal.data.tokenizer import digest as tokenizer_digest
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError, UsageError
+from shoal.events import EventLog
+from shoal.run_folder import RunFolder, write_atomically
 from shoal.units import format_si
+
+# SECTION data/cache
+# The cache of encoded texts: one folder an entry, complete or absent, checked against its SHA-256s before it is used.
+#
+# An entry is built in a hidden folder beside its place and renamed into it, so two processes that build the same one at
+# the same time both end well: the first rename wins, and the loser throws its own away and uses the winner's.
+
+
+INDEX = "index"
+_TOKENS = ".tokens"
+# Each attempt loses only to another process that just finished, or repaired, the same entry.
+_ATTEMPTS = 5
+
+Index = dict[str, Any]
+
+
+def cache_root(configured: Path | None) -> Path:
+    """`data.cache_dir`, or where the XDG rules put caches; the same rules say to ignore a relative path."""
+    try:
+        if configured is not None:
+            return configured.expanduser().absolute()
+        return user_cache(os.environ)
+    except RuntimeError:
+        raise UsageError(
+            "cannot tell where your cache folder is: there is no home folder",
+            why="the encoded text is kept there, to be reused",
+            fix="--set data.cache_dir=FOLDER",
+        ) from None
+
+
+def obtain(entry: Path, build: Callable[[Path], Index]) -> Index:
+    """The index of a whole entry, built by `build(folder)` unless a good one is there; a damaged one is replaced."""
+    index = read_entry(entry)
+    if index is not None:
+        return index
+    workshop = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}")
+    try:
+        workshop.mkdir(parents=True)
+        index = {**build(workshop), "files": _digests(workshop)}
+        (workshop / INDEX).write_text(_seal(index), encoding="utf-8")
+        return _move_in(workshop, entry, index)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the encoded text to {entry.parent}: {error.strerror}",
+            why="it is kept there, to be reused; the folder is read-only, full or not yours",
+            fix="choose another one: --set data.cache_dir=FOLDER",
+        ) from None
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def read_entry(entry: Path) -> Index | None:
+    """The index if every file it lists is there with the right SHA-256, otherwise nothing."""
+    try:
+        index = _unseal((entry / INDEX).read_text(encoding="utf-8"))
+        whole = all(_file_digest(entry / name, check=True) == digest for name, digest in index["files"].items())
+    except (OSError, ValueError, DataError):
+        return None
+    return index if whole else None
+
+
+def _move_in(workshop: Path, entry: Path, index: Index) -> Index:
+    for _ in range(_ATTEMPTS):
+        try:
+            workshop.rename(entry)
+        except OSError:
+            if not os.path.lexists(entry):
+                raise
+        else:
+            return index
+        winner = read_entry(entry)
+        if winner is not None:
+            return winner
+        _throw_away(entry)
+    raise FileExistsError(0, f"{entry.name} is damaged and cannot be replaced")
+
+
+def _throw_away(entry: Path) -> None:
+    """Renamed first: half of a removed entry must not look like an entry."""
+    rubbish = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}")
+    try:
+        entry.rename(rubbish)
+    except FileNotFoundError:
+        return
+    if rubbish.is_dir():
+        shutil.rmtree(rubbish, ignore_errors=True)
+    else:
+        rubbish.unlink()
+
+
+def _seal(index: Index) -> str:
+    """The index vouches for the files, and its first line for the index."""
+    body = json.dumps(index, indent=1) + "\n"
+    return f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
+
+
+def _unseal(text: str) -> Index:
+    seal, _, body = text.partition("\n")
+    if seal != hashlib.sha256(body.encode()).hexdigest():
+        raise ValueError("the index was changed after it was written")
+    index: Index = json.loads(body)
+    return index
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of files just written: a token file says its own, and gigabytes need not be hashed twice."""
+    return {path.name: _file_digest(path, check=False) for path in sorted(folder.iterdir())}
+
+
+def _file_digest(path: Path, check: bool) -> str:
+    if path.suffix == _TOKENS:
+        return open_tokens(path, check=check).header.sha256
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 TRAIN = "train.tokens"
 VAL = "val.tokens"
@@ -209,3 +341,147 @@ def _what_fits(
     part = prepared.val_tokens / max(1, prepared.train_tokens + prepared.val_tokens)
     whole = max(global_batch * seq_len / (1 - part), seq_len / part) if part else global_batch * seq_len
     return f"name a longer text, of at least {math.ceil(1.1 * whole):,} tokens: --set data.path=LONGER.txt"
+
+
+# SECTION data/run_setup
+# A run folder ready to train in: configuration resolved, text encoded, everything that can be checked checked.
+#
+# Called once per run by the launcher, or by rank 0 where the worker was started by plain torchrun. Torch-free.
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """`data.json`: where this node has the encoded text, and which text it is."""
+
+    train: str
+    val: str
+    digest: str
+    source: str
+
+
+def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
+    """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
+    check_shares(config, world_size)
+    config = _with_absolute_path(config)
+    prepared = prepare(config.data)
+    resolved = _with_vocabulary(config, prepared.vocab_size)
+    batch = resolved.sync.accumulate * world_batch(resolved.train, world_size)
+    batch_unit = batch // resolved.train.global_batch
+    check_enough(
+        prepared, resolved.model.seq_len, batch, batch_unit, lambda size: _can_deal(resolved, world_size, size)
+    )
+    run = RunFolder.create(out)
+    try:
+        write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
+        write_atomically(run.data, to_json(_facts(prepared)))
+        write_atomically(run.config, to_toml(resolved))
+    except OSError as error:
+        run.discard()
+        raise DataError(
+            f"cannot write into {run.path}: {error.strerror}",
+            why="the folder could be made, but the disk is full or read-only",
+            fix=f"free space or choose another --out: df -h {run.path}",
+        ) from error
+    return run
+
+
+def reopen_run(path: Path, config: Config | None = None, lineage: str = "", changed: Sequence[str] = ()) -> RunFolder:
+    """For `--resume`: the same text or none at all, and the saved settings unless others are given.
+
+    `lineage` counts for this once. `changed` says what is different, for the record.
+    """
+    run = RunFolder.open(path)
+    config = config or load_config(run.config)
+    prepared = prepare(config.data)
+    if prepared.digest != read_facts(run).digest:
+        raise DataError(
+            f"the text of {run.path} has changed since the run began",
+            why=f"its digest was {read_facts(run).digest[:12]}, now it is {prepared.digest[:12]}",
+            fix=f"restore {prepared.source}, or start a new run",
+        )
+    config = config.model_copy(update={"run": config.run.model_copy(update={"lineage": lineage})})
+    write_atomically(run.data, to_json(_facts(prepared)))
+    change_config(run, config, changed)
+    return run
+
+
+def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -> None:
+    """Writes other settings into a run folder and records that in `keeper.jsonl`; does nothing where they are the same.
+
+    `shoal verify` compares the file with the digest that the ranks recorded when they started. A resume may end before
+    any rank has started, and a newer version may format the same settings in another way: neither is damage.
+    """
+    if config == load_config(run.config):
+        return
+    text, before = to_toml(config), run.config.read_bytes()
+    # A run that torchrun started has no keeper; there the ranks start at once.
+    if run.keeper.exists():
+        log = EventLog(run.keeper, 0, private=True)
+        log.write(
+            "config",
+            before=hashlib.sha256(before).hexdigest(),
+            after=hashlib.sha256(text.encode()).hexdigest(),
+            steps=config.train.steps,
+            changed=list(changed),
+        )
+        log.close()
+    write_atomically(run.config, text)
+
+
+def to_json(facts: DataFacts) -> str:
+    return json.dumps(asdict(facts), indent=1)
+
+
+def read_facts(run: RunFolder) -> DataFacts:
+    try:
+        return TypeAdapter(DataFacts).validate_json(run.data.read_bytes(), strict=True)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{run.data} cannot be used: {str(error).splitlines()[0]}",
+            why="it says where the encoded text lies and is written when a run is created",
+            fix="start a new run with shoal train",
+        ) from error
+
+
+def check_shares(config: Config, world_size: int) -> None:
+    dealt = deal_for(config, world_size)
+    if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
+        raise ConfigError(
+            f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",
+            why="each rank has an equal shard, so unequal shares would use some samples twice before others once",
+            fix=f"use a train.global_batch that {world_size} divides, or --set data.sharding=cursor",
+        )
+
+
+def _can_deal(config: Config, world_size: int, global_batch: int) -> bool:
+    train = config.train.model_copy(update={"global_batch": global_batch})
+    try:
+        check_shares(config.model_copy(update={"train": train}), world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _with_absolute_path(config: Config) -> Config:
+    """A run is resumed from wherever its user stands by then."""
+    places = {
+        name: place.expanduser().absolute()
+        for name, place in (("path", config.data.path), ("cache_dir", config.data.cache_dir))
+        if place is not None
+    }
+    return config.model_copy(update={"data": config.data.model_copy(update=places)})
+
+
+def _with_vocabulary(config: Config, needed: int) -> Config:
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise ConfigError(
+            f"model.vocab_size={size} is too small: the {config.data.tokenizer} tokenizer has {needed} tokens",
+            why="every token needs an embedding",
+            fix="leave model.vocab_size out, or set it higher",
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+
+
+def _facts(prepared: Prepared) -> DataFacts:
+    return DataFacts(str(prepared.train), str(prepared.val), prepared.digest, prepared.source)

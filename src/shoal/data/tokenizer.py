@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.errors import ConfigError, DataError
-from shoal.runfolder import write_atomically
+from shoal.run_folder import write_atomically
 
 if TYPE_CHECKING:
     import tokenizers
+
 
 # uint16 where the vocabulary allows it, else uint32.
 Tokens = npt.NDArray[np.unsignedinteger[Any]]

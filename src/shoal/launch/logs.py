@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.agent.rank_processes import times_of
 from shoal.events import LineTail
-from shoal.launch.ranks import times_of
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 
 _BAR_EVERY_S = 5.0
 _LOG = re.compile(r"(?:rank-(\d+)|torchrun|spawn)\.log")

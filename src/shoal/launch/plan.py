@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.cluster.node import LOOPBACK, Meeting, Node
 from shoal.config.schema import RunConfig
-from shoal.control.placement import Placement
+from shoal.control.orders import Go, Member, Membership, Start
+from shoal.control.rank_env import SAFE_PATH, Placement
 from shoal.errors import ConfigError
 
 # Memory that a step freed is what the next one asks for. Where torch brings mimalloc, as its wheels for ARM do, that
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
-# Modules are never searched in the current folder, where another user may have put a `numpy.py`. `-P` holds for one
-# process, the variable also for those it starts: torchrun's ranks, torch's compiler processes.
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-
 # torch before 2.6 asks for them when the launcher serves the store.
 _NO_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
 
 TRAINING = "shoal.train.worker"
-SCRIPT_STORE = "shoal.sync.script_store"
 
 # Where a node has the run folder.
 FolderOf = Callable[[Node], str]
@@ -160,11 +155,6 @@ def settings_notes(run: RunConfig, nodes: Sequence[Node], user_env: Mapping[str,
             )
 
 
-def script_store_command(address: str, port: int, fd: int) -> tuple[str, ...]:
-    """What the first node's agent starts beside its ranks."""
-    return (sys.executable, "-P", "-m", SCRIPT_STORE, f"--address={address}", f"--port={port}", f"--fd={fd}")
-
-
 def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words: str) -> Command:
     return Command(
         f"rank-{place.rank}",
@@ -241,3 +231,19 @@ def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
         # NCCL reads a variable of its own; on a GPU too, ranks take this way to their peers.
         env |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
     return env
+
+
+def as_start(command: Command) -> Start:
+    return Start(command.name, command.ranks, command.argv, command.env, command.uses_agent_store)
+
+
+def make_go(
+    roster: Sequence[Member],
+    commands: Sequence[Command],
+    node: str,
+    members: Membership | None = None,
+    grace_s: float | None = None,
+) -> Go:
+    """The part of the plan that one node carries out."""
+    starts = tuple(as_start(command) for command in commands if command.node.name == node)
+    return Go(tuple(roster), starts, members, grace_s=grace_s)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import cast
@@ -12,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shoal.control.membership.generation import NEVER, Ballot, Lineage
-from shoal.control.placement import Placement
-from shoal.control.route import interface_to, link_mbps
-from shoal.errors import RunFailed, UsageError
-from shoal.sync.groups import (
+from shoal.control.membership.types import NEVER, Ballot, Lineage
+from shoal.control.rank_env import Placement
+from shoal.control.rank_messages import Enter
+from shoal.errors import RunFailed, ShoalError, UsageError
+from shoal.host.facts import interface_to, link_mbps
+from shoal.sync.interruptible import Release, await_work
+from shoal.sync.kv_store_client import AgentStore
+from shoal.sync.process_groups import (
     Forming,
     Warn,
     form_main_group,
@@ -26,8 +32,6 @@ from shoal.sync.groups import (
     pair_key,
     warn_in_log,
 )
-from shoal.sync.store import AgentStore
-from shoal.sync.waiting import Release, await_work
 
 # gloo waits five times as long for a connection. All ranks have reported to the store by then, so a connection that is
 # not there within 5 s never will be.
@@ -300,3 +304,161 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
             why="those processes were not started, died early, or cannot reach the others",
             fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",
         ) from error
+
+
+# SECTION sync/attempt
+# Which attempt this is, where torchrun starts its ranks again: a number that all ranks agree on.
+#
+# Each torchrun agent counts for itself in TORCHELASTIC_RESTART_COUNT, and only the failures that it saw: an agent that
+# noticed others waiting before its own worker had ended, or that came later, counts fewer. All attempts of a job use
+# one
+# store, so a rank could take the words of a dead one for its peer's. The ranks of an attempt settle its number first.
+
+
+_POLL_S = 0.02
+
+
+def common_attempt(placement: Placement, timeout_s: float) -> int:
+    """0 for the first one of a job. Without a store that outlives the ranks there is no other."""
+    if not placement.store_is_served:
+        return placement.restarts
+    try:
+        store = dist.TCPStore(
+            placement.master_addr,
+            placement.master_port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        return settle(dist.PrefixStore("shoal/attempts", store), placement.rank, placement.world_size, timeout_s)
+    except (RuntimeError, dist.DistError) as error:
+        raise RunFailed(
+            f"rank {placement.rank} cannot use the store at {placement.master_addr}:{placement.master_port}",
+            why=str(error).splitlines()[0],
+            fix="check that the torchrun that serves it is running and that no firewall stands between the machines",
+        ) from error
+
+
+def settle(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> int:
+    """Rank 0 takes a number that nobody had; the others answer to it, and go on when it has counted their own answer.
+
+    An older number may still stand there when a rank looks. It answers to that too, but was not counted, and looks
+    again. torchrun starts nobody of an attempt before all ranks of the one before have ended.
+    """
+    me = secrets.token_hex(8)
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        number = store.add("last", 1)
+        store.set("number", str(number))
+        _answer(store, number, rank, me)
+        _wait(lambda: all(_has(store, f"{number}/{each}") for each in range(world_size)), deadline)
+        names = [store.get(f"{number}/{each}").decode() for each in range(world_size)]
+        store.set(f"{number}/counted", json.dumps(names))
+        return number - 1
+    _wait(lambda: _was_counted(store, rank, me), deadline)
+    return int(store.get("number")) - 1
+
+
+def _was_counted(store: dist.Store, rank: int, me: str) -> bool:
+    if not _has(store, "number"):
+        return False
+    number = int(store.get("number"))
+    _answer(store, number, rank, me)
+    return _has(store, f"{number}/counted") and json.loads(store.get(f"{number}/counted"))[rank] == me
+
+
+def _answer(store: dist.Store, number: int, rank: int, me: str) -> None:
+    """Over whatever stands there: of two with the same rank the later one lives."""
+    store.set(f"{number}/{rank}", me)
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    return bool(store.check([key]))
+
+
+def _wait(done: Callable[[], bool], deadline: float) -> None:
+    while not done():
+        if time.monotonic() > deadline:
+            raise RuntimeError("not all ranks of this attempt came in time")
+        time.sleep(_POLL_S)
+
+
+# SECTION sync/membership/forming
+# From an order to enter a generation to a world: the group formed under the generation's own keys.
+
+
+# gloo waits five times as long. Everybody has said that it is there by then.
+_CONNECT_S = 0.5
+_FIRST_ATTEMPTS, _LATER_ATTEMPTS = 5, 20
+
+_SIGNS_OF_A_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out waiting",
+    "keeps the keys",
+    "in time",
+    "Connect timeout",
+    "connectFullMesh",
+    "Socket closed",
+    # What every other exchange says when one of them has met its deadline.
+    "pair closure",
+    "did not form",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What stays the same for a rank, whatever generation it is in."""
+
+    node: str
+    device: torch.device
+    interface: str | None
+    link_mbps: int | None
+    release: Release
+    # Receives what the user should know of a group that was formed.
+    warn: Warn = warn_in_log
+
+
+def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s: float) -> World:
+    """Raises what torch or the store raises when somebody does not come."""
+    base = store if enter.size > 1 else dist.HashStore()
+    keys = dist.PrefixStore(enter.prefix, base)
+    meet(keys, enter.rank, enter.size, meet_s)
+    backend = backend_for(place.device)
+    label = enter.prefix
+    key = b"" if enter.size == 1 else pair_key(store, keys, label, enter.rank)
+    names = tuple(
+        f"rank {id}" + (f" on {node}" if node else "") for id, node in zip(enter.ids, enter.nodes, strict=True)
+    )
+    # A launch that cannot form its first group tells so soon; a training that runs holds out longer.
+    attempts = _FIRST_ATTEMPTS if enter.first else _LATER_ATTEMPTS
+    forming = Forming(keys, enter.rank, enter.size, key, label, _CONNECT_S, names, place.release, place.warn, attempts)
+    group = form_group(forming, place.device, backend, timeout_s)
+    return World(
+        rank=enter.rank,
+        size=enter.size,
+        local_rank=enter.local_rank,
+        local_size=enter.local_size,
+        node=place.node,
+        backend=backend,
+        device=place.device,
+        interface=place.interface if enter.size > 1 else None,
+        group=group,
+        store=base,
+        ids=enter.ids,
+        nodes=enter.nodes,
+        generation=enter.generation,
+        lineage=enter.lineage,
+        keeps_files=enter.keeps_files,
+        link_mbps=place.link_mbps,
+        release=place.release,
+        pair_key=key,
+        warn=place.warn,
+    )
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether this is what a missing peer looks like from inside: a consequence, never a cause."""
+    text = error.seen if isinstance(error, ShoalError) else str(error)
+    return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)

@@ -5,41 +5,44 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import os
+import platform
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy
+import psutil
 import torch
+import torch.distributed as dist
 from torch.optim import AdamW
 
+import shoal
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch import Deal, deal_anew, scaled_lr, weights_of
-from shoal.cost.sizes import parameter_count
-from shoal.data.batches import Batches
-from shoal.data.order import window_count
-from shoal.data.run_setup import read_facts
-from shoal.data.shards import SHARDS, deal_for
-from shoal.data.tokenfile import open_tokens
+from shoal.cost.batch_plan import Deal, deal_anew, scaled_lr, weights_of
+from shoal.cost.model_size import parameter_count
+from shoal.data.prepare import read_facts
+from shoal.data.sampling import SHARDS, Batches, deal_for, open_tokens, window_count
 from shoal.data.tokenizer import load_tokenizer
+from shoal.host.facts import cpu_name, deal_cores, physical_cores, usable_cores
 from shoal.model.gpt import GPT
-from shoal.runfolder import RunFolder
-from shoal.sync.exchange import StepExchange
+from shoal.run_folder import RunFolder
 from shoal.sync.gradients import Alone
+from shoal.sync.interruptible import await_work
 from shoal.sync.outer import EveryStep
 from shoal.sync.replicas import all_agree, copy_from
-from shoal.sync.timer import StepTimer, WholeStepTimer
+from shoal.sync.step_stats import StepExchange, StepTimer, WholeStepTimer
 from shoal.sync.world import World
-from shoal.train.books import mend_ledger
-from shoal.train.checkpoint import CheckpointFolder, Progress
-from shoal.train.choosing import Chooser
-from shoal.train.exchanges import describe_exchanges, make_exchanges
+from shoal.train.auto_sync import Chooser
+from shoal.train.autotune import Choice, apply, choose, earlier_choice, work_left
+from shoal.train.checkpoint import CheckpointFolder, Progress, digest, load_weights, weights
 from shoal.train.recorder import Recorder
 from shoal.train.resume import Newest
 from shoal.train.resume import resume as go_on
-from shoal.train.state import digest, load_weights, weights
-from shoal.train.trainer import StopWish, Trainer
-from shoal.train.trial import apply, choose, earlier_choice
-from shoal.train.tuning import Choice, work_left
+from shoal.train.state_transfer import mend_ledger
+from shoal.train.trainer import StopWish, Trainer, describe_exchanges, make_exchanges
 
 
 def build_trainer(
@@ -211,3 +214,102 @@ def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
 def _make_timer(config: Config, world: World) -> StepTimer:
     synchronize: Callable[[], None] | None = torch.cuda.synchronize if world.device.type == "cuda" else None
     return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(synchronize)
+
+
+# SECTION train/pinning
+# Keeps this rank's computing on cores of its own, apart from the other ranks of the same machine.
+
+
+def pin(world: World, wish: str) -> tuple[int, ...] | None:
+    """Pins the calling thread and those it will start; the cores, or None where all stays as it was.
+
+    gloo's threads are there by now and stay free: they go to whatever core has nothing to do. Emulated nodes share the
+    cores of one machine, so what counts is not who is on the same node but who is on the same machine.
+    """
+    if wish == "off" or world.device.type != "cpu":
+        return None
+    machines = _machines(world)
+    neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
+    cores = deal_cores(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
+    if cores is None or (wish == "auto" and len(neighbours) == 1):
+        return None
+    return pin_to(cores, wish)
+
+
+def pin_to(cores: tuple[int, ...] | None, wish: str) -> tuple[int, ...] | None:
+    """These cores, where it is wished and allowed."""
+    if cores is None or wish == "off":
+        return None
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        # A container may forbid it; then whoever runs it has decided.
+        return None
+    return cores
+
+
+def _machines(world: World) -> list[int]:
+    """A number for every rank's machine, equal for those on the same one."""
+    mine = torch.tensor([_machine_id()], dtype=torch.int64, device=world.device)
+    everyone = [torch.empty_like(mine) for _ in range(world.size)]
+    await_work(dist.all_gather(everyone, mine, group=world.group, async_op=True), world.release)
+    return [int(number) for number in everyone]
+
+
+def _machine_id() -> int:
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        name = socket.gethostname()
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+
+
+# SECTION train/facts
+# What this machine and this process are, for the `start` event.
+
+
+def _boot_id() -> str | None:
+    """The same for all emulated nodes of one machine, which share its cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def hardware() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "cores": physical_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "arch": platform.machine(),
+        "os": f"{platform.system()} {platform.release()}",
+        "boot_id": _boot_id(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "shoal": shoal.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+def describe_process(world: World) -> dict[str, Any]:
+    return {
+        "world_size": world.size,
+        "node": world.node,
+        "local_rank": world.local_rank,
+        "generation": str(world.generation),
+        "lineage": str(world.lineage.name),
+        "pid": os.getpid(),
+        "device": str(world.device),
+        "backend": world.backend,
+        "threads": torch.get_num_threads(),
+        "interface": world.interface,
+        "link_mbps": world.link_mbps,
+        "versions": versions(),
+        "hardware": hardware(),
+    }

@@ -19,17 +19,20 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError
 from shoal.events import FileMark, sync_path
+from shoal.sync.replicas import flat_bytes
 
 _NAME = re.compile(r"step-(\d{8})")
 _MODEL, _OPTIMIZER, _STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -300,3 +303,121 @@ def _set_aside(folder: Path, why: str) -> None:
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# SECTION train/part
+# One rank's own part of a checkpoint: `rank-N.safetensors`, beside the common state on the rank's own machine.
+#
+# It carries the mark of its save. A part of the same step from another life of the run, left on a machine that was away
+# for a while, does not fit and is refused.
+
+
+def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor], mark: int) -> None:
+    """Into the folder of a checkpoint that is not complete yet: its manifest will hold the sum."""
+    file = _file(folder, rank)
+    try:
+        save_file(dict(tensors), file, metadata={"mark": str(mark)})
+    except (OSError, SafetensorError) as error:
+        file.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write the part of rank {rank} in {folder}: {error}",
+            why="without it a run resumed from this checkpoint goes on from the common state only",
+            fix=f"free space or fix the folder: df -h {folder.parent}",
+        ) from error
+
+
+def read_part(folder: Path, rank: int, mark: int) -> dict[str, Tensor]:
+    """Whole, undamaged and of this very save, or a `CheckpointError` that says what it is instead."""
+    file = _file(folder, rank)
+    try:
+        sums = json.loads((folder / MANIFEST).read_text())["sha256"]
+        if sha256_of(file) != sums[file.name]:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one written")
+        with safe_open(file, framework="pt") as opened:
+            found = (opened.metadata() or {}).get("mark")
+        if found != str(mark):
+            raise CheckpointError(f"{file} belongs to another life of this run")
+        return load_file(file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing") from error
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be used: {error}") from error
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.safetensors"
+
+
+# SECTION train/state
+# What a replica is: weights, the optimizer's moments, and how far it has come. One naming for files and digests.
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Named after their parameters; empty before the first step."""
+    return {
+        f"optimizer.{moment}.{name}": state[moment]
+        for name, parameter in model.named_parameters()
+        if (state := optimizer.state.get(parameter))
+        for moment in _MOMENTS
+    }
+
+
+def empty_moments(model: nn.Module) -> dict[str, Tensor]:
+    """Room for moments that somebody else is about to send."""
+    return {
+        f"optimizer.{moment}.{name}": torch.empty_like(parameter)
+        for name, parameter in model.named_parameters()
+        for moment in _MOMENTS
+    }
+
+
+@torch.no_grad()
+def fill(room: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in room.items():
+        tensor.copy_(_take(tensors, name, tensor))
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(_take(tensors, f"model.{name}", parameter))
+
+
+def load_moments(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], step: int) -> None:
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {
+            # The fused kernel wants its count as a tensor beside the parameter.
+            "step": torch.tensor(float(step), device=parameter.device),
+            **{
+                moment: _take(tensors, f"optimizer.{moment}.{name}", parameter).to(parameter.device)
+                for moment in _MOMENTS
+            },
+        }
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names and bytes; equal digests are equal replicas."""
+    hasher = hashlib.sha256()
+    for name in sorted(tensors):
+        hasher.update(name.encode())
+        hasher.update(flat_bytes(tensors[name]))
+    return hasher.hexdigest()
+
+
+def _take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
+        found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise CheckpointError(
+            f"the checkpoint has {found} for {name}, the model wants {tuple(like.shape)} {like.dtype}",
+            why="it was written by a run with another model",
+            fix="resume with the configuration of the run that wrote it",
+        )
+    return tensor

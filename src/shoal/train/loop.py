@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 import time
 from pathlib import Path
 
+import psutil
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from shoal.data.run_setup import read_facts
-from shoal.data.tokenfile import open_tokens
+from shoal.config.schema import Config
+from shoal.data.prepare import read_facts
+from shoal.data.sampling import Tokens, open_tokens, validation_batches, window_count
 from shoal.errors import RunFailed
 from shoal.events import FLUSH_S
-from shoal.runfolder import RunFolder
-from shoal.sync.world import barrier
-from shoal.train.checkpoint import CheckpointFolder
-from shoal.train.comparing import Comparison
-from shoal.train.evaluate import evaluate
-from shoal.train.load import LoadMeter
-from shoal.train.regroup import Membership
-from shoal.train.saving import WRITE_TIMEOUT_S, Saver, write_patiently
-from shoal.train.snapshot import replica_state
-from shoal.train.state import digest
-from shoal.train.trainer import Trainer
+from shoal.model.gpt import GPT
+from shoal.run_folder import RunFolder
+from shoal.sync.step_stats import sum_over_world
+from shoal.sync.world import World, barrier
+from shoal.train.checkpoint import CheckpointFolder, digest
+from shoal.train.divergence import Comparison
+from shoal.train.recover import Membership
+from shoal.train.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
+from shoal.train.trainer import Trainer, split
+
+# SECTION train/evaluate
+# Validation loss, every rank on its part of the validation text.
+
+
+@torch.no_grad()
+def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, world: World) -> float:
+    """Mean loss per token over the first `eval_sequences` windows; the same number on every rank."""
+    seq_len = config.model.seq_len
+    sequences = min(config.train.eval_sequences, window_count(len(tokens), seq_len))
+    loss_sum, count = 0.0, 0
+    model.eval()
+    # Without gradients, without dropout and with a shorter last batch, compiled blocks would be compiled anew.
+    with model.uncompiled():
+        for rows in validation_batches(tokens, seq_len, sequences, micro_batch, world.rank, world.size):
+            inputs, targets = split(rows, world.device)
+            loss_sum += model(inputs, targets).item()
+            count += targets.numel()
+    model.train()
+    total_loss, total_count = sum_over_world(world, [loss_sum, float(count)])
+    return total_loss / total_count
+
+
+# SECTION train/load
+# How busy the machine was while we trained, how much of that was us, and how much memory we had at most: other
+# programs spoil a measurement, and a full memory ends it.
+
+
+# Linux counts in kilobytes, macOS in bytes.
+_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+class LoadMeter:
+    def __init__(self) -> None:
+        self._began = self._read()
+
+    def since_start(self) -> dict[str, float]:
+        """Seconds of wall time, of this process's CPU time, and of all cores of this machine at work; the most memory
+        that this process ever had."""
+        names = ("wall_s", "cpu_s", "machine_busy_s")
+        spent = {name: round(now - then, 3) for name, now, then in zip(names, self._read(), self._began, strict=True)}
+        return {**spent, "peak_memory_bytes": _UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+    def _read(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        # Guests are counted in user time already; waiting for a disk or for the hypervisor is nobody's work.
+        passive = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "steal", "guest", "guest_nice"))
+        return time.perf_counter(), time.process_time(), sum(times) - passive
 
 
 class Loop:

@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 
 from shoal.config.load import load_config
-from shoal.control.private import use_private_caches
+from shoal.control.rank_env import use_private_caches
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.errors import ShoalError, UsageError
 from shoal.model.gpt import GPT
-from shoal.runfolder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.terminal import protect_terminal
-from shoal.train.checkpoint import CheckpointFolder
-from shoal.train.process import say
-from shoal.train.state import load_weights
+from shoal.train.checkpoint import CheckpointFolder, load_weights
+from shoal.train.worker import say
 
 
 def main() -> int:

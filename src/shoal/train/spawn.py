@@ -17,12 +17,11 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shoal.control.placement import Placement
-from shoal.control.private import use_private_caches
-from shoal.control.process import tie_to
+from shoal.control.processes import tie_to
+from shoal.control.rank_env import Placement, use_private_caches
 from shoal.errors import ShoalError
 from shoal.train import worker
-from shoal.train.process import say
+from shoal.train.worker import say
 
 
 def main() -> int:

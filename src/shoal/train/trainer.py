@@ -6,9 +6,10 @@ no exception.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,25 +17,116 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from shoal.config.schema import Config
-from shoal.cost.batch import learning_rate, weights_of
-from shoal.data.batches import Batches, Rows
-from shoal.errors import ShoalError
+from shoal.config.schema import Config, SyncConfig
+from shoal.cost.batch_plan import Deal, learning_rate, weights_of
+from shoal.cost.model_size import grad_bytes
+from shoal.data.sampling import Batches, Rows
+from shoal.errors import RunFailed, ShoalError
 from shoal.model.gpt import GPT
-from shoal.sync.exchange import Shared, StepExchange
-from shoal.sync.gradients import Alone, GradientSync
-from shoal.sync.membership.fence import AtEdge, Fence, OpenFence
-from shoal.sync.outer import EveryStep, Outer
-from shoal.sync.piece import NotFinite
-from shoal.sync.timer import StepTimer
-from shoal.sync.times import CommTimes
-from shoal.sync.world import World, without_group
+from shoal.sync.compression import made_by
+from shoal.sync.fence import AtEdge, Fence, OpenFence
+from shoal.sync.gradients import Alone, GradientSync, clip, make_gradient_sync
+from shoal.sync.outer import EveryStep, NotFinite, Outer, make_outer
+from shoal.sync.replicas import gather
+from shoal.sync.step_stats import CommTimes, Shared, StepExchange, StepTimer
+from shoal.sync.world import World, bear_with, without_group
+from shoal.train.autotune import Choice
 from shoal.train.checkpoint import Progress
-from shoal.train.clip import clip
-from shoal.train.laggards import Laggards
 from shoal.train.recorder import Recorder
-from shoal.train.refusal import Outcome, refuse
-from shoal.train.tuning import Choice
+from shoal.train.stragglers import Laggards
+
+# SECTION train/refusal
+# A step whose loss or gradient is no number: nobody applies it, nobody commits it, and all say whose it was.
+
+
+# Ranks tell each other whole numbers: which of these a loss or a norm is.
+_FINITE = "finite"
+_KINDS = (_FINITE, "nan", "inf", "-inf")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank's part of a step came to. `samples` are its positions in the order of the data, `[first, end)`."""
+
+    step: int
+    loss: float
+    norm: float
+    samples: tuple[int, int]
+
+    @property
+    def is_sound(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class Told:
+    """One rank's first outcome that was no number, as everybody knows it. `broken`: its weights are none either."""
+
+    id: int
+    step: int
+    loss: str
+    norm: str
+    samples: tuple[int, int]
+    broken: bool = False
+
+
+def refuse(world: World, own: Outcome | None, weights: Iterable[Tensor], lr: float) -> RunFailed | None:
+    """On all ranks, once all know that somebody's outcome was no number; the same error everywhere. `own` is this
+    rank's first that was none, if any. None when nobody has any."""
+    broken = not all(bool(weight.isfinite().all()) for weight in weights)
+    numbers = [own.step, _kind(own.loss), _kind(own.norm), *own.samples, broken] if own is not None else [0] * 6
+    told = [
+        Told(world.ids[rank], step, _KINDS[loss], _KINDS[norm], (first, end), bool(broken))
+        for rank, (step, loss, norm, first, end, broken) in enumerate(gather(world, numbers))
+        if step
+    ]
+    return explain(told, world.size, lr) if told else None
+
+
+def explain(told: Sequence[Told], ranks: int, lr: float) -> RunFailed:
+    """By the first step that had such an outcome; a norm is only looked at where every loss was a number, since one bad
+    loss spoils the sum of all gradients."""
+    step = min(rank.step for rank in told)
+    bad = [rank for rank in told if rank.step == step]
+    lower = f"start a new run with a lower rate: --set train.lr={lr / 3:.2g}"
+    what, culprits = "loss", [(rank, rank.loss) for rank in bad if rank.loss != _FINITE]
+    if not culprits:
+        what, culprits = "gradient norm", [(rank, rank.norm) for rank in bad]
+        lower += ", or use --wire fp32 if a shorter format was used"
+        if 0 < len(broken := [rank.id for rank in told if rank.broken]) < ranks:
+            return _broken(broken, step)
+    if len(culprits) == ranks:
+        return RunFailed(
+            f"the {what} became {culprits[0][1]} in step {step}{' on every rank' if ranks > 1 else ''}",
+            why="the training diverged, most often because the learning rate is too high",
+            fix=lower,
+        )
+    named = " and ".join(f"that of rank {rank.id} on {_span(rank)} became {value}" for rank, value in culprits)
+    return RunFailed(
+        f"a {what} was no number in step {step}: {named}; no rank has applied or committed the step",
+        why="all other ranks had numbers: these samples, or what that machine computes, are at fault",
+        fix=f"go on from the last checkpoint: shoal train --resume RUN. If the same samples do it again, {lower}",
+    )
+
+
+def _broken(ids: Sequence[int], step: int) -> RunFailed:
+    """A sum of gradients does not say whose was none; weights that differ do."""
+    named = " and ".join(map(str, ids))
+    return RunFailed(
+        f"the gradient norm was no number in step {step}: weights of rank {named} are none either, and those of the "
+        "others are; no rank has applied or committed the step",
+        why="what that machine keeps in memory, or computes, is at fault",
+        fix="test its memory (memtester 1G 1), then go on from the last checkpoint: shoal train --resume RUN",
+    )
+
+
+def _span(rank: Told) -> str:
+    first, end = rank.samples
+    return f"samples {first} to {end - 1}"
+
+
+def _kind(value: float) -> int:
+    return 0 if math.isfinite(value) else _KINDS.index(str(value))
 
 
 class StopWish:
@@ -276,3 +368,61 @@ def split(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs and the same shifted by one as targets."""
     block = torch.from_numpy(rows).to(device)
     return block[:, :-1], block[:, 1:]
+
+
+# SECTION train/exchanges
+# A trainer's exchanges with the other ranks: made from the configuration, and replaced between two steps.
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    sync: GradientSync
+    outer: Outer
+    steps: StepExchange
+
+
+def make_exchanges(config: Config, model: GPT, world: World, deal: Deal) -> Exchanges:
+    share = deal.share(world.rank)
+    outer = make_outer(config.sync, model, world, weight=share / deal.global_batch)
+    if config.sync.is_outer:
+        sync: GradientSync = Alone(model, own_tokens=share * config.model.seq_len)
+    else:
+        sync = make_gradient_sync(config.sync, model, world, tokens=deal.micro_batch * config.model.seq_len)
+    bear_with(world, exchange_timeout_s(config.sync, outer))
+    return Exchanges(sync, outer, StepExchange(world, outer.lag_steps))
+
+
+def exchange_timeout_s(sync: SyncConfig, outer: Outer) -> float:
+    """A rank that may be so many steps ahead waits for as many steps of the slowest before a rank counts as dead."""
+    return sync.timeout_s * (1 + outer.lag_steps)
+
+
+def change_exchanges(trainer: Trainer, sync: SyncConfig) -> None:
+    """Between two steps, when all ranks are known to have done the last one: what the model holds is common to all."""
+    trainer.sync.close()
+    # What is not needed any more goes before new room is taken: gradients of 124M parameters are 496 MB.
+    trainer.sync = Alone(trainer.model)
+    gc.collect()
+    trainer.config = trainer.config.model_copy(update={"sync": sync})
+    made = make_exchanges(trainer.config, trainer.model, trainer.world, trainer.batches.shard.deal)
+    trainer.sync, trainer.outer, trainer.exchange = made.sync, made.outer, made.steps
+    trainer.outer.rewind(trainer.progress.step, flying=0)
+
+
+def describe_exchanges(trainer: Trainer) -> dict[str, object]:
+    """What `start` and `choice` events say of it."""
+    shapes = shapes_of(trainer.model)
+    sync = trainer.config.sync
+    return {
+        "sync": sync.mode,
+        "wire": sync.wire,
+        "grad_bytes": grad_bytes(shapes, sync.wire) + trainer.sync.extra_bytes,
+        "round_steps": trainer.outer.round_steps,
+        "wire_made_by": made_by(sync.wire),
+        "inside": trainer.sync.inside.way,
+        "inside_note": trainer.sync.inside.note,
+    }
+
+
+def shapes_of(model: GPT) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(parameter.shape) for parameter in model.parameters())

@@ -13,40 +13,182 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
-from shoal.control.machine import physical_cores
-from shoal.control.placement import Placement
-from shoal.control.private import use_private_caches
-from shoal.control.process import tie_to
-from shoal.control.rankline import LINE_FD
-from shoal.cost.relief import RELIEF, relief
-from shoal.data.run_setup import change_config, create_run, reopen_run
+from shoal.control.processes import tie_to
+from shoal.control.rank_env import Placement, use_private_caches
+from shoal.control.rank_messages import LINE_FD, Enter
+from shoal.cost.memory import RELIEF, relief
+from shoal.data.prepare import change_config, create_run, reopen_run
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, UsageError
-from shoal.events import EventLog
-from shoal.runfolder import RunFolder
-from shoal.sync.attempt import common_attempt
-from shoal.sync.membership.forming import is_lost_peer
+from shoal.events import Event, EventLog, read_events
+from shoal.host.facts import link_mbps, physical_cores
+from shoal.run_folder import RunFolder
+from shoal.sync.kv_store_client import AgentStore
+from shoal.sync.membership_client import AgentLine, Member
+from shoal.sync.process_groups import unform
 from shoal.sync.replicas import tell_all
-from shoal.sync.world import World, choose_device, join, leave
-from shoal.train.build import announce, build_trainer
-from shoal.train.elastic import train_as_member
-from shoal.train.facts import describe_process
+from shoal.sync.world import (
+    Place,
+    World,
+    choose_device,
+    choose_interface,
+    common_attempt,
+    form,
+    is_lost_peer,
+    join,
+    leave,
+    nowhere,
+)
+from shoal.train import recorder as train_recorder
+from shoal.train.auto_sync import Chooser
+from shoal.train.autotune import Choice, apply
+from shoal.train.build import announce, build_trainer, describe_process, found, make_trainer, pin, pin_to
 from shoal.train.loop import Loop
-from shoal.train.pinning import pin
-from shoal.train.process import catch_stop_signals, say
 from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopWish
+from shoal.train.recover import Membership
+from shoal.train.trainer import StopWish, Trainer
+
+# SECTION train/process
+# A rank as a process: it takes a signal as a wish, and says why it failed.
+
+
+def catch_stop_signals(stop: StopWish, is_elastic: bool) -> None:
+    """Finish the step, save, leave. Asking twice does not help here: the launcher ends those it cannot wait for. Where
+    the others can go on, SIGTERM is what it is for any process: a machine says it before it is switched off."""
+
+    def wish(signum: int, frame: FrameType | None) -> None:
+        stop.wanted = True
+
+    signal.signal(signal.SIGINT, wish)
+    if not is_elastic:
+        signal.signal(signal.SIGTERM, wish)
+
+
+def say(error: ShoalError) -> int:
+    """Into the log, or onto the terminal when a person started us; returns the exit code."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(error.render())
+    return error.exit_code
+
+
+# SECTION train/elastic
+# A rank of a run whose machines come and go: its agent tells it which generation to enter, the first one and every
+# later one. A rank that is started again, or comes from a new machine, is the same program: it enters one that trains
+# already, and copies what the others have.
+
+
+def train_as_member(
+    config: Config,
+    run: RunFolder,
+    placement: Placement,
+    device: torch.device,
+    stop: StopWish,
+    resume: bool,
+    note_fault: Callable[[Exception], None],
+) -> bool:
+    """To the end of the training, in however many generations; False when it was interrupted."""
+    member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted, note_fault)
+    interface = choose_interface(placement)
+    mbps = placement.link_mbps or link_mbps(interface)
+    recorder = Recorder(run, nowhere(placement, device), member)
+    place = Place(placement.node, device, interface, mbps, member.release, recorder.warn)
+    trainer = make_trainer(config, run, nowhere(placement, device), recorder, stop)
+    trainer.fence = member.fence
+    membership = Membership(
+        member=member,
+        store=_store(placement, member, config.sync.join_timeout_s),
+        place=place,
+        trainer=trainer,
+        chooser=Chooser(trainer, config.sync),
+        run=run,
+    )
+    if not resume:
+        _warm_up(trainer, run)
+    member.here(train_recorder.last_step(run.commits, placement.rank))
+    enter = member.await_enter()
+    (_begin if enter.first else _join)(membership, enter, resume)
+    finished = Loop(trainer, run, membership).run()
+    member.finished()
+    recorder.close()
+    unform()
+    return finished
+
+
+def _store(placement: Placement, member: Member, timeout_s: float) -> AgentStore:
+    if placement.agent_fd is None:
+        raise RunFailed("an agent started this rank without a store", why="that is a bug in shoal")
+    return AgentStore(placement.agent_fd, timedelta(seconds=timeout_s), member.is_called)
+
+
+def _begin(membership: Membership, enter: Enter, resume: bool) -> None:
+    """The first generation of a launch: a world that does not form is an error, never a smaller run."""
+    trainer, sync = membership.trainer, membership.trainer.config.sync
+    world = form(enter, membership.store, membership.place, sync.join_timeout_s, sync.timeout_s)
+    trainer.begin_anew(world, 0, 0)
+    trainer.recorder.begin_anew(world, [])
+    # Before we are pinned: it says how many cores the machine gives us.
+    process = describe_process(world)
+    cpus = pin(world, trainer.config.train.pin)
+    found(trainer, membership.chooser, membership.run, resume)
+    membership.member.fence.moved(trainer.outer.common_step(trainer.progress.step))
+    announce(trainer, membership.run, launcher="shoal", **process, cpus=cpus)
+    membership.note_entered(how="first")
+    membership.member.formed(enter.generation, 0.0)
+
+
+def _join(membership: Membership, enter: Enter, resume: bool) -> None:
+    """A generation that trains already. The ranks beside us stay on their cores, and we go to those we had before."""
+    trainer = membership.trainer
+    cpus = pin_to(_last_cores(membership.run, trainer.world.id), trainer.config.train.pin)
+    membership.has_state = False
+    trainer.between_steps = membership.chooser.after_step
+    began = time.perf_counter()
+    while not membership.try_to_enter(enter, began):
+        enter = membership.member.await_enter()
+    announce(trainer, membership.run, launcher="shoal", **describe_process(trainer.world), cpus=cpus)
+
+
+def _warm_up(trainer: Trainer, run: RunFolder) -> None:
+    """Whoever is started again knows how its model computes: to compile it takes seconds, for which all others would
+    wait in its first step."""
+    last = _last_start(run, trainer.world.id)
+    if last.get("compiled"):
+        trainer.compute = Choice(True, last["precision"], "as before")
+        apply(trainer.compute, trainer.model)
+        shape = last["micro_batch"], trainer.config.model.seq_len
+        tokens = torch.zeros(shape, dtype=torch.int64, device=trainer.world.device)
+        trainer.model(tokens, tokens).backward()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def _last_cores(run: RunFolder, rank: int) -> tuple[int, ...] | None:
+    cpus = _last_start(run, rank).get("cpus")
+    return tuple(cpus) if cpus else None
+
+
+def _last_start(run: RunFolder, rank: int) -> Event:
+    """Nothing of a rank that was never here."""
+    with contextlib.suppress(OSError):
+        starts = deque((event for event in read_events(run.events(rank)) if event.get("event") == "start"), maxlen=1)
+        return starts[-1] if starts else {}
+    return {}
+
 
 # torch's allocator has two ways to say it, and the third is the kernel's. From inside a communication hook the class of
 # an error comes as a word of another one's message.
@@ -122,7 +264,7 @@ def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> 
         leave(world)
     if not placement.launcher and world.is_main:
         # Nobody else is there to sum up: plain torchrun started us.
-        subprocess.run([sys.executable, "-P", "-m", "shoal.report.finish", str(run.path)], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "shoal.tools.report.manifest", str(run.path)], check=True)
     return 0 if finished else Interrupted.exit_code
 
 

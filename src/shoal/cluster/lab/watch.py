@@ -21,7 +21,7 @@ def main(name: str, owner: int, began: int) -> None:
         if started(owner) == began:
             select.select([handle], [], [])
     # Imported late: it waits for hours with a third of the memory.
-    from shoal.cluster.lab.removal import remove
+    from shoal.cluster.lab.lab import remove
 
     remove(name)
 

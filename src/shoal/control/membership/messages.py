@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shoal.control.membership.generation import MOST_MEMBERS, Ballot, Count, Generation, Member, Plain, Ranks, State
+from shoal.control.membership.types import MOST_MEMBERS, Ballot, Count, Generation, Member, Plain, Ranks, State
 from shoal.errors import ControlError
 
 # 64 members with 64 ranks each, twice, fit into this; anything larger was not written by us.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.control.membership.generation import Generation
+from shoal.control.membership.types import Generation
 
 Name = Callable[[int], str]
 Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere"]

@@ -1,0 +1,359 @@
+"""What the words of `shoal plan` mean: which nodes, which workload, which lever."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from shoal.config.load import build_config, parse_set, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
+from shoal.config.schema import ROUND_STEPS, Config, TrainConfig
+from shoal.config.sync_choice import WireName
+from shoal.cost.buckets import Lever, Sync, lever_of
+from shoal.cost.data_sheets import Overrides as Data_sheetsOverrides
+from shoal.cost.data_sheets import describe, find_link, find_machines, make_setting, positive, ring, stack_of
+from shoal.cost.predict import Setting, speeds
+from shoal.cost.workload import GRADIENT_BYTES, Workload, bare_workload, workload_of
+from shoal.errors import UsageError
+from shoal.tools.plan.advise import Option, Plan
+from shoal.units import format_si
+
+if TYPE_CHECKING:
+    from shoal.config.profile import Profile
+
+
+MOST_NODES = 16_384
+MOST_ROWS = 64
+_RANGE = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
+_WITH_NUMBER = re.compile(r"([a-z0-9]+)(?::(\d{1,9}))?")
+
+# A bare model is planned with what GPT-2 had, and a batch that a few machines can share.
+BARE_SEQ_LEN = 1024
+BARE_BATCH = 16
+
+_FLAGS = {
+    "global_batch": "train.global_batch",
+    "micro_batch": "train.micro_batch",
+    "scaling": "train.scaling",
+    "seq_len": "model.seq_len",
+}
+# Which setting each flag stands for, also where a plan reads the flag in another way than a training.
+SETTINGS = _FLAGS | {
+    "tokens": "train.global_batch",
+    "accumulate": "sync.accumulate",
+    "wire": "sync.wire",
+    "sync": "sync.mode",
+    "on": "run.on",
+}
+# What a bare model has no place for.
+_NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
+# Settings that a plan decides itself.
+_OURS = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.on")
+
+
+def parse_nodes(text: str) -> list[int]:
+    """`3`, `1..8`, `1,2,4` or `1,2,4..8`."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first = int(match[1]) if match else 0
+        last = int(match[2] or match[1]) if match else 0
+        if not 1 <= first <= last <= MOST_NODES:
+            raise _no_nodes(text)
+        found += range(first, last + 1)
+    if len(found) > MOST_ROWS:
+        raise UsageError(
+            f"--nodes {text} are {len(found)} rows",
+            why=f"a plan has {MOST_ROWS} at most",
+            fix="name those that matter: --nodes 1,2,4,8,16,32,64",
+        )
+    return sorted(set(found))
+
+
+def one_preset(words: list[str] | None) -> str | None:
+    if words and len(words) > 1:
+        raise UsageError(
+            f"{' '.join(words)} are several presets",
+            why="a plan is made for one model; several runs go with --calibrate",
+            fix=f"shoal plan {words[0]}",
+        )
+    return words[0] if words else None
+
+
+def _no_nodes(text: str) -> UsageError:
+    return UsageError(
+        f"--nodes {text} names no numbers of nodes",
+        why=f"they count from 1 to {MOST_NODES:,}, the smaller one first",
+        fix="write for example: --nodes 1..8, --nodes 4 or --nodes 1,2,4",
+    )
+
+
+def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Lever, list[str]]:
+    """And what has to be said about it."""
+    asked = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
+    lever = parse_lever(given)
+    workload = fit_batch(asked, most_ranks, is_batch_stated(asked, given))
+    notes = []
+    if workload != asked:
+        notes.append(
+            f"global batch {workload.train.global_batch} instead of {asked.train.global_batch}: each of {most_ranks} "
+            "ranks needs a sequence"
+        )
+    return workload, lever, notes
+
+
+def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
+    """Refuse a setting that is given twice, or that no plan follows; `flags` are those that are given, by setting."""
+    sets = given["set_"] or []
+    if ":" in (given["sync"] or ""):
+        flags = flags | {"sync.every": f"--sync {given['sync']}"}
+    refuse_twice(flags, sets)
+    if "run.weights" in typed_settings(None, sets):
+        raise UsageError(
+            "run.weights has no effect here",
+            why="a plan deals a batch evenly, and offers to deal it by the speeds of the machines",
+            fix="leave it out, or name unequal machines: --machine desktop,laptop",
+        )
+
+
+def make_config(given: dict[str, Any]) -> Config:
+    """The settings that are planned; one of the command line that they ignore is refused."""
+    overrides = depth_overrides(given["depth"]) if given["depth"] is not None else {}
+    for flag, key in _FLAGS.items():
+        if given[flag] is not None:
+            section, name = key.split(".")
+            overrides.setdefault(section, {})[name] = given[flag]
+    overrides["sync"] = _sync_overrides(given)
+    sets = given["set_"] or []
+    config = build_config(given["preset"] or "grammar", given["config"], overrides, sets)
+    refuse_without_effect(config, typed_settings(overrides, sets))
+    return config
+
+
+def bare(given: dict[str, Any]) -> Workload:
+    """Of `--params` alone; `--tokens` is what a step of the whole world computes."""
+    if (extra := next((name for name in _NOT_BARE if given[name]), None)) is not None:
+        named = given["preset"] if extra == "preset" else "--" + extra.rstrip("_").replace("_", "-")
+        raise UsageError(
+            f"--params does not go with {named}",
+            why="it stands for a model of which nothing but the size is known",
+            fix="leave one of them out",
+        )
+    _refuse_two_batches(given)
+    parameters = round(positive("--params", given["params"], 1e14))
+    batch = BARE_BATCH if given["global_batch"] is None else given["global_batch"]
+    if given["tokens"] is not None:
+        batch = _sequences(given["tokens"], BARE_SEQ_LEN)
+    changes = {name: given[name] for name in ("micro_batch", "scaling") if given[name] is not None}
+    config = build_config(flags={"train": {"global_batch": batch, "base_batch": batch, **changes}})
+    return bare_workload(parameters, BARE_SEQ_LEN, config.train, gradient_type(given["grad_dtype"]))
+
+
+def preset_workload(config: Config, given: dict[str, Any]) -> Workload:
+    _refuse_two_batches(given)
+    if given["tokens"] is None:
+        return workload_of(config, gradient_type(given["grad_dtype"]))
+    sequences = _sequences(given["tokens"], config.model.seq_len)
+    return workload_of(config, gradient_type(given["grad_dtype"])).with_batch(sequences)
+
+
+def _refuse_two_batches(given: dict[str, Any]) -> None:
+    if given["tokens"] is not None and given["global_batch"] is not None:
+        raise UsageError(
+            "--tokens does not go with --global-batch",
+            why="both say how large a step of the whole world is",
+            fix="leave one of them out",
+        )
+
+
+def _sequences(tokens: float, seq_len: int) -> int:
+    return max(1, round(positive("--tokens", tokens, 1e12) / seq_len))
+
+
+def fit_batch(workload: Workload, ranks: int, is_stated: bool) -> Workload:
+    """A preset's own batch grows until every rank has a micro-batch; one that was asked for stays, and is refused."""
+    train = workload.train
+    each = train.micro_batch or 1
+    if is_stated or train.scaling == "weak" or train.global_batch >= each * ranks:
+        return workload
+    return workload.with_batch(each * ranks)
+
+
+def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
+    """By a flag, a setting or a file; saying the preset's own number again does not count."""
+    if given["params"] is not None:
+        return given["global_batch"] is not None or given["tokens"] is not None
+    return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
+
+
+def parse_lever(given: dict[str, Any]) -> Lever:
+    """From all settings, because some depend on each other; `sharded` is one that no training can have yet."""
+    if given["params"] is None:
+        config = make_config(given)
+    else:
+        overrides: Overrides = {"sync": _sync_overrides(given)}
+        config = build_config(flags=overrides)
+        refuse_without_effect(config, typed_settings(overrides, ()))
+    lever = lever_of(config.sync)
+    return lever.with_(sync="sharded") if _is_sharded(given) else lever
+
+
+def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of section `sync` that the flags stand for."""
+    overrides: dict[str, Any] = {}
+    if given["accumulate"] is not None:
+        overrides["accumulate"] = round(positive("--accumulate", given["accumulate"], 1e6))
+    if given["wire"] is not None:
+        name, number = _named("--wire", given["wire"], get_args(WireName))
+        overrides["wire"] = f"{name}:{number}" if number else name
+    if given["sync"] is not None:
+        name, number = _named("--sync", given["sync"], get_args(Sync))
+        # Sharded exchanges in every step, as ddp does.
+        overrides["mode"] = "ddp" if name == "sharded" else name
+        overrides |= {"every": number} if number else {}
+    return overrides
+
+
+def _is_sharded(given: dict[str, Any]) -> bool:
+    return given["sync"] is not None and _named("--sync", given["sync"], get_args(Sync))[0] == "sharded"
+
+
+def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
+    match = _WITH_NUMBER.fullmatch(text.strip().lower())
+    if match is None or match[1] not in known or match[2] == "0":
+        raise UsageError(
+            f"{flag} {text!r} is not known",
+            why=did_you_mean(text.partition(":")[0], known),
+            fix=f"use one of: {', '.join(known)}; with a number as in powersgd:4 or diloco:50",
+        )
+    return match[1], int(match[2] or 0)
+
+
+def gradient_type(text: str) -> Any:
+    if text not in GRADIENT_BYTES:
+        raise UsageError(
+            f"--grad-dtype {text!r} is not known", why=did_you_mean(text, GRADIENT_BYTES), fix="use fp32 or bf16"
+        )
+    return text
+
+
+def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
+    """The command that does what was planned; every flag of the plan that a training has too is in it.
+
+    A file with settings may hold any of those that the plan decided. Then all of them are in the command.
+    """
+    lever, has_file = option.lever, given["config"] is not None
+    settings = [setting for setting in given["set_"] or [] if _key(setting) not in _OURS]
+    on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
+    words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"]])]
+    for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
+        words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
+    batch = plan.workload.accumulated(lever.accumulation).train.global_batch
+    words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(given) else []
+    mode = "stock" if lever.first_bucket_mb is not None and (lever.sync, lever.wire) == ("ddp", "fp32") else lever.sync
+    words += ["--sync", mode] if has_file or mode != "ddp" else []
+    words += ["--every", str(lever.every)] if lever.sync in ROUND_STEPS else []
+    words += ["--accumulate", "1"] if has_file else []
+    settings += [f"sync.wire={lever.wire_setting}"] if has_file or lever.wire != "fp32" else []
+    world_size = option.row.prediction.world_size
+    if lever.balanced:
+        weights = speeds(plan.workload, plan.setting.speed, world_size)
+        settings.append("run.weights=" + "/".join(f"{weight:g}" for weight in weights))
+    elif has_file and make_config(given).run.weights is not None:
+        settings.append("run.weights=" + "/".join(["1"] * world_size))
+    return words + [word for setting in settings for word in ("--set", setting)]
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _preset_batch(given: dict[str, Any]) -> int:
+    own = PRESETS[given["preset"] or "grammar"].get("train", {})
+    return int(own.get("global_batch", TrainConfig().global_batch))
+
+
+def check_picture(path: Path) -> None:
+    if path.suffix != ".png":
+        raise UsageError(f"{path} is no picture", why="-o writes a PNG", fix=f"write -o {path.with_suffix('.png')}")
+
+
+# SECTION cli/planbasis
+# What a plan is made from: the catalogue, a measured profile, or measured machines over another link.
+
+
+LINK = "1gbe"
+NODES = "1..8"
+HOSTS = "hosts.toml"
+
+
+@dataclass(frozen=True)
+class Basis:
+    """`nodes` are those of interest unless the user names others, `on` is where the command to paste would run.
+    `known` is how many nodes are known one by one, `how` from where: measured or named. 0: all are alike."""
+
+    setting: Setting
+    note: str
+    nodes: str
+    on: str
+    known: int = 0
+    how: str = "measured"
+
+
+def basis(given: dict[str, Any]) -> Basis:
+    overrides = Data_sheetsOverrides(*(given[name] for name in ("efficiency", "latency", "flops", "mfu", "memory_gb")))
+    if given["profile"] is None:
+        wired = find_link(given["link"] or LINK)
+        machines = find_machines(given["machine"], wired)
+        setting = make_setting(wired, machines, given["ranks_per_node"], overrides)
+        note = f"{describe(wired, machines, setting)}; measure yours with shoal probe"
+        named = len(machines) if len(machines) > 1 else 0
+        return Basis(setting, note, f"1..{named}" if named else NODES, given["on"] or HOSTS, named, "named")
+    _refuse_beside_profile(given)
+    return _measured(given["profile"], given["link"], given["on"], overrides)
+
+
+def _measured(path: Path, link: str | None, on: str | None, overrides: Data_sheetsOverrides) -> Basis:
+    # A plan without a profile must not pay for reading one: its schema takes a tenth of the whole answer.
+    from shoal.config.load import read_profile
+    from shoal.cost.measured import setting_of
+
+    profile = read_profile(path)
+    setting = replace(setting_of(profile), ranks_per_node=_ranks_per_node(profile))
+    note = f"as measured by {path} on {profile.on}, {profile.created}"
+    if link is not None:
+        wired = find_link(link)
+        sheet = ring(wired, stack_of(()), overrides)
+        setting = replace(setting, network=sheet)
+        note += f"; but over {wired.name} by data sheet, {format_si(sheet.bytes_per_s, 'B/s')}"
+    if profile.calibration is not None:
+        note += f"; learned from {profile.calibration.runs} runs"
+    last = len(profile.nodes)
+    return Basis(setting, note, "1" if last == 1 else f"1..{last}", on or profile.on, last)
+
+
+def _ranks_per_node(profile: Profile) -> int:
+    counts = {node.ranks for node in profile.nodes}
+    if len(counts) > 1:
+        raise UsageError(
+            "the profile's nodes have different numbers of ranks",
+            why="rows of a plan are nodes of one kind",
+            fix=f"predict the run itself: shoal train --on {profile.on} --plan --profile …",
+        )
+    return counts.pop()
+
+
+def _refuse_beside_profile(given: dict[str, Any]) -> None:
+    """A profile knows the machines; a flag that it would quietly overrule must not pass."""
+    extra = [name for name in ("machine", "flops", "mfu", "memory_gb") if given[name] is not None]
+    extra += ["ranks_per_node"] if given["ranks_per_node"] != 1 else []
+    extra += [name for name in ("efficiency", "latency") if given[name] is not None and given["link"] is None]
+    if extra:
+        flag = "--" + extra[0].replace("_", "-")
+        raise UsageError(
+            f"{flag} does not go with --profile",
+            why="the profile says how fast these machines and their links are",
+            fix=f"leave {flag} out; to look at another link beside it: --link 10gbe",
+        )

@@ -1,0 +1,305 @@
+"""What is copied to a host: the running shoal, and the project of the user. Which files, and a digest of them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shoal
+from shoal.cluster.hosts.facts import HostFacts, Question, look, program
+from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
+from shoal.cluster.hosts.ssh import run_script, variables
+from shoal.errors import HostError, UsageError
+from shoal.units import format_si
+
+MOST_PROJECT_BYTES = 256_000_000
+_CHUNK = 1 << 20
+_NOT_THE_PROJECTS = ("runs", "__pycache__", "node_modules")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One file to copy: where it goes, and where it is. A symbolic link has a target and no bytes."""
+
+    path: str
+    source: Path
+    size: int
+    mode: int
+    link: str | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Files that belong together. `name` is the folder they get. `left_out` are links that lead outside the project."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def listing(self) -> dict[str, str]:
+        return {piece.path: piece.digest for piece in self.pieces}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.listing, sort_keys=True).encode()).hexdigest()
+
+
+def code_bundle() -> Bundle:
+    """The package that is running, named by its content."""
+    package = Path(shoal.__file__).parent
+    found = sorted(path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    pieces = tuple(make_piece(path, str(path.relative_to(package.parent))) for path in found)
+    return Bundle(Bundle("", pieces).digest[:16], pieces)
+
+
+def code_folder() -> Path:
+    """What stands on this machine's PYTHONPATH for it."""
+    return Path(shoal.__file__).parent.parent
+
+
+def project_bundle(folder: Path) -> Bundle:
+    """What git lists, or everything that does not look like an environment, a cache or a result."""
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise UsageError(f"there is no project folder {folder}", fix="name one: --project FOLDER, or: --no-project")
+    paths = _listed_by_git(folder)
+    paths = sorted(_walk(folder, folder) if paths is None else paths)
+    # What a link leads to outside is not the project's, and may be a key or a password: it is never sent.
+    outside = [path for path in paths if _leads_outside(folder / path, folder)]
+    paths = [path for path in paths if path not in set(outside)]
+    _refuse_too_much(folder, paths)
+    # With this machine's name: another one may have a project at the same path.
+    place = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()
+    pieces = tuple(make_piece(folder / path, path, folder) for path in paths)
+    return Bundle(f"{folder.name}-{place[:8]}", pieces, tuple(outside))
+
+
+def project_of(folder: Path) -> Path | None:
+    """The top of the git project that a folder is in."""
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    return Path(os.fsdecode(top.removesuffix(b"\n"))) if top else None
+
+
+def make_piece(source: Path, path: str, folder: Path | None = None) -> Piece:
+    """A link stays one when it leads to something else in the folder. Without a folder it is what it leads to."""
+    if folder is not None and _leads_outside(source, folder):
+        raise UsageError(
+            f"{source} leads outside {folder}",
+            why="the file it leads to would be copied to every host",
+            fix=f"remove the link, or put the file itself into the project: ls -l {source}",
+        )
+    if folder is not None and _leads_inside(source, folder):
+        link = os.path.relpath(source.resolve(), source.parent.resolve())
+        return Piece(path, source, 0, 0o777, link, f"-> {link}")
+    status = source.stat()
+    mode = 0o755 if status.st_mode & 0o100 else 0o644
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Piece(path, source, status.st_size, mode, None, f"{digest} {mode:o}")
+
+
+def lone_piece(source: Path, path: str) -> Piece:
+    """A file that is known by another digest than that of its bytes, which are then not read twice."""
+    return Piece(path, source, source.stat().st_size, 0o644, None, "")
+
+
+def stream(order: dict[str, Any], pieces: Iterable[Piece]) -> Iterator[bytes]:
+    """As `there/put.py` reads it."""
+    pieces = list(pieces)
+    files = [[piece.path, piece.size, piece.mode, piece.link] for piece in pieces]
+    yield json.dumps({**order, "files": files}).encode() + b"\n"
+    for piece in pieces:
+        if piece.link is None:
+            yield from _content(piece)
+
+
+def _content(piece: Piece) -> Iterator[bytes]:
+    left, summed = piece.size, hashlib.sha256()
+    with piece.source.open("rb") as file:
+        while left and (chunk := file.read(min(left, _CHUNK))):
+            summed.update(chunk)
+            left -= len(chunk)
+            yield chunk
+    if left:
+        raise UsageError(f"{piece.source} became shorter while it was copied", fix="run the same command again")
+    yield summed.hexdigest().encode()
+
+
+def _listed_by_git(folder: Path) -> list[str] | None:
+    """Nothing when it is no git project. Results that git was not told to ignore are still no part of it."""
+    tracked = _git(folder, "ls-files", "-z", "--cached")
+    untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard")
+    if tracked is None or untracked is None:
+        return None
+    ours = _names(tracked) | {name for name in _names(untracked) if not name.startswith("runs/")}
+    found = []
+    for name in ours:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            # A submodule, or a project within the project.
+            found += [f"{name.rstrip('/')}/{inner}" for inner in _listed_by_git(path) or ()]
+        elif _is_content(path, folder):
+            found.append(name)
+    return found
+
+
+def _walk(folder: Path, top: Path) -> Iterator[str]:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            if not (path.name.startswith(".") or path.name in _NOT_THE_PROJECTS or (path / "pyvenv.cfg").exists()):
+                yield from _walk(path, top)
+        elif _is_content(path, top):
+            yield str(path.relative_to(top))
+
+
+def _is_content(path: Path, folder: Path) -> bool:
+    """Not what is tracked and deleted, no socket, and no link to a folder that lies elsewhere."""
+    return path.is_file() or _leads_inside(path, folder)
+
+
+def _leads_inside(path: Path, folder: Path) -> bool:
+    return path.is_symlink() and path.resolve().is_relative_to(folder)
+
+
+def _leads_outside(path: Path, folder: Path) -> bool:
+    """A link itself, or a file that is reached through a linked folder."""
+    return not path.resolve().is_relative_to(folder)
+
+
+def say_left_out(project: Bundle) -> str:
+    """For the user: which links were not copied; empty for none."""
+    if not project.left_out:
+        return ""
+    named = ", ".join(project.left_out[:5]) + (" and more" if len(project.left_out) > 5 else "")
+    return f"links that lead outside the project are not copied to the hosts: {named}"
+
+
+def _names(listing: bytes) -> set[str]:
+    return {os.fsdecode(name) for name in listing.split(b"\0") if name}
+
+
+def _git(folder: Path, *words: str) -> bytes | None:
+    try:
+        argv = ("git", "-C", str(folder), *words)
+        done = subprocess.run(argv, capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _refuse_too_much(folder: Path, paths: list[str]) -> None:
+    sizes = {path: (folder / path).stat().st_size for path in paths if not _leads_inside(folder / path, folder)}
+    if sum(sizes.values()) <= MOST_PROJECT_BYTES:
+        return
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
+    named = ", ".join(f"{path} ({format_si(sizes[path], 'B')})" for path in largest)
+    raise UsageError(
+        f"the project {folder} has {format_si(sum(sizes.values()), 'B')}, more than "
+        f"{format_si(MOST_PROJECT_BYTES, 'B')} to copy to every host",
+        why=f"the largest files are {named}",
+        fix="add what a run does not need to .gitignore, or leave the project out: --no-project",
+    )
+
+
+# SECTION cluster/hosts/ship
+# Copies what a host lacks: shoal itself, the project, single files. Each is found there again by its digest.
+
+
+# A dead connection is noticed long before, by ssh itself; this only ends what no longer makes sense.
+COPY_S = 3600.0
+
+
+def question(code: Bundle | None = None, project: Bundle | None = None, files: Mapping[str, Path] = {}) -> Question:
+    return Question(
+        code=code.name if code else "-",
+        project=project.name if project else "",
+        project_digest=project.digest if project else "",
+        files={data_name(digest, local): local.stat().st_size for digest, local in files.items()},
+    )
+
+
+def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts | None = None, code: Bundle | None = None) -> str:
+    """What to put into PYTHONPATH there, to run the same shoal as here. `facts` must know about the same code."""
+    if is_here(host):
+        return str(code_folder())
+    code = code or code_bundle()
+    facts = facts or look(host, spec, question(code))
+    place = f"{facts.folder}/code/{code.name}"
+    return place if facts.has_code else send(host, spec, facts, place, code.pieces, {"whole": True})
+
+
+def ensure_project(
+    host: Host, spec: HostsSpec, folder: Path, facts: HostFacts | None = None, project: Bundle | None = None
+) -> str:
+    """Where the project is there, as it is here. Only files that shoal once put there are ever replaced or removed."""
+    if is_here(host):
+        return str(folder.resolve())
+    project = project or project_bundle(folder)
+    facts = facts or look(host, spec, question(project=project))
+    place = f"{facts.folder}/projects/{project.name}"
+    if facts.project_digest == project.digest:
+        return place
+    changed = [piece for piece in project.pieces if facts.project_files.get(piece.path) != piece.digest]
+    gone = [path for path in facts.project_files if path not in project.listing]
+    note = {"digest": project.digest, "files": project.listing}
+    return send(host, spec, facts, place, changed, {"remove": gone, "note": note})
+
+
+def put_file(host: Host, spec: HostsSpec, local: Path, digest: str, facts: HostFacts | None = None) -> str:
+    """Where the file is there. `digest` names its content, however the caller knows it; a file that is there under that
+    name with that size is not sent again."""
+    if is_here(host):
+        return str(local)
+    facts = facts or look(host, spec, question(files={digest: local}))
+    name = data_name(digest, local)
+    if name not in facts.files:
+        send(host, spec, facts, f"{facts.folder}/data", [lone_piece(local, name)])
+    return f"{facts.folder}/data/{name}"
+
+
+def data_name(digest: str, local: Path) -> str:
+    return f"{digest}{local.suffix}"
+
+
+def send(
+    host: Host, spec: HostsSpec, facts: HostFacts, base: str, pieces: Iterable[Piece], order: Mapping[str, Any] = {}
+) -> str:
+    """Write files to a folder on the host and return the folder. `order` is described in `remote_copy.py`."""
+    script = (
+        variables(program=program("remote_copy"), python=facts.pythons[0].executable)
+        + 'cd /\nexec "$python" -E -c "$program"'
+    )
+    whole = {"base": base, "whole": False, "remove": [], "note": None, **order}
+    done = run_script(host, spec, script, stream(whole, pieces), deadline_s=COPY_S)
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        answer = {"error": done.stderr.strip() or f"it ended with {done.returncode}"}
+    if "error" in answer:
+        raise cannot_copy(host, base, answer)
+    return str(answer["base"])
+
+
+def cannot_copy(host: Host, base: str, answer: Mapping[str, Any]) -> HostError:
+    if "needed" in answer:
+        return HostError(
+            f"{host.name} has no room: {base} needs {format_si(answer['needed'], 'B')}, and "
+            f"{format_si(answer['free'], 'B')} are free",
+            fix=f"make room on that machine: df -h {base}",
+        )
+    if answer.get("full"):
+        return HostError(
+            f"the disk of {host.name} is full", why=answer["error"], fix=f"make room on that machine: df -hi {base}"
+        )
+    return HostError(
+        f"cannot copy to {base} on {host.name}", why=answer["error"], fix=f"look at it there: ls -ld {base}"
+    )

@@ -1,1 +1,0 @@
-"""Machines that join by themselves: no SSH, one line to type on each."""

@@ -1,1 +1,0 @@
-"""Knowing the network before a run, and understanding the error after one."""

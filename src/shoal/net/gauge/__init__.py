@@ -1,1 +1,0 @@
-"""What measures links between nodes. Standard library only: it runs with any Python, before anything is set up."""

@@ -1,0 +1,466 @@
+"""Forms gloo groups: every process group that shoal makes over gloo is made here, and proved before its first use.
+
+gloo assigns the place of a rank to the first connection that sends the right sequence number, and these numbers are the
+ranks 0, 1, 2, … (torch 2.13: its listener reads eight bytes and asks for nothing else). A process that connects earlier
+than the true peer gets the peer's place: the peer believes that it is connected, and the first collective waits for its
+timeout.
+
+So each two ranks exchange a keyed digest over the very connection that joins them. When one is missing or wrong, all
+ranks of the group drop it and form it again on new ports. They agree on that through the store, which does not depend
+on gloo. Not prevented: a process that has a peer's place and sends gloo's own message header for a buffer that does not
+exist aborts the rank (an uncaught C++ exception in gloo's thread), which then is a rank that died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shoal.control.channel import is_same
+from shoal.errors import ForeignConnection, RunFailed, ShoalError
+from shoal.sync.interruptible import Release, accepted_and_opened, count_accepted, listeners, shut_doors
+from shoal.sync.kv_store_client import AgentStore
+
+G = TypeVar("G")
+Warn = Callable[[ShoalError], None]
+
+# gloo waits five times its timeout for a connection (measured: 3 s gave 15 s).
+_GLOO_WAITS_TIMES = 5
+# How long a rank waits for digests after every rank has its connections: where it has accepted more connections than
+# there are peers, and otherwise, since a loaded machine may be slow.
+_SUSPICIOUS_S, _PROOF_S = 2.0, 6.0
+# A rank that has all digests waits this much longer for ranks that are slow, or stopped for a moment.
+_SLACK_S = 3.0
+# A waiting rank looks this often whether another rank has failed already.
+_LOOK_S = 0.25
+_ATTEMPTS = 5
+_MOST_ADDRESSES = 3
+_DIGEST_BYTES = 32
+
+
+def warn_in_log(error: ShoalError) -> None:
+    """Writes the warning to the rank's log, where no recorder exists yet."""
+    sys.stderr.write(error.render().replace("error:", "warning:", 1))
+
+
+@dataclass(frozen=True)
+class Forming:
+    """One rank's part in forming one group. All fields but `rank` are the same on every rank."""
+
+    # Holds the keys of this group alone.
+    store: dist.Store
+    # The place in the new group; None on a rank that is no member and only follows the attempts.
+    rank: int | None
+    size: int
+    # What a foreign process does not know, see `pair_key`.
+    key: bytes
+    # Distinguishes the groups that use the same key.
+    label: str
+    # gloo's timeout while it connects.
+    connect_s: float
+    # What messages call the ranks of this group; empty: by their place in it.
+    names: tuple[str, ...] = ()
+    release: Release | None = None
+    warn: Warn = warn_in_log
+    attempts: int = _ATTEMPTS
+    # Ranks that are no members follow the attempts.
+    is_followed: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw of an attempt that failed."""
+
+    # Peers whose digest did not come although all ranks were connected, or was wrong.
+    unproven: tuple[int, ...] = ()
+    # What gloo raised; it may also be the consequence of another rank's failure.
+    error: str = ""
+    # gloo's whole connect timeout passed: a firewall, or a network that is down.
+    timed_out: bool = False
+    # Remote ends of the connections that this process accepted, and local ends of those that it opened.
+    accepted: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
+
+
+def form_proven(forming: Forming, make: Callable[[int], G], drop: Callable[[list[G]], None]) -> G:
+    """Returns the group of the first attempt in which every pair of ranks proved itself on both sides.
+
+    `make(attempt)` forms the group, under store keys that depend on the attempt; `drop` ends what is in its list, and
+    holds the last reference to it. Raises `ForeignConnection` after the last attempt, and what gloo or the store raised
+    where a peer is missing or unreachable. A group of one has nothing to prove, but gloo listens for it as well.
+    """
+    open_before = listeners()
+    if forming.size == 1:
+        alone = make(0)
+        shut_doors(besides=open_before)
+        return alone
+    for attempt in range(forming.attempts):
+        keys = dist.PrefixStore(f"pairs/{attempt}", forming.store)
+        held: list[G] = []
+        try:
+            error, report = _attempt(forming, keys, attempt, make, held)
+            reports = None if report is None else _exchange_reports(forming, keys, report, error)
+        except BaseException:
+            drop(held)
+            raise
+        if reports is None:
+            # gloo would accept every later connection as well, and keep it until the rank ends.
+            shut_doors(besides=open_before)
+            return held.pop()
+        drop(held)
+        if _is_unreachable(reports):
+            raise error or RunFailed(f"the group did not form: {_first_error(reports)}")
+        blame = explain(forming, reports)
+        if attempt + 1 == forming.attempts:
+            raise _give_up(blame, forming.attempts) from error
+        if forming.rank == 0:
+            forming.warn(blame)
+    raise AssertionError("a group has one attempt at least")
+
+
+def _attempt(
+    forming: Forming, keys: dist.Store, attempt: int, make: Callable[[int], G], held: list[G]
+) -> tuple[Exception | None, Report | None]:
+    """gloo's error on this rank, and what this rank saw if the attempt failed on any; puts the group into `held`."""
+    error: Exception | None = None
+    unproven: tuple[int, ...] | None = None
+    began = time.monotonic()
+    try:
+        held.append(make(attempt))
+        if forming.rank is not None:
+            unproven = _prove(held[0], forming, keys, attempt)
+    except (RuntimeError, dist.DistError) as raised:
+        error = raised
+    took_s = time.monotonic() - began
+    if _is_proven(forming, keys, is_ok=error is None and unproven is None):
+        return None, None
+    accepted, opened = accepted_and_opened()
+    return error, Report(
+        unproven=unproven or (),
+        error=str(error).strip().split("\n")[0] if error else "",
+        timed_out=error is not None and took_s > 0.9 * _GLOO_WAITS_TIMES * forming.connect_s,
+        accepted=tuple(sorted(accepted)),
+        opened=tuple(sorted(opened)),
+    )
+
+
+def _is_proven(forming: Forming, keys: dist.Store, is_ok: bool) -> bool:
+    """Whether every member is. A member knows it from the confirmations of all others; a rank that only follows reads
+    it from the store. One member that fails is enough: the others look at the store while they wait."""
+    if forming.rank is None:
+        keys.wait(["verdict"], timedelta(seconds=_longest_s(forming)))
+        return bool(keys.get("verdict") == b"ok")
+    if not is_ok:
+        keys.set("verdict", "failed")
+    elif forming.is_followed and forming.rank == 0:
+        keys.set("verdict", "ok")
+    return is_ok
+
+
+def _longest_s(forming: Forming) -> float:
+    return _GLOO_WAITS_TIMES * forming.connect_s + _PROOF_S + _SLACK_S
+
+
+# The proof.
+
+
+def pair_key(base: dist.Store, store: dist.Store, label: str, rank: int) -> bytes:
+    """The key that all ranks of a world prove to each other, over the group's own connections.
+
+    Where agents started the ranks it is derived from the run's token by each agent and crosses no network. Elsewhere
+    (torchrun, scripts) the first rank puts a random one into torch's store: it is unknown to a process that does not
+    read that store, which is open to everything that reaches its port.
+    """
+    if isinstance(base, AgentStore):
+        return base.derive_key(label)
+    if rank == 0:
+        store.set("pair-key", secrets.token_hex(_DIGEST_BYTES))
+    return bytes(store.get("pair-key"))
+
+
+def pair_digest(key: bytes, label: str, attempt: int, connection: int, sender: int, receiver: int) -> bytes:
+    """What `sender` sends to `receiver`. It differs by direction, so that a peer cannot send back what it received."""
+    text = json.dumps(["shoal pair", label, attempt, connection, sender, receiver])
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+
+
+def _connections() -> int:
+    """gloo makes a connection to each peer for every interface in its list, and chooses one by the message's tag."""
+    return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+
+
+def _prove(group: Any, forming: Forming, keys: dist.Store, attempt: int) -> tuple[int, ...] | None:
+    """Exchanges digests with every peer, and then confirmations that all digests were right. None: every rank of the
+    group has proved itself to every other. Otherwise the peers whose digest is missing or wrong, or none of them where
+    only another rank has failed.
+
+    It looks at the buffers instead of waiting in gloo: gloo's own timeout would close all other pairs, and a wait
+    inside gloo does not end with the generation.
+    """
+    own, connections = forming.rank, _connections()
+    assert own is not None  # noqa: S101 - only members prove themselves
+    peers = [peer for peer in range(forming.size) if peer != own]
+    digests = [(peer, tag) for peer in peers for tag in range(connections)]
+    # gloo chooses the connection by the tag modulo their number.
+    confirmations = [(peer, connections) for peer in peers]
+    incoming = {place: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for place in digests + confirmations}
+    expected = {(peer, tag): pair_digest(forming.key, forming.label, attempt, tag, peer, own) for peer, tag in incoming}
+
+    def send(peer: int, tag: int) -> dist.Work:
+        digest = pair_digest(forming.key, forming.label, attempt, tag, own, peer)
+        work: dist.Work = group.send([torch.frombuffer(bytearray(digest), dtype=torch.uint8)], peer, tag)
+        return work
+
+    # Receives first: the digest of a peer then tells that the peer asks for ours, too.
+    works = [group.recv([tensor], peer, tag) for (peer, tag), tensor in incoming.items()]
+    patience = _ProofWait(forming, keys)
+    for places in (digests, confirmations):
+        works += [send(peer, tag) for peer, tag in places]
+        while missing := [place for place in places if not _is_right(incoming[place], expected[place])]:
+            if patience.is_over():
+                is_unproven = patience.is_own and places is digests
+                return tuple(sorted({peer for peer, _ in missing})) if is_unproven else ()
+    for work in works:
+        work.wait(timedelta(seconds=_PROOF_S))
+    return None
+
+
+def _is_right(received: torch.Tensor, expected: bytes) -> bool:
+    return is_same(received.numpy().tobytes(), expected)
+
+
+class _ProofWait:
+    """How long a rank waits for digests. `is_own`: this rank stopped because its own time was up, and not because
+    another rank failed."""
+
+    def __init__(self, forming: Forming, keys: dist.Store) -> None:
+        self._forming = forming
+        self._keys = keys
+        self._began = time.monotonic()
+        self._look_at = self._began + _LOOK_S
+        self._all_connected_at: float | None = None
+        self._is_counted = False
+        self._pause_s = 0.0001
+        self.is_own = True
+
+    def is_over(self) -> bool:
+        """Waits a moment first."""
+        if self._forming.release is not None:
+            self._forming.release.check()
+        # Not time.sleep: it waits until a moment, which may be past where the clock is emulated (libfaketime: EINVAL).
+        select.select((), (), (), self._pause_s)
+        self._pause_s = min(1.5 * self._pause_s, 0.01)
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_S
+        if self._keys.check(["verdict"]):
+            self.is_own = False
+            return True
+        if self._all_connected_at is None:
+            if self._are_all_connected():
+                self._all_connected_at = now
+            return now - self._began > _longest_s(self._forming)
+        waited_s = now - self._all_connected_at
+        return waited_s > _PROOF_S or (waited_s > _SUSPICIOUS_S and self._has_too_many_connections())
+
+    def _are_all_connected(self) -> bool:
+        """Every rank that waits has its connections."""
+        waiting = self._keys.add("waiting", 0 if self._is_counted else 1)
+        self._is_counted = True
+        return int(waiting) >= self._forming.size
+
+    def _has_too_many_connections(self) -> bool:
+        return any(count >= self._forming.size for count in count_accepted().values())
+
+
+# After a failure.
+
+
+def _exchange_reports(forming: Forming, keys: dist.Store, own: Report, error: Exception | None) -> list[Report]:
+    """By rank. Raises this rank's own error, if it has one, where a rank does not report: that rank is gone."""
+    names = [f"report/{rank}" for rank in range(forming.size)]
+    if forming.rank is not None:
+        keys.set(names[forming.rank], json.dumps(vars(own)))
+    try:
+        keys.wait(names, timedelta(seconds=_longest_s(forming)))
+    except (RuntimeError, dist.DistError) as missing:
+        raise error or missing from None
+    return [_read_report(json.loads(keys.get(name))) for name in names]
+
+
+def _read_report(fields: dict[str, Any]) -> Report:
+    for name in ("unproven", "accepted", "opened"):
+        fields[name] = tuple(fields[name])
+    return Report(**fields)
+
+
+def foreign_ends(reports: list[Report]) -> list[str]:
+    """Remote ends of accepted connections that no rank of the group opened. None where gloo raised an error on a rank:
+    its connections are closed by then, and would be missing among those that were opened."""
+    if any(report.error for report in reports):
+        return []
+    opened = {end for report in reports for end in report.opened}
+    return sorted({end for report in reports for end in report.accepted} - opened)
+
+
+def explain(forming: Forming, reports: list[Report]) -> ForeignConnection:
+    """One attempt that failed, as a warning."""
+    foreign = foreign_ends(reports)
+    pairs = {(min(rank, peer), max(rank, peer)) for rank, report in enumerate(reports) for peer in report.unproven}
+    where = " and ".join(f"between {_name(forming, one)} and {_name(forming, two)}" for one, two in sorted(pairs)[:3])
+    if not pairs:
+        at = ", ".join(_name(forming, rank) for rank, report in enumerate(reports) if report.error)
+        where = f"of {at or 'a rank'}"
+    if foreign:
+        listed = ", ".join(foreign[:_MOST_ADDRESSES]) + (" and others" if len(foreign) > _MOST_ADDRESSES else "")
+        seen = f"a foreign connection from {listed} took the place of the connection {where} while the group formed"
+    elif pairs:
+        seen = f"the connection {where} did not prove that it belongs to this run while the group formed"
+    else:
+        seen = f"a connection {where} was closed while the group formed: {_first_error(reports)}"
+    return ForeignConnection(
+        f"{seen}; the group is formed again on new ports",
+        why="gloo accepts the first connection that sends a rank's number; a process that is not part of the run was "
+        "faster, or a machine stood still for seconds",
+        fix=_find_it(foreign),
+    )
+
+
+def _give_up(blame: ForeignConnection, attempts: int) -> ForeignConnection:
+    return ForeignConnection(
+        f"the group could not be formed in {attempts} attempts: " + blame.seen.rpartition("; ")[0],
+        why="a process that is not part of the run keeps connecting to the ports of the ranks",
+        fix=blame.fix,
+    )
+
+
+def _find_it(foreign: list[str]) -> str:
+    addresses = sorted({end.rpartition(":")[0].strip("[]") for end in foreign})
+    look = (
+        f"find the process on {', '.join(addresses[:_MOST_ADDRESSES])}: ss -tnp"
+        if addresses
+        else "look for it: ss -tnp"
+    )
+    return f"{look}; keep other machines out by a firewall or WireGuard: docs/security.md"
+
+
+def _is_unreachable(reports: list[Report]) -> bool:
+    """No connection came about within gloo's whole timeout, and nothing foreign was seen: new ports do not help."""
+    return any(report.timed_out for report in reports) and not any(report.unproven for report in reports)
+
+
+def _first_error(reports: list[Report]) -> str:
+    """Its first sentence: gloo adds advice that is not about this."""
+    return next((report.error.split(". ")[0] for report in reports if report.error), "it was closed")
+
+
+def _name(forming: Forming, rank: int) -> str:
+    return forming.names[rank] if forming.names else f"rank {rank}"
+
+
+# What callers use.
+
+
+def form_main_group(forming: Forming, timeout_s: float) -> dist.ProcessGroup:
+    """torch's default group, over gloo."""
+
+    def make(attempt: int) -> dist.ProcessGroup:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"attempt/{attempt}", forming.store),
+            rank=forming.rank or 0,
+            world_size=forming.size,
+            timeout=timedelta(seconds=forming.connect_s),
+        )
+        group = dist.group.WORLD
+        assert group is not None  # noqa: S101 - init_process_group has just made it
+        return group
+
+    group = form_proven(forming, make, unform)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+def form_second_group(forming: Forming, ranks: list[int] | None, timeout_s: float) -> dist.ProcessGroup:
+    """A further group of ranks of the default group. Every rank of that group must call it, members or not: torch
+    counts its groups, and writes the number into their keys."""
+
+    def make(attempt: int) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=forming.connect_s), "gloo")
+        return made
+
+    def drop(held: list[dist.ProcessGroup]) -> None:
+        if held and forming.rank is not None:
+            dist.destroy_process_group(held[0])
+        _free_elsewhere(held)
+
+    group = form_proven(forming, make, drop)
+    if forming.rank is not None:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+def form_nccl_group(forming: Forming, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """torch's default group, over NCCL. Its connections are not proved: NCCL has its own bootstrap, and no such race is
+    known of it."""
+    dist.init_process_group(
+        "nccl",
+        store=forming.store,
+        rank=forming.rank or 0,
+        world_size=forming.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+    )
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - init_process_group has just made it
+    return group
+
+
+def form_second_nccl_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=timeout_s), "nccl")
+    return group
+
+
+def form_bare_group(forming: Forming) -> Any:
+    """gloo itself without a place in torch's list of groups, for a try."""
+
+    def make(attempt: int) -> Any:
+        keys = dist.PrefixStore(f"attempt/{attempt}", forming.store)
+        return dist.ProcessGroupGloo(keys, forming.rank or 0, forming.size, timedelta(seconds=forming.connect_s))
+
+    return form_proven(forming, make, _free_elsewhere)
+
+
+def unform(held: list[dist.ProcessGroup] | None = None) -> None:
+    """Drops the default group and all others, whatever state they are in; and one that never came to be. The caller's
+    own reference may be in `held`."""
+    groups = [] if held is None else held
+    if dist.is_initialized():
+        groups += list(distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+    _free_elsewhere(groups)
+    # torch numbers its groups and writes the number into their keys. A group that did not form counts too, but only on
+    # the ranks that got that far: from then on they would look for each other under different keys, for ever (seen).
+    distributed_c10d._world.group_count = 0
+
+
+def _free_elsewhere(groups: list[Any]) -> None:
+    """The last to let go of a group waits for its threads, and one of them may be stuck in gloo up to its deadline."""
+    if groups:
+        threading.Thread(target=groups.clear, daemon=True).start()

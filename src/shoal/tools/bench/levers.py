@@ -1,0 +1,381 @@
+"""Every lever on the same model and the same cluster, one run each, measured beside each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from shoal.cluster.target import first_node, parse_on, rank_count
+from shoal.config.presets import did_you_mean
+from shoal.config.schema import Config, SyncConfig
+from shoal.cost.batch_plan import micro_batch, rank_weights
+from shoal.errors import DataError, ShoalError, UsageError
+from shoal.run_folder import RunFolder
+from shoal.runs.start import MakeDisplay, train_new
+from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS
+from shoal.tools.report.manifest import writing
+from shoal.tools.report.summary import RankSummary, Summary, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# SECTION report/levers
+# An experiment with levers: the same training with one after another, as rows of a table. Pure.
+#
+# Speed is held against one node (what is a second machine worth?), against stock DDP (what is the lever worth?) and
+# against the ceiling: the same nodes computing beside each other without any exchange. What a lever costs is the
+# validation loss, after as many tokens as all others, and after as much time.
+
+
+ONE_NODE, CEILING, STOCK = "one node", "no exchange", "stock"
+# A curve that ends a little before the others has been as far as they.
+_AS_FAR = 0.98
+# So far above the ceiling a figure can be by chance.
+_CHANCE = 0.05
+
+
+class Evaluation(BaseModel):
+    """The validation loss after so much training; `seconds` are those of steps alone."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: float
+    seconds: float
+    loss: float
+
+
+class LeverPoint(BaseModel):
+    """One measured run. Bytes, times and phases are a step's; `exposed_s` is what a rank waited for the network;
+    `other_load` is how many cores other programs kept busy meanwhile."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    nodes: int = Field(ge=1)
+    tokens_per_s: float = Field(gt=0)
+    tokens_per_step: float = Field(gt=0)
+    step_s: float = Field(gt=0)
+    exposed_s: float = 0.0
+    wait_s: float = 0.0
+    wire_bytes: float | None = None
+    theory_bytes: float | None = None
+    peak_memory_bytes: float | None = None
+    other_load: float | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+
+    def loss_at(self, *, tokens: float | None = None, seconds: float | None = None) -> float | None:
+        """Between two evaluations along a straight line; None before the first and behind the last."""
+        name, at = ("tokens", tokens) if tokens is not None else ("seconds", seconds)
+        places = [float(getattr(each, name)) for each in self.evaluations]
+        if at is None or not places or not places[0] <= at <= places[-1] / _AS_FAR:
+            return None
+        return float(np.interp(at, places, [each.loss for each in self.evaluations]))
+
+
+class LeverRow(BaseModel):
+    """A point beside the others. None is what was not measured in this experiment, or has no meaning for this row.
+    `larger_batch`: a step of it has more tokens than one of the ceiling."""
+
+    point: LeverPoint
+    of_one_node: float | None
+    of_stock: float | None
+    of_ceiling: float | None
+    larger_batch: bool
+    loss_at_tokens: float | None
+    loss_at_time: float | None
+
+    @property
+    def is_above_ceiling(self) -> bool:
+        return self.of_ceiling is not None and self.of_ceiling > 1 + _CHANCE
+
+    @property
+    def is_plausible(self) -> bool:
+        """No exchange is faster than none. A larger batch may be: it updates the weights less often."""
+        return not self.is_above_ceiling or self.larger_batch
+
+
+class LeverTable(BaseModel):
+    """`tokens` and `seconds` are where losses are compared: how far all came, and when the first of them was there."""
+
+    rows: tuple[LeverRow, ...]
+    tokens: float | None
+    seconds: float | None
+
+
+_POINTS = TypeAdapter(list[LeverPoint])
+
+
+def lever_point(name: str, summary: Summary) -> LeverPoint:
+    if summary.step_s is None or summary.tokens_per_step is None:
+        raise DataError(
+            f"the run with {name} recorded no finished step",
+            why=f"its status is {summary.status}",
+            fix="look at it (shoal report RUN), or measure again with more steps: --steps 40",
+        )
+    step_s = _without_exchange_s(summary) if name == CEILING else summary.step_s.median
+    return LeverPoint(
+        name=name,
+        nodes=summary.world_size,
+        tokens_per_s=summary.tokens_per_step / step_s,
+        tokens_per_step=summary.tokens_per_step,
+        step_s=step_s,
+        exposed_s=0.0 if name == CEILING else summary.phases.get("exposed", 0.0),
+        wait_s=summary.phases.get("wait", 0.0),
+        wire_bytes=None if name == CEILING else summary.wire_bytes_per_step,
+        theory_bytes=None if name == CEILING else summary.theoretical_bytes_per_step,
+        peak_memory_bytes=summary.peak_memory_bytes,
+        other_load=summary.other_load,
+        # Replicas that never met have learned a part each: their average is nobody's training.
+        evaluations=() if name == CEILING else tuple(_evaluations(summary)),
+    )
+
+
+def median_point(tries: Sequence[LeverPoint]) -> LeverPoint:
+    return sorted(tries, key=lambda point: point.tokens_per_s)[len(tries) // 2]
+
+
+def compare(points: Sequence[LeverPoint]) -> LeverTable:
+    by_name = {point.name: point for point in points}
+    together = [point for point in points if point.evaluations and point.name != ONE_NODE]
+    tokens = min((point.evaluations[-1].tokens for point in together), default=None)
+    seconds = min((point.evaluations[-1].seconds for point in together), default=None)
+    rows = tuple(
+        LeverRow(
+            point=point,
+            of_one_node=_ratio(point, by_name.get(ONE_NODE)),
+            of_stock=_ratio(point, by_name.get(STOCK)) if point.name not in (ONE_NODE, CEILING) else None,
+            of_ceiling=_ratio(point, by_name.get(CEILING)) if point.name != ONE_NODE else None,
+            larger_batch=CEILING in by_name and point.tokens_per_step > by_name[CEILING].tokens_per_step,
+            loss_at_tokens=point.loss_at(tokens=tokens) if tokens is not None else None,
+            loss_at_time=point.loss_at(seconds=seconds) if seconds is not None else None,
+        )
+        for point in points
+    )
+    return LeverTable(rows=rows, tokens=tokens, seconds=seconds)
+
+
+def to_json(points: Iterable[LeverPoint]) -> str:
+    return _POINTS.dump_json(list(points), indent=2).decode() + "\n"
+
+
+def _ratio(point: LeverPoint, base: LeverPoint | None) -> float | None:
+    return point.tokens_per_s / base.tokens_per_s if base is not None else None
+
+
+def _without_exchange_s(summary: Summary) -> float:
+    """Without the last step: a training ends with the average of all replicas, whatever its lever."""
+    times = [_second_half(rank) for rank in summary.ranks.values()]
+    return float(np.median(np.concatenate(times)))
+
+
+def _second_half(rank: RankSummary) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    times = rank.series["step_s"][len(rank.steps) // 2 : -1]
+    return times[np.isfinite(times)]
+
+
+def _evaluations(summary: Summary) -> Iterable[Evaluation]:
+    """By the clock of the slowest rank. A resumed run's steps before the last start count as any other."""
+    elapsed = [np.cumsum(np.nan_to_num(rank.series["step_s"])) for rank in summary.ranks.values()]
+    first = next(iter(summary.ranks.values()))
+    for step, loss in sorted(summary.val_loss.items()):
+        row = int(np.searchsorted(first.steps, step))
+        if row < min(len(times) for times in elapsed) and first.steps[row] == step:
+            seconds = max(float(times[row]) for times in elapsed)
+            yield Evaluation(tokens=step * float(summary.tokens_per_step or 0), seconds=seconds, loss=loss)
+
+
+# SECTION report/levers_picture
+# The picture of an experiment with levers: how fast each was, and what it had learned by when.
+
+
+# Okabe and Ito's set, and behind it the same again in dashes.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+
+
+def plot_levers(table: LeverTable, path: Path) -> None:
+    """Writes a PNG, 1320 pixels wide."""
+    figure = draw_levers(table)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot write {path}: {error.strerror or error}",
+            why="the picture goes beside the runs that it shows",
+            fix=f"make room or permissions there: df -h {path.parent}",
+        ) from None
+
+
+def draw_levers(table: LeverTable) -> Figure:
+    # Imported here because matplotlib takes longer to import than most commands take to run.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(11, 1.6 + 0.32 * max(8, len(table.rows))), layout="constrained")
+        speed, learned = figure.subplots(1, 2, width_ratios=(1.1, 1))
+        _draw_speed(speed, table.rows)
+        _draw_loss(learned, table.rows)
+    return figure
+
+
+def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
+    """The grey end of a bar is what the network took: as fast would it be if nobody waited for it."""
+    names = [row.point.name for row in rows]
+    speeds = [row.point.tokens_per_s for row in rows]
+    colours = [IDEAL if name in (ONE_NODE, CEILING) else MEASURED for name in names]
+    axes.barh(names, speeds, 0.62, color=colours)
+    lost = [_unexposed(row) - speed for row, speed in zip(rows, speeds, strict=True)]
+    ends = axes.barh(
+        names, lost, 0.62, left=speeds, color=PHASE_COLOURS["exposed"], alpha=0.35, label="lost to the network"
+    )
+    for text in axes.bar_label(ends, [_label(row) for row in rows], label_type="edge", padding=4, fontsize=9):
+        text.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})
+    ceiling = next((row.point.tokens_per_s for row in rows if row.point.name == CEILING), None)
+    if ceiling is not None:
+        axes.axvline(ceiling, color=IDEAL, linestyle="--", lw=1)
+    axes.invert_yaxis()
+    room = 1.28 if all(row.is_plausible for row in rows) else 1.8
+    axes.set(xlabel="tokens per second", xlim=(0, room * max(map(_unexposed, rows))))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if max(lost) > 0.02 * max(speeds):
+        # Below: a bar may be as long as the axis.
+        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
+    axes.set_title("Speed, and times one node", loc="left", fontweight="bold", fontsize=10)
+
+
+def _unexposed(row: LeverRow) -> float:
+    point = row.point
+    return point.tokens_per_step / max(point.step_s - point.exposed_s, 0.05 * point.step_s)
+
+
+def _label(row: LeverRow) -> str:
+    label = f"{row.point.tokens_per_s:,.0f}"
+    if row.of_one_node is not None and row.point.name != ONE_NODE:
+        label += f"  ({row.of_one_node:.2f}×)"
+    return label if row.is_plausible else f"{label}, not plausible"
+
+
+def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
+    drawn = [row.point for row in rows if row.point.evaluations]
+    for number, point in enumerate(drawn):
+        colour = IDEAL if point.name == ONE_NODE else _COLOURS[number % len(_COLOURS)]
+        seconds, losses = zip(*((each.seconds, each.loss) for each in point.evaluations), strict=True)
+        style = "-" if number < len(_COLOURS) else "--"
+        axes.plot(seconds, losses, color=colour, linestyle=style, marker=".", lw=1.5, label=point.name)
+    axes.set(xlabel="seconds of training", ylabel="validation loss")
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_title("What was learned by when", loc="left", fontweight="bold", fontsize=10)
+    if drawn:
+        axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1.5)
+
+
+_WIRES = ("fp32", "fp16", "bf16", "int8", "powersgd")
+_OUTER = ("local", "diloco", "streaming")
+_COUNT = re.compile(r"\d{1,9}")
+_WORDS = ("stock", "ddp", "accumulate", *_OUTER, *_WIRES)
+_ALONE = 10**9
+
+
+@dataclass(frozen=True)
+class LeversResult:
+    """`runs` by name, those of the median round; `picture` and `figures` belong to the whole."""
+
+    table: LeverTable
+    runs: dict[str, RunFolder]
+    picture: Path
+    figures: Path
+
+
+def measure_levers(config: Config, levers: str, out: Path, watch: MakeDisplay, repeat: int = 1) -> LeversResult:
+    """Rounds over all levers rather than one lever after another, so that a noisy minute hits all alike."""
+    experiments = plan_experiments(config, levers, out)
+    tries: dict[str, list[tuple[LeverPoint, RunFolder]]] = {name: [] for name in experiments}
+    for round_ in range(1, repeat + 1):
+        for number, (name, chosen) in enumerate(experiments.items()):
+            folder = f"{number:02}-{_file_name(name)}" + (f"-round-{round_}" if repeat > 1 else "")
+            run, _ = train_new(chosen, out / folder, watch)
+            tries[name].append((lever_point(name, summarize(run.read_all_events())), run))
+    points = {name: median_point([point for point, _ in found]) for name, found in tries.items()}
+    runs = {name: next(run for point, run in tries[name] if point is points[name]) for name in tries}
+    return _conclude(out, list(points.values()), runs)
+
+
+def plan_experiments(config: Config, levers: str, out: Path) -> dict[str, Config]:
+    """All are checked before the first run: nobody wants to learn after ten minutes that the last is wrong."""
+    on = parse_on(config.run.on)
+    if rank_count(on) < 2:
+        raise UsageError(
+            f"--on {config.run.on} is one rank, which has nobody to exchange with",
+            fix="use a cluster: --on local:2, or --on lab:2,link=1gbit",
+        )
+    # That all ranks get a part of a batch, which no lever makes smaller.
+    micro_batch(config.train, rank_weights(config.run, rank_count(on)))
+    names = list(dict.fromkeys(name.strip() for name in levers.split(",")))
+    alone = first_node(on, out)
+    found = {} if alone is None else {ONE_NODE: _one_node(config, alone)}
+    found[CEILING] = with_sync(config, {"mode": "local", "every": _ALONE})
+    return found | {name: with_sync(config, parse_lever(name)) for name in names}
+
+
+def parse_lever(text: str) -> dict[str, Any]:
+    """`diloco:50+int8`: a way to agree, how often, and a format on the wire; each may be left out."""
+    chosen: dict[str, Any] = {}
+    for word in text.split("+"):
+        name, _, number = word.partition(":")
+        if name not in _WORDS or (number and not _COUNT.fullmatch(number)) or (number and name in ("stock", "ddp")):
+            raise UsageError(
+                f"{text!r} is no lever",
+                why=did_you_mean(name, _WORDS) or f"a lever is made of {', '.join(_WORDS)}",
+                fix="write for example: --levers stock,ddp,int8,accumulate:4+fp16,diloco:50+int8",
+            )
+        if name in _WIRES:
+            chosen["wire"] = word
+        elif name == "accumulate":
+            chosen |= {"mode": "ddp", "accumulate": int(number or 4)}
+        else:
+            chosen |= {"mode": name} | ({"every": int(number)} if number else {})
+    return chosen
+
+
+def with_sync(config: Config, changes: dict[str, Any]) -> Config:
+    """As many tokens as without: whoever takes more at a step takes fewer steps."""
+    try:
+        sync = SyncConfig.model_validate(config.sync.model_dump() | changes)
+    except ValidationError as error:
+        raise UsageError(
+            f"these levers cannot be together: {', '.join(f'{name}={value}' for name, value in changes.items())}",
+            why=error.errors()[0]["msg"].removeprefix("Value error, "),
+            fix="name the levers that you want: --levers stock,ddp,int8",
+        ) from None
+    train = config.train
+    steps = math.ceil(train.steps * config.sync.accumulate / sync.accumulate)
+    asked = max(1, train.eval_every * config.sync.accumulate // sync.accumulate)
+    # Inside a round what is common is that of its beginning: it would be the same loss again.
+    eval_every = math.ceil(asked / sync.round_steps) * sync.round_steps
+    fewer = train.model_copy(update={"steps": steps, "eval_every": eval_every})
+    return config.model_copy(update={"sync": sync, "train": fewer})
+
+
+def _one_node(config: Config, on: str) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"on": on, "weights": None})})
+
+
+def _file_name(name: str) -> str:
+    return name.replace(" ", "-").replace(":", "-")
+
+
+def _conclude(out: Path, points: list[LeverPoint], runs: dict[str, RunFolder]) -> LeversResult:
+    table, picture, figures = compare(points), out / "levers.png", out / "levers.json"
+    with writing(out):
+        plot_levers(table, picture)
+        figures.write_text(to_json(points))
+    return LeversResult(table, runs, picture, figures)

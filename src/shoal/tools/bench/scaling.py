@@ -1,0 +1,74 @@
+"""How speed grows with ranks: the same training on 1, 2, 4 … of them, measured and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config.manifest import Manifest
+from shoal.config.schema import Config
+from shoal.cost.batch_plan import micro_batch, rank_weights
+from shoal.errors import UsageError
+from shoal.run_folder import RunFolder
+from shoal.runs.start import MakeDisplay, train_new
+from shoal.tools.report.figures import ScalingPoint, plot_scaling, scaling_point
+from shoal.tools.report.manifest import finish, writing
+from shoal.tools.report.page import write_report
+from shoal.tools.report.replicas import compare_replicas
+from shoal.tools.report.summary import summarize
+
+
+@dataclass(frozen=True)
+class ScalingResult:
+    """`runs` by rank count; `picture` and `report` belong to the whole, the manifest to the largest run."""
+
+    points: list[ScalingPoint]
+    runs: dict[int, RunFolder]
+    manifest: Manifest
+    picture: Path
+    report: Path
+
+
+def measure_scaling(
+    config: Config, ranks: Sequence[int], out: Path, watch: MakeDisplay, repeat: int = 1
+) -> ScalingResult:
+    """Rounds over all rank counts rather than one count after another, so that a noisy minute hits all alike."""
+    counts = check_ranks(config, ranks)
+    tries: dict[int, list[tuple[ScalingPoint, RunFolder]]] = {count: [] for count in counts}
+    for round_ in range(1, repeat + 1):
+        for count in counts:
+            name = f"ranks-{count}" if repeat == 1 else f"ranks-{count}-round-{round_}"
+            run, _ = train_new(on_ranks(config, count), out / name, watch)
+            tries[count].append((scaling_point(summarize(run.read_all_events())), run))
+    median = {count: _median(found) for count, found in tries.items()}
+    return _conclude(out, [median[count][0] for count in counts], {count: median[count][1] for count in counts})
+
+
+def check_ranks(config: Config, ranks: Sequence[int]) -> list[int]:
+    """Every count is checked before the first run: nobody wants to learn after ten minutes that the last is wrong."""
+    counts = sorted(set(ranks))
+    if not counts or counts[0] < 1:
+        raise UsageError(
+            f"cannot measure on {', '.join(map(str, ranks)) or 'no'} ranks", fix="write for example: --ranks 1,2,4"
+        )
+    for count in counts:
+        micro_batch(config.train, rank_weights(config.run, count))
+    return counts
+
+
+def on_ranks(config: Config, count: int) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"on": f"local:{count}"})})
+
+
+def _median(tries: list[tuple[ScalingPoint, RunFolder]]) -> tuple[ScalingPoint, RunFolder]:
+    return sorted(tries, key=lambda entry: entry[0].tokens_per_s)[len(tries) // 2]
+
+
+def _conclude(out: Path, points: list[ScalingPoint], runs: dict[int, RunFolder]) -> ScalingResult:
+    largest = runs[max(runs)]
+    manifest = finish(largest, compare_replicas(largest.state_files(), range(max(runs))), points)
+    picture = out / "scaling.png"
+    with writing(out):
+        plot_scaling(points, picture)
+    return ScalingResult(points, runs, manifest, picture, write_report(largest, points))

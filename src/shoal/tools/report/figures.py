@@ -1,0 +1,263 @@
+"""Colours of the phases, the same in every figure. Okabe and Ito's set, told apart by colour-blind readers too."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from shoal.errors import DataError, ShoalError
+from shoal.run_folder import RunFolder
+from shoal.tools.report.summary import Summary
+from shoal.units import format_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+
+PHASE_NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "exposed": "exposed communication",
+    "wait": "wait for the slowest",
+    "optimizer": "optimizer",
+    "data": "data",
+    "other": "other",
+}
+PHASE_COLOURS = {
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "exposed": "#d55e00",
+    "wait": "#e69f00",
+    "optimizer": "#009e73",
+    "data": "#cc79a7",
+    "other": "#999999",
+}
+# Between the set's two blues: a thin line of the darker one is lost on a dark page.
+MEASURED = "#1f86c7"
+IDEAL = "#8a8a8a"
+LINEAGE_COLOURS = ("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999")
+VALIDATION = "#d55e00"
+
+
+# SECTION report/scaling
+# A scaling experiment: the same training on 1, 2, 4 … ranks, as points of a curve.
+
+
+SCALING_FILE = "scaling.json"
+
+
+class ScalingPoint(BaseModel):
+    """One measured run. Times are medians in seconds per step; phases are averaged over the ranks and add up to a
+    step. `hidden_s` is the part of the all-reduce that lay behind backward; both are None where not measured."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ranks: int = Field(ge=1)
+    threads: int | None = None
+    cores: int | None = None
+    tokens_per_s: float = Field(gt=0)
+    tokens_per_step: float = Field(gt=0)
+    step_s: float = Field(gt=0)
+    phases: dict[str, float] = {}
+    allreduce_s: float | None = None
+    hidden_s: float | None = None
+    other_load: float | None = None
+
+    @property
+    def compute_s(self) -> float:
+        return self.phases.get("forward", 0.0) + self.phases.get("backward", 0.0)
+
+
+_POINTS = TypeAdapter(list[ScalingPoint])
+
+
+def scaling_point(summary: Summary) -> ScalingPoint:
+    """A run as a point of the curve; a run that measured no step has no place on it."""
+    if summary.step_s is None or summary.tokens_per_s is None or summary.tokens_per_step is None:
+        raise DataError(
+            f"the run on {summary.world_size} ranks recorded no finished step",
+            why=f"its status is {summary.status}, and a point of the curve needs a step time",
+            fix="run it again with more steps: shoal bench scaling --steps 40",
+        )
+    threads = summary.start.get("threads")
+    return ScalingPoint(
+        ranks=summary.world_size,
+        threads=threads if isinstance(threads, int) else None,
+        cores=_cores(summary),
+        tokens_per_s=summary.tokens_per_s,
+        tokens_per_step=summary.tokens_per_step,
+        step_s=summary.step_s.median,
+        phases=summary.phases,
+        allreduce_s=summary.allreduce_s.median if summary.allreduce_s else None,
+        hidden_s=summary.hidden_s,
+        other_load=summary.other_load,
+    )
+
+
+def efficiency(point: ScalingPoint, base: ScalingPoint) -> float:
+    """Speed per rank, as a part of the base's speed per rank; 1 is perfect."""
+    return (point.tokens_per_s / point.ranks) / (base.tokens_per_s / base.ranks)
+
+
+def in_order(points: list[ScalingPoint]) -> list[ScalingPoint]:
+    return sorted(points, key=lambda point: point.ranks)
+
+
+def to_json(points: list[ScalingPoint]) -> str:
+    return _POINTS.dump_json(in_order(points), indent=2).decode() + "\n"
+
+
+def read_scaling(run: RunFolder) -> list[ScalingPoint]:
+    """The points kept in a run folder; none when there are none."""
+    path = run.path / SCALING_FILE
+    try:
+        return in_order(_POINTS.validate_json(path.read_bytes()))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{error.error_count()} values are not as expected"
+        raise DataError(
+            f"{path} cannot be used: {reason}",
+            why="shoal bench scaling writes it whole; it was changed or cut off since",
+            fix=f"move it away (mv {path} {path}.bad), or measure again: shoal bench scaling",
+        ) from None
+
+
+def _cores(summary: Summary) -> int | None:
+    """Cores of all nodes together, as far as they are known."""
+    by_node = {rank.node: rank.hardware.get("cores") for rank in summary.ranks.values()}
+    known = [cores for cores in by_node.values() if isinstance(cores, int)]
+    return sum(known) if known and len(known) == len(by_node) else None
+
+
+# SECTION report/plots
+# The scaling figure: how fast each rank count was, and where a step's time went.
+
+
+# Below this part of the axis a label under its point would lie on the axis' own labels.
+LOW = 0.15
+
+# Forward and backward are one block here: the figure is about what comes on top of the computing.
+STACK = {
+    "compute": ("forward + backward", "#0072b2"),
+    "exposed": ("exposed communication", "#d55e00"),
+    "wait": ("wait for the slowest", "#e69f00"),
+    "optimizer": ("optimizer", "#009e73"),
+    "other": ("data and other", "#999999"),
+}
+
+
+def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
+    """Writes `scaling.png`, 1200 pixels wide."""
+    if not points:
+        raise ValueError("a scaling figure needs at least one point")
+    figure = draw_scaling(in_order(points))
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ShoalError(
+            f"cannot write {path}: {error.strerror or error}",
+            why="the figure goes beside the other files of the run",
+            fix=f"make room or permissions there: df -h {path.parent}",
+        ) from None
+
+
+def draw_scaling(points: list[ScalingPoint]) -> Figure:
+    # Imported here because matplotlib takes longer to import than most commands take to run; `Figure` without pyplot
+    # draws with Agg, needs no display and leaves no global state behind.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10, 4.4), layout="constrained")
+        speed, split = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        _draw_speed(speed, points)
+        _draw_split(split, points)
+    return figure
+
+
+def step_parts(point: ScalingPoint) -> dict[str, float]:
+    """A step in milliseconds by the parts of the stack; what no phase accounts for is in `other`, so it adds up."""
+    parts = {"compute": point.compute_s}
+    parts |= {phase: point.phases.get(phase, 0.0) for phase in ("exposed", "wait", "optimizer")}
+    parts["other"] = max(point.step_s - sum(parts.values()), 0.0)
+    return {name: seconds * 1e3 for name, seconds in parts.items()}
+
+
+def step_unit(longest_s: float) -> tuple[str, float]:
+    """In which a step is drawn, and how many of them a second has: labels of three digits fit into a bar."""
+    return ("seconds", 1.0) if longest_s >= 1 else ("milliseconds", 1e3)
+
+
+def set_log_ticks(axis: Axis, low: float, high: float) -> None:
+    """At least two ticks with a number each: powers of ten alone may be one, or none."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axis.set_major_locator(FixedLocator(log_ticks(low, high)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: format_number(value))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
+        ticks = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+        if len(ticks) > 2:
+            return ticks
+    return [low, high]
+
+
+def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
+    ranks = [point.ranks for point in points]
+    base = points[0]
+    ideal = [base.tokens_per_s * count / base.ranks for count in ranks]
+    axes.plot(ranks, ideal, color=IDEAL, linestyle="--", label="ideal")
+    axes.plot(ranks, [point.tokens_per_s for point in points], color=MEASURED, marker="o", lw=2, label="measured")
+    top = 1.25 * max(*ideal, *(point.tokens_per_s for point in points))
+    for point in points:
+        reached = efficiency(point, base)
+        note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
+        # Away from the ideal line, unless the axis with its own labels is there.
+        above = reached > 1 or point.tokens_per_s < LOW * top
+        _note(axes, note, (point.ranks, point.tokens_per_s), 8 if above else -9)
+    axes.set_title("Speed, with efficiency against the ideal", loc="left", fontweight="bold", fontsize=10)
+    axes.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, ylim=(0, top))
+    axes.margins(x=0.16)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", alpha=0.25)
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_split(axes: Axes, points: list[ScalingPoint]) -> None:
+    names = [str(point.ranks) for point in points]
+    bottoms = [0.0] * len(points)
+    unit, per_s = step_unit(max(point.step_s for point in points))
+    largest = per_s * max(point.step_s for point in points)
+    for part, (label, colour) in STACK.items():
+        heights = [1e-3 * per_s * step_parts(point)[part] for point in points]
+        bars = axes.bar(names, heights, 0.55, bottom=bottoms, color=colour, label=label)
+        labels = [format_number(height) if height > 0.06 * largest else "" for height in heights]
+        axes.bar_label(bars, labels, label_type="center", color="white", fontsize=9)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for position, total in enumerate(bottoms):
+        _note(axes, format_number(total), (position, total), 3)
+    axes.set_title("Time of a step", loc="left", fontweight="bold", fontsize=10)
+    middle, half = (len(points) - 1) / 2, max(len(points), 3) / 2
+    axes.set(xlabel="ranks", ylabel=f"{unit} per step", xlim=(middle - half, middle + half))
+    axes.margins(y=0.12)
+    handles, texts = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1], texts[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1
+    )
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], offset: int) -> None:
+    """Above the point for a positive offset, in printer's points, below it for a negative one."""
+    vertical = "bottom" if offset > 0 else "top"
+    place = axes.annotate(text, at, (0, offset), textcoords="offset points", ha="center", va=vertical, fontsize=9)
+    place.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})

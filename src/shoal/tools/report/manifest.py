@@ -1,0 +1,304 @@
+"""From configuration, summary and verdicts to the manifest. Pure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shoal.config.load import load_config
+from shoal.config.manifest import ChoiceRecord, Levers, Manifest, NodeRecord, PredictionRecord
+from shoal.config.schema import Config
+from shoal.cost.buckets import STOCK_MB, bucket_mb_for
+from shoal.data.prepare import DataFacts, read_facts
+from shoal.errors import DataError, ShoalError, UsageError
+from shoal.events import Event, read_events
+from shoal.run_folder import RunFolder, write_atomically
+from shoal.tools.report.explain_run import choice_record, explain, explain_choice, explain_prediction, explain_single
+from shoal.tools.report.figures import SCALING_FILE, ScalingPoint, read_scaling, to_json
+from shoal.tools.report.membership import Changes, describe_changes
+from shoal.tools.report.rank_log import is_number
+from shoal.tools.report.replicas import ReplicaReport
+from shoal.tools.report.summary import Summary, summarize, timing_rows
+
+
+def compose_manifest(
+    config: Config,
+    summary: Summary,
+    replicas: ReplicaReport | None = None,
+    scaling: list[ScalingPoint] | None = None,
+    data: DataFacts | None = None,
+    prediction: PredictionRecord | None = None,
+    changes: Changes | None = None,
+    commands: Sequence[str] = (),
+) -> Manifest:
+    """Facts come from what the ranks recorded, and from the configuration where they recorded nothing."""
+    start = summary.start
+    speeds = _speeds(summary, scaling or [])
+    allreduce = summary.allreduce_s
+    chosen = choice_record(summary.choice)
+    changes = changes or describe_changes(summary.history, (), ())
+    return Manifest(
+        created=_iso(summary.started_at),
+        status=summary.status,
+        on=config.run.on,
+        lab=config.run.on if config.run.on.partition(":")[0] == "lab" else None,
+        commands=list(commands),
+        duration_s=summary.duration_s,
+        preset=config.run.preset,
+        seed=config.train.seed,
+        launcher=_text(start, "launcher") or config.run.launcher,
+        backend=_carrier(summary),
+        process_group=_text(start, "backend"),
+        world_size=summary.world_size,
+        nodes=_nodes(summary),
+        versions=_versions(start),
+        model_params=_whole(start, "params"),
+        data_source=data.source if data else str(config.data.path or f"the built-in text {config.data.builtin}"),
+        data_digest=data.digest if data else None,
+        steps=summary.steps_done,
+        steps_planned=config.train.steps,
+        global_batch=_whole(start, "global_batch") or config.train.global_batch,
+        micro_batch=_whole(start, "micro_batch") or config.train.micro_batch,
+        scaling=config.train.scaling,
+        sync=_text(start, "sync") or config.sync.mode,
+        wire=_text(start, "wire") or config.sync.wire,
+        measure=config.sync.measure,
+        inside=_text(start, "inside") or "gloo",
+        levers=_levers(config, start, chosen),
+        final_loss=summary.final_loss,
+        val_loss=summary.final_val_loss,
+        step_s_measured=summary.step_s.median if summary.step_s else None,
+        step_s_predicted=prediction.step_s if prediction else None,
+        prediction=prediction,
+        prediction_notes=explain_prediction(prediction, summary, chosen),
+        phases=summary.phases,
+        allreduce_mean_ms=allreduce.mean * 1e3 if allreduce else None,
+        allreduce_p50_ms=allreduce.median * 1e3 if allreduce else None,
+        allreduce_p95_ms=allreduce.p95 * 1e3 if allreduce else None,
+        wire_bytes_per_step=summary.wire_bytes_per_step,
+        theoretical_bytes_per_step=summary.theoretical_bytes_per_step,
+        peak_memory_bytes=summary.peak_memory_bytes,
+        tokens_per_sec=speeds,
+        tokens_per_sec_1proc=speeds.get(1),
+        tokens_per_sec_2proc=speeds.get(2),
+        members=list(summary.members),
+        generations=changes.generations,
+        lineage=changes.lineage,
+        recoveries=changes.recoveries,
+        membership_notes=changes.notes,
+        redone_steps=changes.redone_steps,
+        abandoned_steps=changes.abandoned_steps,
+        byte_equivalent=replicas.byte_equivalent if replicas else None,
+        max_abs_diff=replicas.max_abs_diff if replicas else None,
+        choice_notes=explain_choice(config.sync, chosen, summary),
+        lesson_notes=lesson_notes(summary, scaling or []),
+    )
+
+
+def lesson_notes(summary: Summary, scaling: list[ScalingPoint]) -> str:
+    """Why N ranks are faster or slower than one where that was measured; where the time went, always."""
+    alone = explain_single(summary)
+    return f"{explain(scaling)} {alone}" if len(scaling) > 1 else alone
+
+
+def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
+    """Verdicts that only a check can give survive a new composition, as long as the run has not gone on since."""
+    if stored is None or (stored.steps, stored.created) != (fresh.steps, fresh.created):
+        return fresh
+    kept: dict[str, Any] = {}
+    if fresh.byte_equivalent is None:
+        kept |= {"byte_equivalent": stored.byte_equivalent, "max_abs_diff": stored.max_abs_diff}
+    return fresh.model_copy(update=kept)
+
+
+def _carrier(summary: Summary) -> str | None:
+    """Between ranks of one machine gradients may go through memory, and between machines never."""
+    group = _text(summary.start, "backend")
+    if _text(summary.start, "inside") in (None, "gloo") or group is None:
+        return group
+    machines = {rank.hardware.get("boot_id") or rank.node for rank in summary.ranks.values()}
+    return "shared memory" if len(machines) == 1 else f"shared memory, {group} between machines"
+
+
+def _speeds(summary: Summary, scaling: list[ScalingPoint]) -> dict[int, float]:
+    """Every rank count that was measured; the run's own speed stands where the experiment has no point for it."""
+    own = {summary.world_size: summary.tokens_per_s} if summary.tokens_per_s else {}
+    return dict(sorted({**own, **{point.ranks: point.tokens_per_s for point in scaling}}.items()))
+
+
+def _nodes(summary: Summary) -> list[NodeRecord]:
+    first = {rank.node: rank for rank in reversed(summary.ranks.values())}
+    ranks_on = Counter(rank.node for rank in summary.ranks.values())
+    records = []
+    for name, rank in sorted(first.items()):
+        hardware, start = rank.hardware, rank.start
+        record = NodeRecord(
+            name=name,
+            cpu=_text(hardware, "cpu"),
+            cores=_whole(hardware, "cores"),
+            memory_bytes=_whole(hardware, "memory_bytes"),
+            arch=_text(hardware, "arch"),
+            os=_text(hardware, "os"),
+            device=_text(start, "device"),
+            threads=_whole(start, "threads"),
+            ranks=ranks_on[name],
+            interface=_text(start, "interface"),
+            link_mbps=start["link_mbps"] if is_number(start.get("link_mbps")) else None,
+        )
+        records.append(record)
+    return records
+
+
+def _levers(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> Levers:
+    return Levers(
+        accumulation=_whole(start, "share"),
+        bucket_mb=_bucket_mb(config, start),
+        overlap=config.sync.measure != "barrier",
+        wire=_text(start, "wire") or config.sync.wire,
+        every=_whole(start, "round_steps") or config.sync.round_steps,
+        asked=config.sync.mode,
+        choice=chosen,
+    )
+
+
+def _bucket_mb(config: Config, start: dict[str, Any]) -> float | None:
+    if config.sync.mode == "stock":
+        return STOCK_MB
+    parameters = _whole(start, "params")
+    return config.sync.bucket_mb or (bucket_mb_for(4 * parameters) if parameters else None)
+
+
+def _versions(start: dict[str, Any]) -> dict[str, str]:
+    found = start.get("versions")
+    return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}
+
+
+def _whole(record: dict[str, Any], key: str) -> int | None:
+    value = record.get(key)
+    return int(value) if is_number(value) else None
+
+
+def _text(record: dict[str, Any], key: str) -> str | None:
+    value = record.get(key)
+    return str(value) if value is not None else None
+
+
+def _iso(time: float | None) -> str | None:
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds") if time is not None else None
+
+
+# SECTION report/finish
+# The last thing a run does: `timings.jsonl` and `manifest.json` from its events.
+#
+# Everything here is derived, so it can be done again at any time, on a run that is alive, finished or dead:
+# `python -m shoal.tools.report.manifest RUN`.
+
+
+def finish(
+    run: RunFolder, replicas: ReplicaReport | None = None, scaling: list[ScalingPoint] | None = None
+) -> Manifest:
+    """Writes what the run folder says into its derived files; `replicas` and `scaling` are added where given."""
+    with writing(run.path):
+        if scaling:
+            write_atomically(run.path / SCALING_FILE, to_json(scaling))
+        rows = (json.dumps(row, separators=(",", ":")) + "\n" for row in timing_rows(run.read_all_events()))
+        write_atomically(run.timings, "".join(rows))
+        manifest = current_manifest(run, replicas)
+        write_atomically(run.manifest, manifest.model_dump_json(indent=2) + "\n")
+    return manifest
+
+
+def current_manifest(run: RunFolder, replicas: ReplicaReport | None = None) -> Manifest:
+    """The manifest as the folder stands now, written nowhere."""
+    summary = summarize(run.read_all_events())
+    return manifest_of(run, summary, replicas, read_scaling(run))
+
+
+def manifest_of(
+    run: RunFolder, summary: Summary, replicas: ReplicaReport | None, scaling: list[ScalingPoint]
+) -> Manifest:
+    prediction = read_prediction(run)
+    changes = describe_changes(summary.history, read_commits(run), _read_journals(run))
+    config = load_config(run.config)
+    data, commands = _data_facts(run), _read_commands(run)
+    fresh = compose_manifest(config, summary, replicas, scaling, data, prediction, changes, commands)
+    return carry_over(fresh, read_manifest(run))
+
+
+def _read_commands(run: RunFolder) -> list[str]:
+    """What was typed, from the keeper's orders; another launcher leaves none, and on a guest's machine nothing was."""
+    try:
+        found = json.loads(run.job.read_bytes()).get("commands", [])
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [str(command) for command in found] if isinstance(found, list) else []
+
+
+def read_commits(run: RunFolder) -> list[Event]:
+    return list(read_events(run.commits)) if run.commits.exists() else []
+
+
+def _read_journals(run: RunFolder) -> Iterator[Event]:
+    for path in run.journals():
+        yield from read_events(path)
+
+
+def read_manifest(run: RunFolder) -> Manifest | None:
+    """The stored manifest; a broken one is as good as none, because it can be composed again."""
+    try:
+        return Manifest.model_validate_json(run.manifest.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def read_prediction(run: RunFolder) -> PredictionRecord | None:
+    """What was predicted before the run, where somebody asked."""
+    try:
+        return PredictionRecord.model_validate_json(run.prediction.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _data_facts(run: RunFolder) -> DataFacts | None:
+    try:
+        return read_facts(run)
+    except DataError:
+        return None  # the configuration still names the text; a manifest without its digest is better than none
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A full disk, a read-only folder or an unreadable file, said in words."""
+    try:
+        yield
+    except OSError as error:
+        raise ShoalError(
+            f"cannot write into {folder}: {error.strerror or error}",
+            why="what the run recorded is safe in events/; only files derived from it are missing",
+            fix=f"make room or permissions there (df -h {folder}), then: "
+            f"python -m shoal.tools.report.manifest {folder}",
+        ) from None
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if len(arguments) != 1:
+            raise UsageError("expected one run folder", fix="python -m shoal.tools.report.manifest RUN")
+        run = RunFolder.open(Path(arguments[0]))
+        finish(run)
+    except ShoalError as error:
+        sys.stderr.write(error.render())
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,571 @@
+"""Does a run folder prove what it claims? Every file in it is compared with the others.
+
+Three accounts of a training are written independently: the ledger, the events of each rank, and the checkpoints with
+the final states. A file that was cut, edited, exchanged or lost disagrees with the other two. Each disagreement is a
+`Finding` that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, computed_field
+
+from shoal.config.load import load_config
+from shoal.config.manifest import Manifest
+from shoal.config.schema import Config
+from shoal.control.membership.types import NEVER, Ballot
+from shoal.errors import ShoalError
+from shoal.events import Event, FileMark, has_mark, parse_event
+from shoal.run_folder import RunFolder, may, user_name
+from shoal.tools.report.commit_log import LedgerReport, check_ledger
+from shoal.tools.report.manifest import current_manifest
+from shoal.tools.report.membership import Logs, elsewhere, is_joined, last_members
+from shoal.tools.report.rank_log import collect, is_step, read_ballot
+from shoal.tools.report.replicas import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
+from shoal.units import format_spans, spans_of
+
+_CHECKPOINT = re.compile(r"step-(\d{8})")
+# What a manifest says that follows from events, ledger and configuration alone, whatever the version that composed it.
+_FACTS = (
+    "created", "status", "preset", "seed", "world_size", "model_params", "data_digest", "steps", "steps_planned",
+    "global_batch", "micro_batch", "final_loss", "val_loss", "members", "redone_steps", "abandoned_steps",
+)  # fmt: skip
+
+
+class Finding(BaseModel):
+    """One thing that is not as it should be, in one file. `is_wrong` is false for what could not be checked."""
+
+    file: str
+    text: str
+    is_wrong: bool = True
+
+
+class Verdict(BaseModel):
+    """`status` is how the run ended by its events: finished, interrupted, or unfinished. `replicas` is None where there
+    are no final states to compare; `step` is the last one that the ledger has."""
+
+    status: str
+    step: int
+    replicas: ReplicaReport | None
+    ledger: LedgerReport
+    findings: list[Finding]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        equal = self.replicas is None or self.replicas.byte_equivalent
+        return equal and self.ledger.ok and not any(finding.is_wrong for finding in self.findings)
+
+
+@dataclass
+class _Folder:
+    """A run folder as it was read. `is_shared`: all ranks write into this folder, so that nothing may be missing."""
+
+    run: RunFolder
+    config: Config | None = None
+    commits: list[Event] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list)
+    events: dict[int, list[Event]] = field(default_factory=dict)
+    keeper: list[Event] = field(default_factory=list)
+    logs: Logs = field(default_factory=dict)
+    torn: list[Path] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def wrong(self, path: Path, text: str) -> None:
+        self.findings.append(Finding(file=_name(self.run, path), text=text))
+
+    def unknown(self, path: Path, text: str) -> None:
+        self.findings.append(Finding(file=_name(self.run, path), text=text, is_wrong=False))
+
+    def locked(self, path: Path) -> None:
+        """What this user may not read says nothing about the run."""
+        owner, me = user_name(path.stat().st_uid), user_name(os.geteuid())
+        self.unknown(path, f"user {me} may not read it: it belongs to user {owner}, who can verify it")
+
+    @property
+    def is_joined(self) -> bool:
+        return self.config is not None and is_joined(self.config.run.on, self.logs)
+
+    @property
+    def is_shared(self) -> bool:
+        return self.config is not None and self.config.run.on.startswith(("local", "lab")) and not self.is_joined
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the end whose files belong into this folder."""
+        away = elsewhere(self.logs, self.is_joined)
+        return [rank for rank in last_members(self.logs) if rank not in away]
+
+    @property
+    def status(self) -> str:
+        ends = {self.logs[rank].ended if rank in self.logs else None for rank in self.members}
+        return next(iter(ends)) or "unfinished" if len(ends) == 1 else "unfinished"
+
+    @property
+    def lag(self) -> int:
+        """So many steps may be done and not committed yet: the one on its way, or a round where replicas part."""
+        rounds = [log.start.get("round_steps") for log in self.logs.values()]
+        return 2 + 2 * max((steps for steps in rounds if is_step(steps)), default=1)
+
+    @property
+    def newest_start(self) -> Event:
+        """The `start` event of the rank that started last; empty where none has."""
+        starts = [event for events in self.events.values() for event in events if event.get("event") == "start"]
+        return max(starts, key=lambda event: _number(event.get("time")), default={})
+
+    @property
+    def read_configs(self) -> set[str]:
+        """Digests of config.toml as each rank read it at its last start. A machine that joined has one of its own."""
+        starts = ([event for event in events if event.get("event") == "start"] for events in self.events.values())
+        return {digest for each in starts if each and isinstance(digest := each[-1].get("config_sha256"), str)}
+
+    @property
+    def is_config_to_come(self) -> bool:
+        """`shoal train --resume` has changed the settings, and said so, and no rank has started with them yet."""
+        known = self.read_configs
+        if not known or self.config is None or (now := _sha256(self.run.config)) in known:
+            return False
+        for event in self.keeper:
+            if event.get("event") == "config" and event.get("before") in known:
+                known.add(str(event.get("after")))
+        return now in known
+
+    def since_start(self, rank: int, kind: str) -> list[Event]:
+        """Events of that kind since the rank's last start."""
+        found: list[Event] = []
+        for event in self.events.get(rank, ()):
+            if event.get("event") == "start":
+                found.clear()
+            elif event.get("event") == kind:
+                found.append(event)
+        return found
+
+
+def verify_run(run: RunFolder) -> Verdict:
+    folder = _read(run)
+    ledger = check_ledger(folder.commits)
+    if not ledger.ok:
+        folder.wrong(run.commits, "does not prove that every sample was used exactly once")
+    _check_torn(folder)
+    _check_config(folder)
+    _check_event_files(folder)
+    _check_ending(folder)
+    _check_reach(folder, ledger)
+    _check_lines(folder)
+    _check_events_cover(folder)
+    _check_order(folder)
+    _check_checkpoints(folder, ledger)
+    replicas = _check_states(folder)
+    _check_manifest(folder)
+    return Verdict(
+        status=folder.status, step=ledger.last, replicas=replicas, ledger=ledger, findings=_once(folder.findings)
+    )
+
+
+# Reading.
+
+
+def _read(run: RunFolder) -> _Folder:
+    folder = _Folder(run)
+    try:
+        folder.config = load_config(run.config)
+    except ShoalError as error:
+        folder.wrong(run.config, f"cannot be read: {error.seen}")
+    if run.commits.exists():
+        folder.commits = list(_records(folder, run.commits, folder.lines))
+    for rank, path in run.event_files().items():
+        folder.events[rank] = list(_records(folder, path))
+        foreign = sum(event.get("rank") != rank for event in folder.events[rank])
+        if foreign:
+            folder.wrong(path, f"{foreign} of its lines are not of rank {rank}")
+    if run.keeper.exists():
+        folder.keeper = list(_records(folder, run.keeper))
+    for path in run.journals():
+        for _ in _records(folder, path):
+            pass
+    folder.logs = collect(event for events in folder.events.values() for event in events)
+    return folder
+
+
+def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> Iterator[Event]:
+    """Every record of a file; lines that are none are counted and reported."""
+    unreadable: list[int] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                record = parse_event(line)
+                if not line.endswith(b"\n"):
+                    folder.torn.append(path)
+                elif record is None:
+                    unreadable.append(number)
+                if record is not None:
+                    if lines is not None:
+                        lines.append(line)
+                    yield record
+    except PermissionError:
+        folder.locked(path)
+    except OSError as error:
+        folder.wrong(path, f"cannot be read: {error.strerror}")
+    if unreadable:
+        folder.wrong(path, f"{_count(unreadable, 'line')} cannot be read: number {format_spans(spans_of(unreadable))}")
+
+
+def _check_torn(folder: _Folder) -> None:
+    """A live or killed writer may leave half a line at the end; one that ended by itself does not."""
+    for path in folder.torn:
+        if folder.status != "unfinished":
+            folder.wrong(path, "its last line is cut off")
+        else:
+            folder.unknown(path, "its last line is not complete: it is being written, or its writer was killed")
+
+
+# Checks.
+
+
+def _check_config(folder: _Folder) -> None:
+    """The settings are those that the ranks of the last launch read, or those that a resume wrote since."""
+    newest = folder.newest_start
+    if folder.config is None or not newest:
+        return
+    path = folder.run.config
+    if folder.is_config_to_come:
+        folder.unknown(path, "shoal train --resume has changed it, and no rank has started with it yet")
+    elif not folder.read_configs:
+        folder.unknown(path, "the ranks did not record its digest, so a later change cannot be noticed")
+    elif _sha256(path) not in folder.read_configs:
+        folder.wrong(path, "it is not the file that the ranks read when they started: it was changed")
+    if newest.get("seed") not in (None, folder.config.train.seed):
+        folder.wrong(path, f"train.seed is {folder.config.train.seed}, the ranks used {newest['seed']}")
+
+
+def _check_event_files(folder: _Folder) -> None:
+    """Every rank that took part from a launch's beginning wrote events into this folder."""
+    founders = {rank for log in folder.logs.values() for each in log.entered if each.is_first for rank in each.ids}
+    known = sorted(founders | set(folder.members)) if folder.is_shared or founders else folder.members
+    for rank in known:
+        if rank in folder.logs:
+            continue
+        if folder.is_joined:
+            folder.unknown(folder.run.events(rank), f"rank {rank} took part, on another machine")
+        else:
+            folder.wrong(folder.run.events(rank), f"is missing: rank {rank} took part")
+    if not folder.logs and folder.commits:
+        folder.wrong(folder.run.path / "events", "no rank's events are here, although steps were committed")
+
+
+def _check_ending(folder: _Folder) -> None:
+    """The ranks ended at one step, as the process that looked after the run recorded it."""
+    ends = {rank: folder.logs[rank].end for rank in folder.members if rank in folder.logs and folder.logs[rank].end}
+    steps = {end.get("step") for end in ends.values()}
+    if len(steps) > 1:
+        folder.wrong(folder.run.path / "events", f"the ranks ended at different steps: {sorted(map(str, steps))}")
+    last = folder.keeper[-1] if folder.keeper else {}
+    if last.get("event") == "ended" and last.get("code") == 0:
+        for rank in folder.members:
+            if rank in folder.logs and folder.logs[rank].ended != "finished":
+                folder.wrong(
+                    folder.run.events(rank),
+                    f"rank {rank} has no end, although {folder.run.keeper.name} says it finished",
+                )
+    if folder.status == "finished" and folder.config is not None and steps:
+        planned = folder.newest_start.get("steps") if folder.is_config_to_come else folder.config.train.steps
+        if planned is not None and steps != {planned}:
+            folder.wrong(folder.run.config, f"train.steps is {planned}, the ranks finished at step {_one(steps)}")
+
+
+def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
+    """The ledger ends where the ranks ended; before their end it may be behind by what is not committed yet."""
+    path, members = folder.run.commits, [rank for rank in folder.members if rank in folder.logs]
+    ends = [step for rank in members if is_step(step := folder.logs[rank].end.get("step"))]
+    if folder.status != "unfinished" and ends:
+        if ledger.last != max(ends):
+            absent = "is missing or empty" if not folder.commits else f"ends at step {ledger.last}"
+            folder.wrong(path, f"{absent}, the ranks ended at step {max(ends)}")
+        return
+    done = max((_last_step(folder.events[rank]) for rank in members), default=0)
+    # The lines of a step that is to be done again stand until then.
+    recorded = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
+    if ledger.last < done - folder.lag:
+        absent = "is missing or empty" if not folder.commits else f"ends at step {ledger.last}"
+        folder.wrong(path, f"{absent}, the ranks have done step {done}")
+    elif ledger.last > max(done, recorded) + folder.lag and members and folder.is_shared:
+        folder.wrong(path, f"has step {ledger.last}, the ranks have recorded no more than step {max(done, recorded)}")
+
+
+def _check_lines(folder: _Folder) -> None:
+    """Each line says what the ranks' own events say: who took part, in which generation, on how many samples, and what
+    the loss was."""
+    path, logs = folder.run.commits, folder.logs
+    entered = {each.generation: (each.lineage, set(each.ids)) for log in logs.values() for each in log.entered}
+    starts = [event for events in folder.events.values() for event in events if event.get("event") == "start"]
+    batches = {event["global_batch"] for event in starts if is_step(event.get("global_batch"))}
+    losses = {rank: _losses(folder, rank) for rank in logs}
+    wrong: dict[str, list[int]] = {}
+    unknown: list[int] = []
+    last = {(record.get("step"), str(record.get("generation"))): record for record in folder.commits}
+    for record in folder.commits:
+        step, members = record.get("step"), record.get("members")
+        generation, lineage = read_ballot(record.get("generation")), read_ballot(record.get("lineage"))
+        if not is_step(step) or generation is None:
+            continue
+        match record.get("samples"):
+            case [int(first), int(end)] if batches and end - first not in batches:
+                wrong.setdefault(
+                    f"the ranks used {_any(batches)} samples a step, the ledger has another number", []
+                ).append(step)
+        if members is None:
+            continue
+        if not isinstance(members, list) or not all(map(is_step, members)):
+            wrong.setdefault("members are not ranks", []).append(step)
+            continue
+        if generation in entered and (lineage, set(members)) != entered[generation]:
+            wrong.setdefault("members or lineage are not those that the ranks recorded", []).append(step)
+        elif generation not in entered and generation != NEVER:
+            if set(members) <= logs.keys():
+                wrong.setdefault("no rank was in that generation", []).append(step)
+            else:
+                unknown.append(step)
+        elif generation == NEVER and logs and not set(members) <= logs.keys():
+            wrong.setdefault("members are not ranks of this run", []).append(step)
+        # A rank learns the world's loss from the others: only with the events of all of them can it be compared.
+        is_known = not record.get("partial") and set(members) <= logs.keys()
+        if is_known and last[step, str(record.get("generation"))] is record:
+            seen = [known for rank in members if (known := losses.get(rank, {}).get((step, generation))) is not None]
+            if seen and record.get("loss") not in seen:
+                wrong.setdefault("the loss is not the one that the ranks recorded", []).append(step)
+    for text, steps in wrong.items():
+        folder.wrong(path, f"step {format_spans(spans_of(steps))}: {text}")
+    if unknown:
+        folder.unknown(
+            path, f"step {format_spans(spans_of(unknown))}: done by ranks whose events are on other machines"
+        )
+
+
+def _check_events_cover(folder: _Folder) -> None:
+    """A step that a rank took part in, by the ledger, stands in its events. The last steps of a generation may not: a
+    rank that was lost in the middle of one never recorded it."""
+    by_generation: dict[str, list[tuple[int, list[Any]]]] = {}
+    for record in folder.commits:
+        if is_step(record.get("step")) and isinstance(record.get("members"), list):
+            by_generation.setdefault(str(record.get("generation")), []).append((record["step"], record["members"]))
+    for rank, log in folder.logs.items():
+        done, lacking = set(log.steps.tolist()), set()
+        for lines in by_generation.values():
+            highest = max(step for step, _ in lines)
+            expected = {step for step, members in lines if rank in members and step <= highest - folder.lag}
+            lacking |= expected - done
+        if lacking:
+            folder.wrong(
+                folder.run.events(rank),
+                f"lacks step {format_spans(spans_of(lacking))}, which the ledger has of rank {rank}",
+            )
+
+
+def _check_order(folder: _Folder) -> None:
+    """One rank at a time writes the ledger of a machine: its lines are in order, and none stands there twice. Machines
+    that share a folder may write at once."""
+    nodes = {log.start.get("node") for log in folder.logs.values()}
+    if len(nodes) > 1:
+        return
+    twice = [number for line, number in Counter(folder.lines).items() if number > 1 and b'"step"' in line]
+    if twice:
+        folder.wrong(folder.run.commits, f"{_count(twice, 'line')} stand there more than once")
+    went_back = any(event.get("event") == "divergence" for events in folder.events.values() for event in events)
+    newest: dict[Ballot, int] = {}
+    seen: set[tuple[int, Ballot, str]] = set()
+    for record in folder.commits:
+        generation, step = read_ballot(record.get("generation")), record.get("step")
+        if generation is None or generation == NEVER or not is_step(step):
+            continue
+        # A rank that joins may have told a step twice: the same step of the same generation is the same step.
+        name = step, generation, str(record.get("samples"))
+        if name in seen:
+            continue
+        seen.add(name)
+        if step < newest.get(generation, 0) and not went_back:
+            folder.wrong(folder.run.commits, f"its lines are not in order: step {step} stands behind a later one")
+            return
+        newest[generation] = step
+
+
+def _check_checkpoints(folder: _Folder, ledger: LedgerReport) -> None:
+    """The sums of every checkpoint, the step in its name, and the ledger as it was then."""
+    run = folder.run
+    found = sorted(path for path in run.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
+    for path in found:
+        _check_checkpoint(folder, path)
+    saved = [event for rank in folder.members for event in folder.since_start(rank, "checkpoint")]
+    ends = [folder.logs[rank].end.get("step") for rank in folder.members if rank in folder.logs]
+    names = {path.name for path in found}
+    for step in {event["step"] for event in saved if is_step(event.get("step"))}:
+        name = f"step-{step:08d}"
+        is_last = folder.status != "unfinished" and step in ends
+        if folder.is_shared and name not in names and (is_last or not names):
+            folder.wrong(run.checkpoints / name, "is missing: a rank wrote it")
+    if found and ledger.last < (newest := int(found[-1].name.removeprefix("step-"))) and not ledger.holes:
+        folder.wrong(run.commits, f"ends at step {ledger.last}, the newest checkpoint is of step {newest}")
+
+
+def _check_checkpoint(folder: _Folder, path: Path) -> None:
+    try:
+        sums = json.loads((path / "manifest.json").read_bytes())["sha256"]
+        for name, expected in sums.items():
+            if _sha256(path / name) != expected:
+                folder.wrong(path / name, "is damaged: its SHA-256 is not the one that was written")
+        step = json.loads((path / "state.json").read_bytes())["step"]
+        if f"step-{step:08d}" != path.name:
+            folder.wrong(path / "state.json", f"says step {step}")
+        if "ledger.json" in sums:
+            mark = FileMark(**json.loads((path / "ledger.json").read_bytes()))
+            if not has_mark(folder.run.commits, mark):
+                folder.wrong(
+                    folder.run.commits,
+                    f"was cut or changed: its first {mark.size:,} bytes are not those that {path.name} saw",
+                )
+    except FileNotFoundError as error:
+        folder.wrong(Path(str(error.filename)), "is missing")
+    except PermissionError as error:
+        folder.locked(Path(str(error.filename)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        folder.wrong(path, f"cannot be checked: {error}")
+
+
+def _check_states(folder: _Folder) -> ReplicaReport | None:
+    """The final states are those whose digests the ranks recorded, and equal to each other."""
+    run, states = folder.run, folder.run.state_files()
+    known = set(folder.logs) | {rank for log in folder.logs.values() for each in log.entered for rank in each.ids}
+    for record in folder.commits:
+        known.update(filter(is_step, record["members"]) if isinstance(record.get("members"), list) else ())
+    for rank in states.keys() - known:
+        folder.wrong(states[rank], "belongs to no rank of this run")
+    if folder.status != "finished" or folder.config is None:
+        return None
+    recorded = {rank: folder.since_start(rank, "digest") for rank in folder.members}
+    for rank in folder.members:
+        path, digests = run.state(rank), recorded[rank]
+        if not digests:
+            folder.wrong(run.events(rank), f"rank {rank} has recorded no digest of its final state")
+        if rank in states and not may(path, os.R_OK):
+            folder.locked(path)
+        elif rank in states:
+            _check_state(folder, path, digests)
+        elif folder.is_shared or not digests:
+            folder.wrong(path, f"is missing: rank {rank} wrote it when it finished")
+    if not all(may(path, os.R_OK) for path in states.values()):
+        # By what the ranks recorded of their states.
+        found = {rank: str(digests[-1].get("sha256")) for rank, digests in recorded.items() if digests}
+        return compare_digests(found) if found else None
+    try:
+        return judge_replicas(run)
+    except ShoalError as error:
+        folder.wrong(run.path, error.seen)
+    return None
+
+
+def _check_state(folder: _Folder, path: Path, digests: list[Event]) -> None:
+    try:
+        digest = state_digest(open_state(path))
+    except ShoalError as error:
+        folder.wrong(path, error.seen)
+        return
+    if digests and digests[-1].get("sha256") != digest:
+        folder.wrong(path, "is not the state that its rank wrote: the digest in the rank's events is another")
+
+
+def _check_manifest(folder: _Folder) -> None:
+    """It follows from the other files, so that a change of it or of them shows. Only of a run that was summed up."""
+    path, last = folder.run.manifest, folder.keeper[-1] if folder.keeper else {}
+    if last.get("event") != "ended" or folder.config is None or folder.status == "unfinished":
+        return
+    try:
+        stored = Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        folder.wrong(path, "is missing: it is written when a run ends")
+        return
+    except (OSError, ValidationError) as error:
+        folder.wrong(path, f"cannot be read: {str(error).splitlines()[0]}")
+        return
+    try:
+        fresh = current_manifest(folder.run)
+    except ShoalError as error:
+        folder.unknown(path, f"cannot be checked: {error.seen}")
+        return
+    facts = [name for name in _FACTS if name != "steps_planned" or not folder.is_config_to_come]
+    changed = [name for name in facts if repr(getattr(stored, name)) != repr(getattr(fresh, name))]
+    if changed:
+        folder.wrong(
+            path,
+            f"says {', '.join(f'{name} {getattr(stored, name)}' for name in changed)}; events, ledger and settings say "
+            f"{', '.join(str(getattr(fresh, name)) for name in changed)}",
+        )
+
+
+# Small parts.
+
+
+def state_digest(state: StateFile) -> str:
+    """The digest that a rank records of its final state: names and bytes, in the order of names."""
+    value = hashlib.sha256()
+    for name in sorted(state.tensors):
+        value.update(name.encode())
+        for block in state.blocks(state.tensors[name]):
+            value.update(block)
+    return value.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _losses(folder: _Folder, rank: int) -> dict[tuple[int, Ballot], float]:
+    log = folder.logs[rank]
+    generations = (NEVER if each is None else each.generation for each in log.generations())
+    return {
+        (step, generation): loss
+        for step, generation, loss in zip(log.steps.tolist(), generations, log.column("loss").tolist(), strict=True)
+    }
+
+
+def _last_step(events: Iterable[Event]) -> int:
+    """The step of the newest `step` event, or the one that the rank was resumed from."""
+    last = 0
+    for event in events:
+        if event.get("event") == "start" and is_step(event.get("resumed_from")):
+            last = event["resumed_from"]
+        elif event.get("event") == "step" and is_step(event.get("step")):
+            last = event["step"]
+    return last
+
+
+def _once(findings: Iterable[Finding]) -> list[Finding]:
+    return list({(finding.file, finding.text): finding for finding in findings}.values())
+
+
+def _name(run: RunFolder, path: Path) -> str:
+    return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
+
+
+def _count(items: list[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
+def _any(values: Iterable[Any]) -> str:
+    return " or ".join(str(value) for value in sorted(values))
+
+
+def _one(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0

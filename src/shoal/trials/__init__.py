@@ -1,1 +1,0 @@
-"""Experiments made of the parts: one run, a demo, benches."""

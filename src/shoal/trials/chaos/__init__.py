@@ -1,1 +1,0 @@
-"""Faults on purpose, with asserted outcomes: scenarios, the injecting, the watching and the judging."""
