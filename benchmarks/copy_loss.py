@@ -30,10 +30,10 @@ from shoal.config.load import build_config
 from shoal.cost.model_size import parameter_count
 from shoal.errors import ShoalError
 from shoal.run_folder import RunFolder
-from shoal.tools.chaos.inject import Ground, Injector
+from shoal.tools.chaos.inject import Injector, TestBed
 from shoal.tools.chaos.judge import compare_told, newest_generation
-from shoal.tools.chaos.run import Watch
-from shoal.tools.chaos.scenario import KillRank, KillSourceInCopy, Record
+from shoal.tools.chaos.run import ScenarioWatch
+from shoal.tools.chaos.scenario import KillRank, KillSourceInCopy, ScenarioRecord
 from shoal.tools.report.commit_log import check_ledger
 
 NODES = 3
@@ -93,12 +93,12 @@ HEAD = f"{'sync, model':18} {'survived':>8} {'p50 s':>6} {'worst':>6} {'back':>5
 class Training:
     def __init__(self, folder: Path, on: str, sets: Sequence[str]) -> None:
         self.run = RunFolder(folder)
-        self.watch = Watch(self.run)
+        self.watch = ScenarioWatch(self.run)
         words = [sys.executable, "-m", "shoal", "train", "--on", on, "--detach", "--out", str(folder)]
         subprocess.run([*words, *(word for each in sets for word in ("--set", each))], check=True, capture_output=True)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> ScenarioRecord:
         return self.watch.record
 
     def is_whole(self, after: float) -> bool:
@@ -144,7 +144,7 @@ def play(name: str, sets: Sequence[str], rounds: int) -> Result:
         lab = up(make_spec(NODES, name=f"copy-{os.getpid()}", link=f"{rate_mbit}mbit"), owner=os.getpid())
         try:
             training = Training(Path(folder) / "run", f"lab:{lab.name}", sets)
-            injector = Injector("benchmark", training.run, Ground(f"lab:{lab.name}", lab), draw)
+            injector = Injector("benchmark", training.run, TestBed(f"lab:{lab.name}", lab), draw)
             recoveries, survived, trouble = [], 0, ""
             try:
                 training.await_(lambda: training.is_whole(0.0), "the first steps")

@@ -30,7 +30,7 @@ from shoal.cluster.lab.lab import up
 from shoal.cluster.lab.spec import make_spec
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
-from shoal.tools.chaos.inject import Ground, Injector
+from shoal.tools.chaos.inject import Injector, TestBed
 from shoal.tools.chaos.scenario import Action, Cut, Freeze, Heal, KillAgent, KillNode, KillRank, PowerOn, Thaw
 
 TINY = ("model.layers=1", "model.heads=2", "model.width=16", "model.seq_len=16", "data.sentences=400")
@@ -198,7 +198,7 @@ def trained(nodes: int, draw: random.Random) -> Iterator[tuple[Training, Injecto
         lab = up(make_spec(nodes, name=f"faults-{os.getpid()}"), owner=os.getpid())
         try:
             training = Training(Path(folder) / "run", f"lab:{lab.name}", nodes)
-            injector = Injector("benchmark", training.run, Ground(f"lab:{lab.name}", lab), draw)
+            injector = Injector("benchmark", training.run, TestBed(f"lab:{lab.name}", lab), draw)
             try:
                 yield training, injector
                 last = training.commits()[-1]

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/first_step.py --on lab:3 --rounds 5
 
-The times are those that the run folder itself has: what the keeper, the agents and the ranks wrote down.
+The times are those that the run folder itself has: what the supervisor, the agents and the ranks wrote down.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def one_round(on: str, steps: int) -> tuple[float, ...]:
         words = (sys.executable, "-m", "shoal", "train", "--on", on, "--global-batch", "12", "--out", str(run.path))
         typed = time.time()
         subprocess.run([*words, "--steps", str(steps)], check=True, capture_output=True)
-        kept = _time(run.keeper, "keeping")
-        started = _time(run.keeper, "running")
+        kept = _time(run.supervisor, "keeping")
+        started = _time(run.supervisor, "running")
         met = max(_time(path, "start") for path in run.event_files().values())
         stepped = max(_time(path, "step") for path in run.event_files().values())
         return kept - typed, started - kept, met - started, stepped - met, stepped - typed

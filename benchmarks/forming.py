@@ -30,7 +30,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
 
     from shoal.sync.interruptible import shut_doors
     from shoal.sync.kv_store_client import AgentStore
-    from shoal.sync.process_groups import Forming, form_main_group, pair_key, unform
+    from shoal.sync.process_groups import GroupForming, form_main_group, pair_key, unform
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -48,7 +48,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
     def proved(name: str) -> None:
         keys = dist.PrefixStore(name, store)
         key = pair_key(store, keys, name, rank)
-        form_main_group(Forming(keys, rank, size, key, name, 1.0), 60)
+        form_main_group(GroupForming(keys, rank, size, key, name, 1.0), 60)
 
     times: dict[str, list[float]] = {"without": [], "proved": []}
     # The first round pays for what comes only once.
@@ -72,9 +72,9 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
 
 async def serve(ours: socket.socket, keys: object) -> None:
     """One rank's questions, answered as its agent does."""
-    from shoal.agent.kv_store import KeyStore, derive_key, read_request, to_frame
+    from shoal.agent.kv_store import KvStore, derive_key, read_request, to_frame
 
-    assert isinstance(keys, KeyStore)
+    assert isinstance(keys, KvStore)
     reader, writer = await asyncio.open_connection(sock=ours)
     with suppress(EOFError, OSError):
         while True:
@@ -86,9 +86,9 @@ async def serve(ours: socket.socket, keys: object) -> None:
 
 
 async def measure(size: int, rounds: int) -> dict[str, list[float]]:
-    from shoal.agent.kv_store import KeyStore
+    from shoal.agent.kv_store import KvStore
 
-    keys, processes, serving = KeyStore(), [], []
+    keys, processes, serving = KvStore(), [], []
     for rank in range(size):
         ours, theirs = socket.socketpair()
         words = [sys.executable, __file__, "--rank", str(rank), "--size", str(size), "--fd", str(theirs.fileno())]

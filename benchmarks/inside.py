@@ -65,7 +65,7 @@ def bare_sums(world: World) -> Calls:
 
     from shoal.config.schema import SyncConfig
     from shoal.sync.compression.base import Bucket
-    from shoal.sync.shared_memory.ddp import Pipeline, ResidentSum, SharedWire, row_bytes
+    from shoal.sync.shared_memory.ddp import Pipeline, ResidentSum, SharedCompressor, row_bytes
     from shoal.sync.shared_memory.group import come_together
 
     config = SyncConfig()
@@ -76,7 +76,7 @@ def bare_sums(world: World) -> Calls:
     assert large is not None
     buffer = torch.zeros(elements)
     bucket = Bucket(0, buffer, [])
-    wire = SharedWire(small, None)
+    wire = SharedCompressor(small, None)
     rows = large.memory.rows(torch.float32)
     rows[world.rank].zero_()
     resident = Pipeline(large, ResidentSum(large, rows), None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import options
-from shoal.cluster.node import Meeting, local_node, reserve_port
+from shoal.cluster.node import Rendezvous, local_node, reserve_port
 from shoal.config.load import build_config
 from shoal.data.prepare import create_run
 from shoal.launch.plan import plan_ranks
@@ -39,7 +39,7 @@ def measure_rank(folder: Path, steps: int) -> None:
     from shoal.sync.world import join, leave
     from shoal.train.build import build_trainer
     from shoal.train.recorder import Recorder
-    from shoal.train.trainer import StopWish
+    from shoal.train.trainer import StopRequest
 
     torch.set_num_threads(1)
     world = join(Placement.from_env(os.environ), torch.device("cpu"))
@@ -48,7 +48,7 @@ def measure_rank(folder: Path, steps: int) -> None:
     trainers = {}
     for variant in VARIANTS:
         config = base.model_copy(update={"sync": base.sync.model_copy(update={"measure": variant})})
-        trainers[variant] = build_trainer(config, run, world, Recorder(run, world), StopWish(), resume=False)
+        trainers[variant] = build_trainer(config, run, world, Recorder(run, world), StopRequest(), resume=False)
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for step in range(steps):
         # In an order drawn anew, the same on both ranks: who runs after whom is worth a per cent of a step.
@@ -85,7 +85,7 @@ def one_round(preset: str, steps: int) -> dict[str, Any]:
         run = create_run(config, Path(folder) / "run", world_size=2)
         node = local_node(2)
         with reserve_port(node.address, 0) as holder:
-            meeting = Meeting(node.address, holder.getsockname()[1])
+            meeting = Rendezvous(node.address, holder.getsockname()[1])
             ranks = [
                 subprocess.Popen(
                     [sys.executable, __file__, "--rank-of", str(run.path), "--steps", str(steps)],

@@ -37,7 +37,7 @@ from shoal.model.gpt import GPT
 from shoal.sync.world import join
 from shoal.train.build import build_trainer, deal_batches
 from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopWish, split
+from shoal.train.trainer import StopRequest, split
 
 PLAIN = "plain"
 PEAK = "peak"
@@ -102,7 +102,7 @@ def make_step(variant: str, model: str, settings: list[str], folder: Path) -> tu
     if variant == PLAIN:
         kernels.torch_is_slow_here = lambda: False  # type: ignore[assignment]
         return Plain(config, deal_batches(config, run, world, deal_for(config, world.size))).step, flops, "plain"
-    trainer = build_trainer(config, run, world, Recorder(run, world), StopWish(), resume=False)
+    trainer = build_trainer(config, run, world, Recorder(run, world), StopRequest(), resume=False)
     return trainer.step, flops, trainer.compute.why
 
 

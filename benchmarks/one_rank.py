@@ -21,7 +21,7 @@ from shoal.model.gpt import GPT
 from shoal.sync.world import join, leave
 from shoal.train.build import build_trainer
 from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopWish, Trainer, split
+from shoal.train.trainer import StopRequest, Trainer, split
 
 
 class Plain:
@@ -62,7 +62,7 @@ def main() -> None:
         run = create_run(config, Path(folder) / "run", world_size=1)
         world = join(Placement(0, 1, 0, 1), torch.device("cpu"))
         recorder = Recorder(run, world)
-        ours = build_trainer(load_config(run.config), run, world, recorder, StopWish(), resume=False)
+        ours = build_trainer(load_config(run.config), run, world, recorder, StopRequest(), resume=False)
         plain = Plain(ours)
         ours.step()
         plain.step()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal.run_folder import RunFolder
-from shoal.tools.plan.scenario import Checkpoints, Cluster, Failures, Recovery, Scenario, fit
+from shoal.tools.plan.scenario import Checkpoints, Failures, RecoveryModel, SimulatedCluster, SimulationScenario, fit
 from shoal.tools.plan.simulation import simulate
 from shoal.tools.report.manifest import read_prediction
 from shoal.tools.report.rank_log import own_factors
@@ -50,11 +50,11 @@ def error(run: RunFolder) -> float | None:
     except ConfigError:
         return None
     steady_s, tokens = prediction.step_s - prediction.wait_s, prediction.tokens_per_s * prediction.step_s
-    cluster = Cluster(nodes=summary.world_size, step_s=lambda _: steady_s, tokens_per_step=tokens)
-    scenario = Scenario(
+    cluster = SimulatedCluster(nodes=summary.world_size, step_s=lambda _: steady_s, tokens_per_step=tokens)
+    scenario = SimulationScenario(
         cluster,
         Failures(float("inf")),
-        Recovery("live", 1.0, 1.0, 1.0, 1.0, 60.0),
+        RecoveryModel("live", 1.0, 1.0, 1.0, 1.0, 60.0),
         Checkpoints(None, 1.0),
         2000 * steady_s,
         straggling,

@@ -24,9 +24,9 @@ from shoal.config.schema import ModelConfig
 from shoal.control.rank_env import Placement
 from shoal.model.gpt import GPT
 from shoal.sync.compression import make_wire
-from shoal.sync.compression.base import Bucket, Wire
+from shoal.sync.compression.base import Bucket, Compressor
 from shoal.sync.compression.codecs import Int8
-from shoal.sync.compression.reduce_scatter import Scattered
+from shoal.sync.compression.reduce_scatter import ReduceScatter
 from shoal.sync.world import World, join, leave
 
 _BUCKET_NUMBERS = 25 * 2**20 // 4
@@ -68,7 +68,7 @@ def variants_of(world: World, parameters: dict[str, Tensor], formats: list[str])
             into.copy_(flat)
         return time.process_time() - began
 
-    def exchanged(wire: Wire) -> Callable[[], float]:
+    def exchanged(wire: Compressor) -> Callable[[], float]:
         def measure() -> float:
             for flat, into in zip(flats, target, strict=True):
                 into.copy_(flat)
@@ -82,7 +82,7 @@ def variants_of(world: World, parameters: dict[str, Tensor], formats: list[str])
 
     wires = {name: make_wire(name, world, parameters) for name in formats}
     if "int8" in wires:
-        wires["int8, plain torch"] = Scattered(world, parameters, Int8())
+        wires["int8, plain torch"] = ReduceScatter(world, parameters, Int8())
     return {"fp32 copy": copied} | {name: exchanged(wire) for name, wire in wires.items()}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.control.orders import Go, Meet, Member, Start, to_line
+from shoal.control.orders import GoOrder, MeetOrder, RosterEntry, StartProcess, to_line
 from shoal.control.processes import find
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
@@ -39,7 +39,7 @@ class Agent:
             "config": "c",
             "data": "d",
         }
-        self.orders = Meet(**{**orders, **changes})
+        self.orders = MeetOrder(**{**orders, **changes})
         self.log = folder / "agents" / f"{self.node}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
@@ -52,7 +52,7 @@ class Agent:
             )
         self.tell(self.orders)
 
-    def tell(self, order: Meet | Go | str) -> None:
+    def tell(self, order: MeetOrder | GoOrder | str) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(to_line(order))
@@ -103,29 +103,29 @@ def agents(*folders: Path, changes: Sequence[dict[str, Any]] = (), **variables: 
             agent.close()
 
 
-def roster(team: Sequence[Agent]) -> tuple[Member, ...]:
+def roster(team: Sequence[Agent]) -> tuple[RosterEntry, ...]:
     ready = [agent.first("ready") for agent in team]
     return tuple(
-        Member(agent.node, agent.orders.address, said["port"], said["mark"])
+        RosterEntry(agent.node, agent.orders.address, said["port"], said["mark"])
         for agent, said in zip(team, ready, strict=True)
     )
 
 
-def go(team: Sequence[Agent], *programs: Sequence[Start], grace_s: float | None = None) -> None:
+def go(team: Sequence[Agent], *programs: Sequence[StartProcess], grace_s: float | None = None) -> None:
     """Sends each agent off with its part of the plan."""
     everybody = roster(team)
     for agent, starts in zip(team, programs, strict=True):
-        agent.tell(Go(everybody, tuple(starts), grace_s=grace_s))
+        agent.tell(GoOrder(everybody, tuple(starts), grace_s=grace_s))
 
 
-def python(rank: int, program: str, store: bool = False, env: Mapping[str, str] | None = None) -> Start:
+def python(rank: int, program: str, store: bool = False, env: Mapping[str, str] | None = None) -> StartProcess:
     argv = (sys.executable, "-I", "-u", "-c", program)
-    return Start(f"rank-{rank}", (rank,), argv, {"SHOAL_KEEPS_FILES": "1", **(env or {})}, store)
+    return StartProcess(f"rank-{rank}", (rank,), argv, {"SHOAL_KEEPS_FILES": "1", **(env or {})}, store)
 
 
-def shell(rank: int, program: str) -> Start:
-    return Start(f"rank-{rank}", (rank,), ("sh", "-c", program), {})
+def shell(rank: int, program: str) -> StartProcess:
+    return StartProcess(f"rank-{rank}", (rank,), ("sh", "-c", program), {})
 
 
-def sleeper(rank: int) -> Start:
-    return Start(f"rank-{rank}", (rank,), ("sleep", "300"), {})
+def sleeper(rank: int) -> StartProcess:
+    return StartProcess(f"rank-{rank}", (rank,), ("sleep", "300"), {})

@@ -1,4 +1,4 @@
-"""What scouts would have seen on healthy machines, to be spoilt by tests."""
+"""What collectors would have seen on healthy machines, to be spoilt by tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.cluster.node import Node
 from shoal.tools.doctor.checks import judge
-from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
 
 ON = "hosts.toml"
 
@@ -61,7 +61,7 @@ def process(pid: int, **other: Any) -> dict[str, Any]:
     return {"pid": pid, "command": "python train.py", "age_s": 65.0, "stopped": False, **other}
 
 
-def scene(*spoilt: Facts, count: int = 3, on: str = ON) -> Scene:
+def scene(*spoilt: Facts, count: int = 3, on: str = ON) -> ClusterFacts:
     """Healthy machines; what is given for the first, second, … replaces whole topics of theirs."""
     facts: dict[str, Facts] = {}
     for number, node in enumerate(nodes(count), start=1):
@@ -73,15 +73,15 @@ def scene(*spoilt: Facts, count: int = 3, on: str = ON) -> Scene:
             "clock": clock,
             **(spoilt[number - 1] if number <= len(spoilt) else {}),
         }
-    return Scene(nodes(count), facts, on=on)
+    return ClusterFacts(nodes(count), facts, on=on)
 
 
-def complaints(seen: Scene) -> list[Finding]:
+def complaints(seen: ClusterFacts) -> list[Finding]:
     """All that make doctor say no."""
     return [finding for finding in judge(seen) if finding.severity is not Severity.INFO]
 
 
-def remarks(seen: Scene, id_: str) -> list[Finding]:
+def remarks(seen: ClusterFacts, id_: str) -> list[Finding]:
     return [finding for finding in judge(seen) if finding.id == id_ and finding.severity is Severity.INFO]
 
 

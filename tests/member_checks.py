@@ -12,9 +12,9 @@ from pathlib import Path
 
 from shoal.agent.agent import read_orders
 from shoal.agent.invite import ID, ask
-from shoal.agent.membership import Seating
-from shoal.control.membership.settings import Rules
-from shoal.control.orders import Go, Membership, Start
+from shoal.agent.membership import RankNumbering
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.orders import GoOrder, MembershipOrder, StartProcess
 from shoal.control.processes import find
 from shoal.events import Event, read_events
 from tests.agent_checks import Agent, roster
@@ -34,27 +34,27 @@ class Team:
         self.ranks = [tuple(next(ranks) for _ in range(count)) for count in slots]
         self._words = (str(steps), str(step_s))
 
-    def go(self, rules: Rules | None = None, restarts: int = 3, above: int = 0) -> None:
+    def go(self, rules: MembershipSettings | None = None, restarts: int = 3, above: int = 0) -> None:
         places = [replace(place, ranks=ranks) for place, ranks in zip(roster(self.agents), self.ranks, strict=True)]
-        members = Membership(rules or Rules(), restarts, above)
+        members = MembershipOrder(rules or MembershipSettings(), restarts, above)
         for agent, ranks in zip(self.agents, self.ranks, strict=True):
-            agent.tell(Go(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
+            agent.tell(GoOrder(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
 
     def let_come(self, guest: Agent, sponsor: Agent) -> int:
         """With an id from its sponsor, as `shoal host RUN` has it told; the number of its rank."""
         answer = ask(sponsor.run.door(sponsor.node), ID)
         assert answer.member == guest.orders.member
         _, go = read_orders(sponsor.run, sponsor.node)
-        rank = Seating(answer.member, go.roster).number(answer.member, 0)
+        rank = RankNumbering(answer.member, go.roster).number(answer.member, 0)
         self.agents.append(guest)
         self.ranks.append((rank,))
         later = {member: place for member, place in answer.places.items() if member >= len(go.roster)}
         guest.tell(replace(go, starts=(self.start(guest.node, rank),), guests=later))
         return rank
 
-    def start(self, node: str, rank: int) -> Start:
+    def start(self, node: str, rank: int) -> StartProcess:
         argv = (sys.executable, "-u", str(SCRIPT), str(self.ledger(rank)), *self._words)
-        return Start(f"rank-{rank}", (rank,), argv, {"SHOAL_NODE": node}, store=True)
+        return StartProcess(f"rank-{rank}", (rank,), argv, {"SHOAL_NODE": node}, store=True)
 
     def ledger(self, rank: int) -> Path:
         return self.out / f"rank-{rank}.jsonl"

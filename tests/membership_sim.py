@@ -13,11 +13,19 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from shoal.control.membership.messages import Message, decode, encode
-from shoal.control.membership.settings import Rules
-from shoal.control.membership.state import Abandon, Action, Pause, Send, Start, Stop, Tell
-from shoal.control.membership.state_machine import Council
-from shoal.control.membership.types import Ballot, Generation, Seat, State, founding
-from shoal.control.membership.vote_store import Record
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.membership.state import (
+    AbandonLineage,
+    Action,
+    LogSentence,
+    PauseTraining,
+    SendMessage,
+    StartGeneration,
+    StopGeneration,
+)
+from shoal.control.membership.state_machine import MembershipMachine
+from shoal.control.membership.types import Ballot, Generation, MemberRanks, State, founding
+from shoal.control.membership.vote_store import VoteRecord
 
 TICK_S = 0.05
 STEP_S = 0.1
@@ -35,13 +43,13 @@ class Disk:
     """Promises that survive their agent."""
 
     def __init__(self) -> None:
-        self._text = Record().model_dump_json()
+        self._text = VoteRecord().model_dump_json()
         self.full = False
 
-    def load(self) -> Record:
-        return Record.model_validate_json(self._text)
+    def load(self) -> VoteRecord:
+        return VoteRecord.model_validate_json(self._text)
 
-    def save(self, record: Record) -> None:
+    def save(self, record: VoteRecord) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
         self._text = record.model_dump_json()
@@ -64,7 +72,7 @@ class Machine:
     id: int
     disk: Disk = field(default_factory=Disk)
     ranks: tuple[int, ...] = (0,)
-    council: Council | None = None
+    council: MembershipMachine | None = None
     frozen: bool = False
     running: Generation | None = None
     started_at: float = 0.0
@@ -77,7 +85,7 @@ class Machine:
     result_due: bool = False
     told: list[str] = field(default_factory=list)
     paused: list[str] = field(default_factory=list)
-    abandons: list[Abandon] = field(default_factory=list)
+    abandons: list[AbandonLineage] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
@@ -98,8 +106,10 @@ def digest(history: list[Entry]) -> str:
 
 
 class Cluster:
-    def __init__(self, size: int, rules: Rules | None = None, seed: int = 0, delay_s: float = 0.01) -> None:
-        self.rules = rules or Rules()
+    def __init__(
+        self, size: int, rules: MembershipSettings | None = None, seed: int = 0, delay_s: float = 0.01
+    ) -> None:
+        self.rules = rules or MembershipSettings()
         self.random = random.Random(seed)
         self.delay_s = delay_s
         self.now = 100.0
@@ -110,7 +120,7 @@ class Cluster:
         self.commit_times: list[tuple[float, Ballot, int, int]] = []
         self.generations: dict[Ballot, Generation] = {}
         self.recoveries = 0
-        first = founding(tuple(Seat(member=member, ranks=(0,)) for member in range(size)))
+        first = founding(tuple(MemberRanks(member=member, ranks=(0,)) for member in range(size)))
         for member in range(size):
             self._boot(Machine(member)).history = []
         self._connect()
@@ -202,7 +212,7 @@ class Cluster:
 
     # What a test asks.
 
-    def councils(self, members: set[int] | None = None) -> list[Council]:
+    def councils(self, members: set[int] | None = None) -> list[MembershipMachine]:
         chosen = self.machines.values() if members is None else [self.machines[member] for member in members]
         return [machine.council for machine in chosen if machine.council]
 
@@ -252,7 +262,7 @@ class Cluster:
     # How it works.
 
     def _boot(self, machine: Machine) -> Machine:
-        machine.council = Council(machine.id, self.rules, machine.disk, self.now)
+        machine.council = MembershipMachine(machine.id, self.rules, machine.disk, self.now)
         machine.history = None
         machine.arrived = False
         machine.ledger = 0
@@ -348,18 +358,18 @@ class Cluster:
     def obey(self, machine: Machine, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Send(to, message):
+                case SendMessage(to, message):
                     self._send(machine.id, to, message)
-                case Start(generation, holds):
+                case StartGeneration(generation, holds):
                     self._start(machine, generation, holds)
-                case Stop(_, at_edge):
+                case StopGeneration(_, at_edge):
                     wait_s = STEP_S if at_edge else self.random.choice((0.0, TICK_S, 4 * TICK_S))
                     machine.stop_at = self.now + wait_s
-                case Tell(_, text):
+                case LogSentence(_, text):
                     machine.told.append(text)
-                case Pause(text):
+                case PauseTraining(text):
                     machine.paused.append(text)
-                case Abandon():
+                case AbandonLineage():
                     machine.abandons.append(action)
 
     def _send(self, source: int, target: int, message: Message) -> None:
@@ -458,7 +468,7 @@ class Cluster:
             self._commit(machine, generation, council)
         machine.history.append((len(machine.history) + 1, generation.id))
 
-    def _commit(self, machine: Machine, generation: Generation, council: Council) -> None:
+    def _commit(self, machine: Machine, generation: Generation, council: MembershipMachine) -> None:
         assert machine.history is not None
         if not council.may_commit(generation.id):
             return

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cluster.node import Node
-from shoal.tools.doctor.facts import Finding, Scene, Trial
+from shoal.tools.doctor.facts import ClusterFacts, Finding, Trial
 
 Facts = dict[str, Any]
 CHAIN = {"family": "inet", "table": "home", "name": "input", "hook": "input"}
@@ -20,7 +20,7 @@ def interface(*addresses: str, kind: str = "wired", **more: Any) -> Facts:
 
 
 def seen(address: str, peers: list[str]) -> Facts:
-    """What a scout says of a node with one card."""
+    """What a collector says of a node with one card."""
     route = {"interface": "eth0", "source": address, "gateway": "", "local": False}
     return {
         "network": {
@@ -33,17 +33,17 @@ def seen(address: str, peers: list[str]) -> Facts:
     }
 
 
-def healthy(addresses: list[str] = ADDRESSES) -> Scene:
+def healthy(addresses: list[str] = ADDRESSES) -> ClusterFacts:
     """Everybody reaches everybody, at the same speed."""
     nodes = [Node(f"node{number + 1}", address, "eth0", 1, 1) for number, address in enumerate(addresses)]
     facts = {node.name: seen(node.address, addresses) for node in nodes}
     ways = [(one.name, other.name) for one in nodes for other in nodes if one is not other]
     numbers = {"tcp": {}, "udp": {}, "full": {"size": 1500.0, "passes": 1500.0}, "burst": {"mbps": 940.0}}
     trials = [Trial(*way, kind, "ok", numbers=each) for kind, each in numbers.items() for way in ways]
-    return Scene(nodes, facts, trials=trials)
+    return ClusterFacts(nodes, facts, trials=trials)
 
 
-def tried(scene: Scene, *trials: Trial) -> Scene:
+def tried(scene: ClusterFacts, *trials: Trial) -> ClusterFacts:
     """With these in place of what went well."""
     new = {(trial.source, trial.target, trial.kind) for trial in trials}
     others = [trial for trial in scene.trials if (trial.source, trial.target, trial.kind) not in new]
@@ -54,11 +54,11 @@ def lost(source: str, target: str, *kinds: str) -> list[Trial]:
     return [Trial(source, target, kind, "timeout" if kind == "tcp" else "lost", f"no {kind}") for kind in kinds]
 
 
-def found(check: Callable[[Scene], Iterator[Finding]], scene: Scene) -> list[tuple[str, str, str]]:
+def found(check: Callable[[ClusterFacts], Iterator[Finding]], scene: ClusterFacts) -> list[tuple[str, str, str]]:
     return [(finding.id, finding.severity.value, finding.node) for finding in check(scene)]
 
 
-def with_interfaces(name: str, **more: Facts) -> Scene:
+def with_interfaces(name: str, **more: Facts) -> ClusterFacts:
     scene = healthy()
     scene.facts[name]["network"]["interfaces"] |= more
     return scene

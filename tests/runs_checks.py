@@ -1,4 +1,4 @@
-"""Runs in tests: keepers, agents and ranks are no children of the test, so they are found by their marks."""
+"""Runs in tests: supervisors, agents and ranks are no children of the test, so they are found by their marks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.control.processes import Found, find
+from shoal.control.processes import RunProcess, find
 from shoal.runs.manage import end_processes
 from tests.programs import shoal_command
 
@@ -26,7 +26,7 @@ def wait_until(happened: Callable[[], T], within_s: float = 20.0, why: Callable[
     return value
 
 
-def parts_of(run: Path) -> dict[str, Found]:
+def parts_of(run: Path) -> dict[str, RunProcess]:
     """The processes of a run by their part; of a rank and its own children, the rank."""
     return {found.part: found for found in reversed(find(run))}
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from shoal.agent.kv_store import KeyStore, derive_key, read_request
+from shoal.agent.kv_store import KvStore, derive_key, read_request
 from shoal.agent.kv_store import to_frame as key_frame
 from shoal.cluster.node import start_process
 from shoal.control.membership.types import Ballot, Lineage, State
@@ -33,12 +33,12 @@ from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, Placement
 from shoal.control.rank_messages import (
     LENGTH,
     LINE_FD,
-    Enter,
-    Formed,
-    Halt,
-    Halted,
-    Here,
-    Leased,
+    EnterGeneration,
+    GroupFormed,
+    LeaseRenewed,
+    LeaveGeneration,
+    LeftGeneration,
+    RankReady,
     ToAgent,
     ToRank,
     read_to_agent,
@@ -100,7 +100,7 @@ class ScriptedAgent:
         self._entered: dict[int, Ballot] = {}
         self._size = ranks
         self._words = words
-        self._keys = KeyStore()
+        self._keys = KvStore()
         # Is called with a rank's number and the key that this rank is about to set.
         self.before_set: Callable[[int, str], None] = lambda number, key: None
         self._loop = asyncio.new_event_loop()
@@ -146,16 +146,17 @@ class ScriptedAgent:
         """Halts who is there, and begins the next generation with the furthest state."""
         staying = [number for number in ids if number not in joining]
         for number in staying:
-            self.ranks[number].send(Halt(generation=self.generation, at_edge=at_edge))
+            self.ranks[number].send(LeaveGeneration(generation=self.generation, at_edge=at_edge))
         over = self.generation
         states = [
             halted.state
             for number in staying
-            if (halted := self.ranks[number].hear(Halted, lambda each: each.generation == over)).state is not None
+            if (halted := self.ranks[number].hear(LeftGeneration, lambda each: each.generation == over)).state
+            is not None
         ]
         furthest = max(states, key=lambda state: state.step)
         for number in joining:
-            self.ranks[number].hear(Here)
+            self.ranks[number].hear(RankReady)
             self._halt_in_earlier(number)
         self._call(ids, furthest, first=False, holding=staying, among=ids)
         self.await_formed(ids)
@@ -165,13 +166,13 @@ class ScriptedAgent:
         """As an agent does with a rank that was frozen: without the order a rank that waits in a gloo send for peers
         that have left waits until the exchange's deadline."""
         if (earlier := self._entered.get(number)) is not None:
-            self.ranks[number].send(Halt(generation=earlier, at_edge=False))
-            self.ranks[number].hear(Halted, lambda each: each.generation == earlier)
+            self.ranks[number].send(LeaveGeneration(generation=earlier, at_edge=False))
+            self.ranks[number].hear(LeftGeneration, lambda each: each.generation == earlier)
 
     def recover(self, ids: tuple[int, ...]) -> None:
         """A generation of ranks that have no state, as a lineage of its own."""
         for number in ids:
-            self.ranks[number].hear(Here)
+            self.ranks[number].hear(RankReady)
         name = Ballot(self.generation.number + 1, 0)
         self.lineage = self.lineage.restart(name, self.generation)
         self._call(ids, State(step=0), first=False, holding=(), among=ids, recovers=True)
@@ -180,7 +181,7 @@ class ScriptedAgent:
     def await_formed(self, ids: Collection[int], within_s: float = 60.0) -> None:
         now = self.generation
         for number in ids:
-            self.ranks[number].hear(Formed, lambda each: each.generation == now, within_s)
+            self.ranks[number].hear(GroupFormed, lambda each: each.generation == now, within_s)
 
     def kill(self, number: int, signum: int = signal.SIGKILL) -> None:
         self.leased.discard(number)
@@ -232,7 +233,7 @@ class ScriptedAgent:
         self.generation = Ballot(self.generation.number + 1, 0)
         for rank, number in enumerate(ids):
             if number in among:
-                enter = Enter(
+                enter = EnterGeneration(
                     generation=self.generation,
                     lineage=self.lineage,
                     rank=rank,
@@ -292,4 +293,4 @@ class ScriptedAgent:
     def _lease(self) -> None:
         while not self._over.wait(0.1):
             for number in list(self.leased):
-                self.ranks[number].send(Leased(generation=self.generation, at_s=boot_clock()))
+                self.ranks[number].send(LeaseRenewed(generation=self.generation, at_s=boot_clock()))

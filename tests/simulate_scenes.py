@@ -10,12 +10,12 @@ import numpy as np
 
 from shoal.tools.plan.scenario import (
     Checkpoints,
-    Cluster,
     Failures,
     Policy,
-    Recovery,
+    RecoveryModel,
     Scaling,
-    Scenario,
+    SimulatedCluster,
+    SimulationScenario,
     Steady,
     Straggling,
     divided_work,
@@ -32,15 +32,15 @@ def scenario(
     straggling: Straggling | None = None,
     hours: float = 24.0,
     **more: Any,
-) -> Scenario:
+) -> SimulationScenario:
     """Eight nodes for a day, nothing wrong with them unless told otherwise."""
     cluster = {name: more.pop(name) for name in ("ranks_per_node", "min_nodes", "spares") if name in more}
     times = {"detect_s": 20.0, "restart_s": 60.0, "regroup_s": 1.0, "rejoin_s": 10.0, "repair_s": 600.0}
     times |= {name: more.pop(name) for name in times if name in more}
-    found = Scenario(
-        cluster=Cluster(nodes, divided_work(step_s, nodes, scaling), 1000.0, scaling=scaling, **cluster),
+    found = SimulationScenario(
+        cluster=SimulatedCluster(nodes, divided_work(step_s, nodes, scaling), 1000.0, scaling=scaling, **cluster),
         failures=Failures(more.pop("mtbf_s", math.inf), more.pop("all_share", 0.0)),
-        recovery=Recovery(policy, **times),
+        recovery=RecoveryModel(policy, **times),
         checkpoints=Checkpoints(more.pop("every", 600), more.pop("cost_s", 5.0), more.pop("hidden", False)),
         horizon_s=hours * HOUR,
         straggling=straggling or Steady(),
@@ -53,7 +53,7 @@ def scenario(
 class SlowWay:
     """A training that restarts, and whose nodes are replaced at once: every rank of every step drawn on its own."""
 
-    scenario: Scenario
+    scenario: SimulationScenario
     sigma: float
     random: np.random.Generator
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.control.orders import END, STOP, Go
+from shoal.control.orders import END, STOP, GoOrder
 from shoal.control.processes import find
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
@@ -83,7 +83,7 @@ def test_a_wish_while_the_agents_meet_is_not_forgotten(tmp_path: Path) -> None:
     with agents(*(tmp_path,) * 3) as team:
         members = roster(team)
         for agent in team[:2]:
-            agent.tell(Go(members, (sleeper(0),)))
+            agent.tell(GoOrder(members, (sleeper(0),)))
         first = psutil.Process(team[0].process.pid)
         wait_until(lambda: len(first.net_connections("inet")) > 1, why=team[0].everything)
         time.sleep(0.3)
@@ -143,7 +143,7 @@ def test_the_first_agent_keeps_the_keys_until_all_ranks_have_ended(tmp_path: Pat
     assert log_of(team[1], 1) == "{'value': 'Yg=='} {'total': 2}\n"
 
 
-def test_a_rank_that_waits_for_a_key_hears_that_its_keeper_is_gone(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_key_hears_that_its_supervisor_is_gone(tmp_path: Path) -> None:
     waits = ASK + "print('asking')\nwhile 'error' not in (said := ask(op='get', key='a', wait_s=9)): pass\nprint(said)"
     with agents(tmp_path, tmp_path) as team:
         go(team, [sleeper(0)], [python(1, waits, store=True)])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.orders import END, STOP
 from shoal.control.processes import find
 from tests.agent_checks import Agent, agents
@@ -189,7 +189,7 @@ def came_back(agent: Agent, lives: int) -> int | None:
 def test_a_machine_that_slept_is_done_without_and_let_in_again(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
-        team.go(rules=Rules(silent_after_s=1.5))
+        team.go(rules=MembershipSettings(silent_after_s=1.5))
         team.await_commits(2)
         machine = (team.pid(2), members[2].process.pid)
         freeze(machine, signal.SIGSTOP)
@@ -215,7 +215,7 @@ def freeze(pids: tuple[int, ...], signum: signal.Signals) -> None:
 def test_a_short_freeze_changes_nothing(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1))
-        team.go(rules=Rules(silent_after_s=5.0))
+        team.go(rules=MembershipSettings(silent_after_s=5.0))
         team.await_commits(0)
         freeze((members[1].process.pid,), signal.SIGSTOP)
         time.sleep(1.5)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.agent.kv_store import KeyStore, read_request, to_frame
+from shoal.agent.kv_store import KvStore, read_request, to_frame
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.world import World
 from tests.harness import run_ranks
@@ -27,7 +27,7 @@ PATIENCE = timedelta(seconds=20)
 SOON = timedelta(seconds=0.3)
 
 
-async def serve(keys: KeyStore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def serve(keys: KvStore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             writer.write(to_frame(await keys.answer(await read_request(reader))))
@@ -36,7 +36,7 @@ async def serve(keys: KeyStore, reader: asyncio.StreamReader, writer: asyncio.St
 
 
 async def serve_all(path: Path, ready: threading.Event, over: threading.Event) -> None:
-    keys = KeyStore()
+    keys = KvStore()
     async with await asyncio.start_unix_server(lambda reader, writer: serve(keys, reader, writer), path):
         ready.set()
         while not over.is_set() or len(asyncio.all_tasks()) > 1:

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from shoal.agent.agent import GRACE_AFTER_FAILURE_S
-from shoal.control.orders import END, STOP, Go, Start
+from shoal.control.orders import END, STOP, GoOrder, StartProcess
 from shoal.control.processes import find, is_alive, marks
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
@@ -157,7 +157,7 @@ def test_who_vanishes_while_the_others_meet_is_not_waited_for(tmp_path: Path) ->
     with agents(*(tmp_path,) * 3) as team:
         members = roster(team)
         for agent in team[:2]:
-            agent.tell(Go(members, (sleeper(0),)))
+            agent.tell(GoOrder(members, (sleeper(0),)))
         first = psutil.Process(team[0].process.pid)
         wait_until(lambda: len(first.net_connections("inet")) > 1, why=team[0].everything)
         time.sleep(0.3)
@@ -208,7 +208,7 @@ def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> No
     with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
         port = agent.first("ready")["script_port"]
         (store,) = [found for found in find(tmp_path) if found.part == "store"]
-        go([agent], [Start("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
+        go([agent], [StartProcess("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
         assert agent.code(60) == 0
     assert log_of(agent, 0) == "value\n"
     assert agent.first("meeting")["keys"] == (1 if hasattr(TCPStore, "list_keys") else None)
@@ -243,7 +243,7 @@ def test_a_second_launch_beside_a_living_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_started_is_said_and_ends_the_others(tmp_path: Path) -> None:
-    nothing = Start("rank-2", (2,), ("/no/such/program",), {})
+    nothing = StartProcess("rank-2", (2,), ("/no/such/program",), {})
     with agents(tmp_path, tmp_path) as team:
         go(team, [sleeper(0)], [sleeper(1), nothing])
         assert team[1].code() == 3

@@ -9,7 +9,7 @@ import pytest
 from shoal.events import Event
 from shoal.tools.chaos.judge import (
     Assertion,
-    Measured,
+    ScenarioTimes,
     compare_told,
     count_stale,
     judge,
@@ -18,7 +18,7 @@ from shoal.tools.chaos.judge import (
     ranks_that_ended,
 )
 from shoal.tools.chaos.run import spread
-from shoal.tools.chaos.scenario import Answer, Ending, Record, Scenario, parse_scenario
+from shoal.tools.chaos.scenario import ChaosScenario, CommandResult, RunEnding, ScenarioRecord, parse_scenario
 
 FAULT_AT = 100.0
 
@@ -37,9 +37,9 @@ def member(rank: int, at: float, generation: str, size: int, how: str = "regroup
     return {"event": "membership", "rank": rank, "time": at, **said}
 
 
-def survived() -> Record:
+def survived() -> ScenarioRecord:
     """Rank 2 is killed in step 6; 0 and 1 regroup, do it again and go on; rank 2 comes back."""
-    record = Record()
+    record = ScenarioRecord()
     record.injected = [{"event": "injected", "time": FAULT_AT, "fault": "kill-rank rank 2"}]
     for rank in range(3):
         record.ranks += [member(rank, 99.0, "1-0", 3, "first")]
@@ -54,7 +54,7 @@ def survived() -> Record:
     record.agents = [{"event": "ended", "node": "node3", "time": 100.04, "code": -9}]
     record.commits = [commit(number, 99.1 + number / 10) for number in range(1, 6)]
     record.commits += [commit(number, 100.1 + number / 10, "2-0") for number in range(6, 8)]
-    record.keeper = [
+    record.supervisor = [
         {"event": "note", "time": 90.0, "text": "before"},
         {"event": "note", "time": 100.4, "text": "rank 2 on node3 was killed; 2 of 3 go on"},
     ]
@@ -86,7 +86,7 @@ def test_warnings_and_last_words_are_told_too() -> None:
         {"event": "start", "rank": 0, "time": 102.0, "resumed_from": 100},
         {"event": "start", "rank": 1, "time": 102.0, "resumed_from": 100},
     ]
-    record.keeper += [{"event": "ended", "time": 103.0, "code": 3, "seen": "rank 1 was killed"}]
+    record.supervisor += [{"event": "ended", "time": 103.0, "code": 3, "seen": "rank 1 was killed"}]
     assert measure(record).sentences[1:] == (
         "the checkpoint could not be written",
         "going on after step 100",
@@ -108,7 +108,7 @@ def test_a_step_that_a_rank_did_again_is_counted() -> None:
 
 
 def test_without_a_new_generation_the_longest_pause_is_the_answer() -> None:
-    record = Record(injected=[{"time": FAULT_AT}])
+    record = ScenarioRecord(injected=[{"time": FAULT_AT}])
     record.ranks = [step(0, number, at) for number, at in enumerate((99.0, 99.9, 101.5, 101.6), start=1)]
     measured = measure(record)
     assert measured.next_step_s == pytest.approx(1.6)
@@ -117,7 +117,7 @@ def test_without_a_new_generation_the_longest_pause_is_the_answer() -> None:
 
 def test_a_run_that_hangs_until_it_is_asked_to_stop_has_paused() -> None:
     """A step that was on its way when the fault came is no sign that anybody went on."""
-    record = Record(injected=[{"time": FAULT_AT}])
+    record = ScenarioRecord(injected=[{"time": FAULT_AT}])
     record.ranks = [step(0, number, at) for number, at in enumerate((99.0, 99.9, 100.05), start=1)]
     record.asked_at = 108.0
     assert measure(record).next_step_s == pytest.approx(7.95)
@@ -174,14 +174,14 @@ SCENARIO = {
 }
 
 
-def ended(code: int | None, equal: bool | None, replicas: int, **more: Any) -> Ending:
-    return Ending(code, equal, replicas, **{"verified": (), **more})
+def ended(code: int | None, equal: bool | None, replicas: int, **more: Any) -> RunEnding:
+    return RunEnding(code, equal, replicas, **{"verified": (), **more})
 
 
 WELL = ended(0, True, 3)
 
 
-def scenario(**expect: Any) -> Scenario:
+def scenario(**expect: Any) -> ChaosScenario:
     return parse_scenario({**SCENARIO, "expect": expect}, "x")
 
 
@@ -230,7 +230,7 @@ def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], 
         (ended(0, True, 3, trouble="the run ended before"), "the scenario could be played"),
     ],
 )
-def test_how_a_run_ends_is_always_judged(ending: Ending, name: str) -> None:
+def test_how_a_run_ends_is_always_judged(ending: RunEnding, name: str) -> None:
     assert failed(judge(scenario(), measure(survived()), ending)) == [name]
 
 
@@ -244,10 +244,10 @@ def test_a_resumed_run_goes_on_where_its_ledger_ends(resumed_from: int, behind: 
 
 def test_a_run_without_a_number_of_steps_is_stopped() -> None:
     endless = parse_scenario({**SCENARIO, "training": {}}, "x")
-    some = Measured(committed=1)
+    some = ScenarioTimes(committed=1)
     assert failed(judge(endless, some, ended(130, True, 3))) == []
     assert failed(judge(endless, some, ended(130, None, 0))) == ["replicas equal to the bit"]
-    assert failed(judge(endless, Measured(), ended(130, True, 3))) == ["the ledger has 1 steps or more"]
+    assert failed(judge(endless, ScenarioTimes(), ended(130, True, 3))) == ["the ledger has 1 steps or more"]
 
 
 def test_a_command_is_judged_by_its_answer() -> None:
@@ -260,15 +260,15 @@ def test_a_command_is_judged_by_its_answer() -> None:
         "expect": asked,
     }
     check = parse_scenario(words, "x")
-    good = Ending(None, None, 0, answers=(Answer(1, "one\nnode1 is blocked\n", 1.0),))
-    assert failed(judge(check, Measured(), good)) == []
-    bad = Ending(None, None, 0, answers=(Answer(0, "all well", 3.0),))
-    assert len(failed(judge(check, Measured(), bad))) == 3
+    good = RunEnding(None, None, 0, answers=(CommandResult(1, "one\nnode1 is blocked\n", 1.0),))
+    assert failed(judge(check, ScenarioTimes(), good)) == []
+    bad = RunEnding(None, None, 0, answers=(CommandResult(0, "all well", 3.0),))
+    assert len(failed(judge(check, ScenarioTimes(), bad))) == 3
 
 
 def test_replicas_of_a_stopped_run_have_compared_themselves() -> None:
-    record = Record(ranks=[{**member(0, 1.0, "1-0", 3, "first"), "step": 0}, step(0, 19, 2.0)])
-    assert compare_told(Record(), every=20) == (None, 0)
+    record = ScenarioRecord(ranks=[{**member(0, 1.0, "1-0", 3, "first"), "step": 0}, step(0, 19, 2.0)])
+    assert compare_told(ScenarioRecord(), every=20) == (None, 0)
     assert compare_told(record, every=20) == (None, 0)
     record.ranks.append(step(0, 21, 2.1))
     assert compare_told(record, every=20) == (True, 3)

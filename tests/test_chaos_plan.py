@@ -25,7 +25,7 @@ from shoal.tools.chaos.scenario import (
     Injection,
     KillRank,
     PowerOn,
-    Record,
+    ScenarioRecord,
     SoakFault,
     Thaw,
     expand,
@@ -37,7 +37,7 @@ from shoal.tools.chaos.scenario import (
 from shoal.tools.chaos.soak import (
     SYNC_MODES,
     ModeResult,
-    Sample,
+    ResourceSample,
     SoakOrder,
     SoakResult,
     broken_off,
@@ -226,13 +226,15 @@ def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
     assert corrupt_newest(tmp_path, "zero", random.Random(1)).parent.name == "step-00000100"
 
 
-def life(pid: int, grows: float, seconds: int = 300, part: str = "agent") -> list[Sample]:
+def life(pid: int, grows: float, seconds: int = 300, part: str = "agent") -> list[ResourceSample]:
     at = range(0, seconds, 5)
-    return [Sample(float(t), 3, pid, part, "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
+    return [ResourceSample(float(t), 3, pid, part, "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
 
 
 def test_growth_is_a_slope_of_the_second_half() -> None:
-    filling = [Sample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 480, 5)]
+    filling = [
+        ResourceSample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 480, 5)
+    ]
     steady, growing = growth([*filling, *life(2, grows=6.0)])
     assert steady.rss_mb_a_minute == pytest.approx(0.0)
     assert growing.rss_mb_a_minute == pytest.approx(6.0, rel=1e-3)
@@ -251,8 +253,8 @@ def test_of_a_long_soak_only_long_lives_are_judged() -> None:
 
 def test_worlds_of_other_sizes_are_not_compared() -> None:
     """Two of three have fewer connections: that more come back is no growth."""
-    small = [Sample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]
-    whole = [Sample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 400, 5)]
+    small = [ResourceSample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]
+    whole = [ResourceSample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 400, 5)]
     [found] = growth([*small, *whole])
     assert (found.files_a_minute, found.sockets_a_minute, found.threads_a_minute) == (0.0, 0.0, 0.0)
 
@@ -276,7 +278,7 @@ def commits(loss: float, steps: int = 100, members: int = 3) -> list[dict[str, A
 
 
 def soaked(**changes: Any) -> ModeResult:
-    record = Record(commits=changes.pop("commits", commits(2.0)))
+    record = ScenarioRecord(commits=changes.pop("commits", commits(2.0)))
     record.ranks = [{"event": "step", "rank": 0, "step": n, "time": float(n), "step_s": 0.1} for n in range(1, 101)]
     fault = SoakFault(10.0, "kill-node", (PowerOn(node="node1"),))
     began = changes.pop("began", 50.0)

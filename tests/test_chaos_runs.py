@@ -24,7 +24,7 @@ row = 26
 text = "a hung-up terminal, of which too much is expected"
 nodes = 2
 training.train.steps = 40
-steps = [{ at_step = 20, do = "signal-keeper", signal = "HUP" }]
+steps = [{ at_step = 20, do = "signal-supervisor", signal = "HUP" }]
 
 [expect]
 regroup_within_s = 1.0
@@ -53,7 +53,7 @@ def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
     assert broken(wrong) == [("regrouped within 1 s", "never")]
     injected = read_jsonl(out / "interrupt-1" / "chaos.jsonl")
     assert [(event["event"], event["scenario"], event["do"]) for event in injected] == [
-        ("injected", "interrupt", "signal-keeper")
+        ("injected", "interrupt", "signal-supervisor")
     ]
     assert find(out / "interrupt-1") == find(out / "wrong-1") == []
 

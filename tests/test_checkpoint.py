@@ -33,8 +33,8 @@ from shoal.train import resume
 from shoal.train.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    Parts,
     Progress,
+    RankShards,
     load_moments,
     load_weights,
     moments,
@@ -187,7 +187,7 @@ def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
 
 # Parts of ranks
 
-PARTS = Parts(ranks=2, mark=7, step=4, cursor=40, flying=1)
+PARTS = RankShards(ranks=2, mark=7, step=4, cursor=40, flying=1)
 
 
 def save_with_parts(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:

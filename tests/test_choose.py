@@ -13,12 +13,12 @@ from shoal.cost.select_sync import (
     FORMAT_GAIN,
     OUTER_GAIN,
     WIRES,
-    Decision,
-    Exchanged,
     FirstSteps,
-    Limits,
-    Option,
+    MeasuredExchange,
     RankStep,
+    SyncDecision,
+    SyncLimits,
+    SyncOption,
     candidates,
     decide,
     expected,
@@ -34,7 +34,7 @@ DDP, HALVES, BYTES = (SyncChoice("ddp", wire) for wire in WIRES)
 DILOCO, STREAMING = SyncChoice("diloco", "fp16", 50), SyncChoice("streaming", "fp16", 50)
 # A third of it is an embedding, whose gradient is ready last. Making int8 of it takes some hundredths of a second.
 SHAPES = ((4096, 256), (2048, 256), (2048, 256), (4096, 256))
-FP32 = Exchanged(DDP, SHAPES)
+FP32 = MeasuredExchange(DDP, SHAPES)
 
 
 def step(compute_s: float, allreduce_s: float, hidden_s: float = 0.0) -> FirstSteps:
@@ -42,8 +42,8 @@ def step(compute_s: float, allreduce_s: float, hidden_s: float = 0.0) -> FirstSt
     return FirstSteps(compute_s + exposed_s, exposed_s, allreduce_s, compute_s)
 
 
-def chosen(measured: FirstSteps, sync: SyncConfig = AUTO, steps: int = 1000, spare_bytes: float = 1e12) -> Decision:
-    return decide(measured, FP32, sync, Limits(WIRES, steps, spare_bytes))
+def chosen(measured: FirstSteps, sync: SyncConfig = AUTO, steps: int = 1000, spare_bytes: float = 1e12) -> SyncDecision:
+    return decide(measured, FP32, sync, SyncLimits(WIRES, steps, spare_bytes))
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_the_plainest_that_is_fast_enough(measured: FirstSteps, choice: SyncChoi
 def test_int8_needs_a_reason_beside_fp16() -> None:
     """It shows half as much; where making it takes longer than that, nothing is gained."""
     assert chosen(step(1.0, 0.5), steps=99).choice == BYTES
-    larger = Exchanged(DDP, tuple((40 * rows, columns) for rows, columns in SHAPES))
-    assert decide(step(1.0, 0.5), larger, AUTO, Limits(WIRES, 99)).choice == HALVES
+    larger = MeasuredExchange(DDP, tuple((40 * rows, columns) for rows, columns in SHAPES))
+    assert decide(step(1.0, 0.5), larger, AUTO, SyncLimits(WIRES, 99)).choice == HALVES
 
 
 def test_an_embedding_that_goes_in_two_parts_hides_more() -> None:
     """Four times the bytes could have been hidden: of halves nothing shows but what is ready last."""
     hiding = step(1.0, 0.8, hidden_s=0.6)
-    whole, apart = (Exchanged(DDP, SHAPES, last_bytes=last_bytes) for last_bytes in (0, 100_000))
+    whole, apart = (MeasuredExchange(DDP, SHAPES, last_bytes=last_bytes) for last_bytes in (0, 100_000))
     shown_s = [expected(hiding, each, AUTO, HALVES).step_s - 1.0 - each.encode_s(HALVES) for each in (whole, apart)]
     assert shown_s == pytest.approx([0.1, 0.8 / 2 * 100_000 / (4 * whole.parameters)])
 
@@ -100,9 +100,9 @@ def test_what_has_no_room_is_not_chosen(spare_bytes: float, choice: SyncChoice) 
 def test_a_wire_that_was_asked_for_stays() -> None:
     sync = SyncConfig(mode="auto", wire="bf16")
     assert {choice.wire for choice in candidates(sync, WIRES, 1000)} == {"bf16"}
-    assert decide(step(1.0, 1.0), Exchanged(SyncChoice("ddp", "bf16"), SHAPES), sync, Limits(WIRES, 1000)).choice == (
-        SyncChoice("diloco", "bf16", 50)
-    )
+    assert decide(
+        step(1.0, 1.0), MeasuredExchange(SyncChoice("ddp", "bf16"), SHAPES), sync, SyncLimits(WIRES, 1000)
+    ).choice == (SyncChoice("diloco", "bf16", 50))
 
 
 def test_memory_of_one_machine_has_no_format() -> None:
@@ -182,14 +182,14 @@ def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: First
 @given(MEASURED)
 def test_there_and_back_again(measured: FirstSteps) -> None:
     """Steps measured with halves say of fp32 at least what would show in proportion."""
-    halves = Exchanged(HALVES, SHAPES)
+    halves = MeasuredExchange(HALVES, SHAPES)
     shown_s = expected(measured, halves, AUTO, DDP).step_s - (measured.step_s - measured.exposed_s)
     assert shown_s >= 2 * measured.exposed_s - halves.encode_s(HALVES) - 1e-6
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=5, max_size=5))
 def test_what_costs_accuracy_pays(times: list[float]) -> None:
-    options = [Option(choice, step_s) for choice, step_s in zip(candidates(AUTO, WIRES, 1000), times, strict=True)]
+    options = [SyncOption(choice, step_s) for choice, step_s in zip(candidates(AUTO, WIRES, 1000), times, strict=True)]
     best = pick(options)
     plainer = options[: options.index(best)]
     for other in plainer:

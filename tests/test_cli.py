@@ -322,7 +322,7 @@ def test_settings_change_for_the_rest_of_a_run(run: tuple[Path, dict[str, Any]],
     assert "train.steps: 4 → 6; train.eval_every: 50 → 1; run.weights: unset → 1/0.34" in longer.stderr
     assert "the learning rate follows one schedule over 6 steps from here on: at step 5 it is" in longer.stderr
     assert "going on after step 4" in longer.stderr
-    [event] = [each for each in read_jsonl(folder / "keeper.jsonl") if each["event"] == "config"]
+    [event] = [each for each in read_jsonl(folder / "supervisor.jsonl") if each["event"] == "config"]
     assert "run.weights: unset → 1/0.34" in event["changed"]
     again = shoal("train", "--resume", folder, "--steps", "8")
     assert again.returncode == 0, again.stderr

@@ -26,7 +26,7 @@ from shoal.train.divergence import judge
 from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder
 from shoal.train.saving import replica_state
-from shoal.train.trainer import StopWish, Trainer
+from shoal.train.trainer import StopRequest, Trainer
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl
 
@@ -51,7 +51,7 @@ def train(world: World, run: Path, config: Config, flips: Sequence[Flip]) -> tup
     world = replace(world, keeps_files=world.is_main)
     folder = RunFolder.open(run)
     recorder = Recorder(folder, world)
-    trainer = build_trainer(config, folder, world, recorder, StopWish(), resume=False)
+    trainer = build_trainer(config, folder, world, recorder, StopRequest(), resume=False)
     to_come = [flip for flip in flips if flip.rank == world.rank]
     choose = trainer.between_steps
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.node import Meeting, local_node
+from shoal.cluster.node import Rendezvous, local_node
 from shoal.config.schema import RunConfig
 from shoal.host.facts import Core, deal_cores, read_cpu_list, usable_cores
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
@@ -86,7 +86,7 @@ def test_this_machines_cores_are_those_we_may_use() -> None:
 
 
 def test_our_ranks_keep_their_memory_and_scripts_decide_for_themselves() -> None:
-    nodes, meeting = [local_node(2)], Meeting("127.0.0.1", 1)
+    nodes, meeting = [local_node(2)], Rendezvous("127.0.0.1", 1)
     for launcher in ("shoal", "torchrun", "spawn"):
         run = RunConfig(launcher=launcher)
         for command in plan_ranks(run, lambda node: "runs/x", nodes, meeting, resume=False):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import cast
 
-from shoal.agent.local_ranks import BACK_OFF_S, FORGIVEN_S, Crew, Hand, RankLine
-from shoal.agent.membership import Halting
-from shoal.control.membership.settings import Rules
+from shoal.agent.local_ranks import BACK_OFF_S, FORGIVEN_S, LocalRank, LocalRanks, RankConnection
+from shoal.agent.membership import RankHalt
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import Ballot
-from shoal.control.orders import Start
-from shoal.control.rank_messages import Halt, ToRank
+from shoal.control.orders import StartProcess
+from shoal.control.rank_messages import LeaveGeneration, ToRank
 
 
-def crew(restarts: int) -> tuple[Crew, Hand]:
-    hand = Hand(Start("rank-0", (0,), ("true",), {}))
-    return Crew([hand], restarts), hand
+def crew(restarts: int) -> tuple[LocalRanks, LocalRank]:
+    hand = LocalRank(StartProcess("rank-0", (0,), ("true",), {}))
+    return LocalRanks([hand], restarts), hand
 
 
 def test_three_times_and_each_time_later() -> None:
@@ -49,14 +49,14 @@ def test_a_round_that_is_longer_than_anybody_waits_is_broken_off_and_nobody_kill
     """Ranks end a round of many steps before they stop at its edge: they are asked to stop at once before they are
     taken for hung."""
     ours, hand = crew(restarts=3)
-    line, rules = Line(), Rules()
-    hand.begin(cast(RankLine, line))
+    line, rules = Line(), MembershipSettings()
+    hand.begin(cast(RankConnection, line))
     hand.inside = Ballot(1, 0)
-    halting = Halting(ours, rules)
+    halting = RankHalt(ours, rules)
     halting.begin(Ballot(1, 0), at_edge=True, now=0.0)
     assert halting.late(rules.edge_s - 1) == []
     assert halting.late(rules.edge_s) == []
-    assert [message.at_edge for message in line.told if isinstance(message, Halt)] == [True, False]
+    assert [message.at_edge for message in line.told if isinstance(message, LeaveGeneration)] == [True, False]
     assert halting.late(rules.edge_s + rules.answer_s - 0.1) == []
     assert halting.late(rules.edge_s + rules.answer_s) == [hand]
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.control.processes import KEEPER, find, find_keeper
+from shoal.control.processes import SUPERVISOR, find, find_supervisor
 from tests.lab_checks import Traces, assert_gone, need_lab
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of
@@ -88,7 +88,7 @@ def test_a_run_whose_folder_is_removed_ends_and_says_why(
         with front(tmp_path, "attach", run) as attached, front(tmp_path, "logs", "-f", run) as followed:
             attached.await_words(shown[0], 60)
             followed.await_words(shown[1], 60)
-            heads = [parts_of(run)[part].pid for part in (KEEPER, "agent")]
+            heads = [parts_of(run)[part].pid for part in (SUPERVISOR, "agent")]
             for pid in heads:
                 os.kill(pid, signal.SIGSTOP)
             shutil.rmtree(run)
@@ -110,7 +110,7 @@ def test_a_run_without_a_folder_can_be_stopped(tmp_path: Path) -> None:
         agent = parts_of(run)["agent"].pid
         # It does not notice by itself.
         os.kill(agent, signal.SIGSTOP)
-        os.kill(parts_of(run)[KEEPER].pid, signal.SIGKILL)
+        os.kill(parts_of(run)[SUPERVISOR].pid, signal.SIGKILL)
         shutil.rmtree(run)
         stopped = shoal("stop", "--now", run)
         assert (stopped.returncode, "was removed" in stopped.stdout) == (0, True), stopped.stdout + stopped.stderr
@@ -129,7 +129,7 @@ def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path
         state = state_of(run)
         assert state is not None
         assert (state["what"], state["on"], state["state"], state["step"]) == ("mine.py", "local:2", "running", None)
-        assert {each["part"] for each in state["processes"]} == {"keeper", "agent", "store", "rank-0", "rank-1"}
+        assert {each["part"] for each in state["processes"]} == {"supervisor", "agent", "store", "rank-0", "rank-1"}
         assert all(psutil.pid_exists(each["pid"]) for each in state["processes"])
         listing = shoal("ps", "--all").stdout
         assert any(line.split()[:4] == [str(run), "mine.py", "local:2", "running"] for line in listing.splitlines())
@@ -269,7 +269,7 @@ def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -
         first.process.kill()
         first.process.wait()
         time.sleep(0.5)
-        assert set(parts_of(run)) == {"keeper", "agent", "store", "rank-0", "rank-1"}
+        assert set(parts_of(run)) == {"supervisor", "agent", "store", "rank-0", "rank-1"}
         with front(tmp_path, "attach", run) as watcher:
             watcher.await_words("[1] ready")
             stopped = shoal("stop", run, "--wait", "1", "--json")
@@ -279,12 +279,12 @@ def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_run_whose_keeper_was_killed_can_still_be_stopped(tmp_path: Path) -> None:
+def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) -> None:
     run = tmp_path / "run"
     willing = "import time\nprint('ready')\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('good night')\n"
     with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, willing)) as first:
         first.await_words("[1] ready")
-        os.kill(parts_of(run)[KEEPER].pid, signal.SIGKILL)
+        os.kill(parts_of(run)[SUPERVISOR].pid, signal.SIGKILL)
         assert first.code(within_s=5) == 3
         assert f"error: whoever kept the run {run} was killed" in first.err
         state = state_of(run)
@@ -321,9 +321,9 @@ def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
         done = shoal("train", "--detach", "--json", "--on", "lab:2", "--out", run, *LONG)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == {"run": str(run)}
-        keeper = find_keeper(run)
-        assert keeper is not None
-        lab = Traces(f"run-{keeper.pid}")
+        supervisor = find_supervisor(run)
+        assert supervisor is not None
+        lab = Traces(f"run-{supervisor.pid}")
         lab.note()
         assert lab.found()
         wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
@@ -334,10 +334,10 @@ def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_at_the_very_beginning_is_answered_in_words(tmp_path: Path) -> None:
-    """The keeper is still importing what it needs."""
+    """The supervisor is still importing what it needs."""
     run = tmp_path / "run"
     with ended_afterwards(run), front(tmp_path, "run", "--out", run, script(tmp_path, STUBBORN)) as first:
-        wait_until(lambda: find_keeper(run))
+        wait_until(lambda: find_supervisor(run))
         first.process.send_signal(signal.SIGINT)
         assert first.code() == 130
         assert first.err.endswith("error: interrupted before the ranks were started\n  next: start anew\n")

@@ -206,7 +206,7 @@ def test_an_orphaned_rank_of_a_run_of_shoal(clinic: Clinic) -> None:
     (run / "job.json").write_text("{}")
     orphan(clinic, "node3", SHOAL_RUN=str(run), SHOAL_PART="rank-0")
     found = clinic.doctor(PATH=path).only("leftover.worker", "node3")
-    assert f"shoal's run {run} has no keeper any more" in found["evidence"]
+    assert f"shoal's run {run} has no supervisor any more" in found["evidence"]
     assert found["fix"] == f"shoal stop {run}"
     clinic.paste("node3", found["fix"], PATH=path)
     assert clinic.doctor().is_clean()

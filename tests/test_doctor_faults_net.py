@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.spec import Link
+from shoal.cluster.lab.spec import LabLink
 from shoal.tools.doctor.checks.reach import opening
 from tests.doctor_checks import Verdict, assert_healthy, assert_sick, doctor, follow, run_here, run_on, verdict
 from tests.lab_checks import shoal, standing_lab
@@ -53,7 +53,7 @@ def firewalls(*nodes: str) -> Inject:
 
 
 def slow(node: str, rate_bps: float) -> Inject:
-    def change(before: Link) -> Link:
+    def change(before: LabLink) -> LabLink:
         return before.model_copy(update={"rate_bps": rate_bps})
 
     return lambda lab: lab.perform(lab_lab.set_link(node, change))
@@ -193,7 +193,7 @@ def test_a_healthy_lab(link: str) -> None:
 
 @pytest.mark.long
 def test_the_command_for_those_who_may_not_look_finds_every_chain(lab: Lab, tmp_path: Path) -> None:
-    """Without root the scout sees no rules; the command is run with it, and looks by itself."""
+    """Without root the collector sees no rules; the command is run with it, and looks by itself."""
     policy = "add chain ip filter INPUT { type filter hook input priority 0; policy drop; }"
     together(firewalls("node1"), sh("node1", f"nft 'add table ip filter; {policy}'"))(lab)
     assert_sick(doctor(lab, "--no-proof"), ("reach.pair", "node1"))
@@ -224,11 +224,11 @@ def test_a_node_that_is_away(lab: Lab, change: lab_lab.Change, words: str) -> No
 
 @pytest.mark.long
 def test_a_node_that_freezes_meanwhile(lab: Lab) -> None:
-    """Its scout has been started and never answers, nor does it end when it is told to."""
+    """Its collector has been started and never answers, nor does it end when it is told to."""
     words = shoal("doctor", "--on", f"lab:{lab.name}", "--json")
     began = time.monotonic()
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        wait_for(lambda: any("net.scout" in command for _, command in lab.processes("node2")))
+        wait_for(lambda: any("net.collector" in command for _, command in lab.processes("node2")))
         lab.perform(lab_lab.stop_or_go("node2", frozen=True))
         try:
             printed, errors = running.communicate(timeout=60)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.doctor import place_of
-from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
 from tests.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
 from tests.needs import need_tool
 
@@ -22,9 +22,9 @@ def test_what_was_not_seen_is_not_judged() -> None:
     nothing: Facts = {"machine": {}, "names": {}, "processes": {}}
     blind = scene(nothing, {**nothing, "failed": {"machine": "OSError: closed"}})
     assert complaints(blind) == []
-    finding = only(remarks(blind, "scout.failed"))
-    assert (finding.node, finding.evidence) == ("node2", "the scout could not see machine: OSError: closed")
-    assert complaints(Scene(nodes(2), {})) == []
+    finding = only(remarks(blind, "collector.failed"))
+    assert (finding.node, finding.evidence) == ("node2", "the collector could not see machine: OSError: closed")
+    assert complaints(ClusterFacts(nodes(2), {})) == []
 
 
 # Sameness
@@ -196,7 +196,7 @@ def marked(pid: int, part: str, orphan: bool, **other: object) -> dict[str, obje
     [
         ([marked(5, "rank-0", orphan=True)], True),
         ([marked(4, "agent", orphan=True), marked(5, "rank-0", orphan=False)], True),
-        ([marked(3, "keeper", orphan=True), marked(4, "agent", orphan=False)], False),
+        ([marked(3, "supervisor", orphan=True), marked(4, "agent", orphan=False)], False),
         ([marked(3, "messenger", orphan=False), marked(4, "agent", orphan=True)], False),
         ([marked(4, "agent", orphan=False), marked(5, "rank-0", orphan=False)], False),
         ([marked(5, "rank-0", orphan=False)], False),
@@ -207,7 +207,7 @@ def test_a_run_that_nobody_keeps_is_left_over(found: list[dict[str, object]], is
     if is_left:
         finding = only(complaints(seen))
         assert (finding.id, finding.severity, finding.node) == ("leftover.worker", Severity.WARNING, "node1")
-        assert "shoal's run /r/one has no keeper" in finding.evidence
+        assert "shoal's run /r/one has no supervisor" in finding.evidence
         assert finding.fix == "shoal stop /r/one"
     else:
         assert complaints(seen) == []

@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import ControlError
 from shoal.tools.doctor.checks import judge, judge_proof, network, reach
 from shoal.tools.doctor.checks.reach import opening
-from shoal.tools.doctor.facts import Scene, Severity, SlowLinks, Trial, slow_links
+from shoal.tools.doctor.facts import ClusterFacts, Severity, SlowLinks, Trial, slow_links
 from shoal.tools.doctor.run import between, circles_of
 from tests.net_scenes import ADDRESSES, CHAIN, Facts, found, healthy, interface, lost, tried, with_interfaces
 
@@ -224,7 +224,7 @@ def too_big(source: str, target: str, passes: float, size: float = 1500.0, **mor
     return Trial(source, target, "full", "lost", numbers={"size": size, "passes": passes, **more})
 
 
-def sized(**mtus: int) -> Scene:
+def sized(**mtus: int) -> ClusterFacts:
     scene = healthy()
     for name, size in mtus.items():
         scene.facts[name]["network"]["interfaces"]["eth0"]["mtu"] = size
@@ -282,7 +282,7 @@ def test_any_size_is_found_in_few_rounds(low: int, high: int) -> None:
 # Speed
 
 
-def rates(scene: Scene, **mbps: float) -> Scene:
+def rates(scene: ClusterFacts, **mbps: float) -> ClusterFacts:
     """Bursts between nodes whose links have these rates."""
     bursts = [trial for trial in scene.trials if trial.kind == "burst"]
     return tried(

@@ -1,4 +1,4 @@
-"""Does the scout see what the kernel has, and read what tools say?"""
+"""Does the collector see what the kernel has, and read what tools say?"""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.cluster.node import Process, Talk, closing_all, module_command
+from shoal.cluster.node import LocalProgram, RemoteProgram, closing_all, module_command
 from shoal.tools.doctor.collect import network, trials
-from shoal.tools.doctor.run import SCOUT
+from shoal.tools.doctor.run import COLLECTOR
 from tests.net_scenes import Facts
 
 
 def test_a_python_without_anything_installed_will_do() -> None:
-    bare = [sys.executable, "-S", *module_command(SCOUT)[1:]]
-    talks = {"node": Talk("node", Process(bare, {"PYTHONPATH": str(Path(shoal.__file__).parent.parent)}))}
+    bare = [sys.executable, "-S", *module_command(COLLECTOR)[1:]]
+    talks = {"node": RemoteProgram("node", LocalProgram(bare, {"PYTHONPATH": str(Path(shoal.__file__).parent.parent)}))}
     with closing_all(talks):
         said = talks["node"].ask(20.0, do="observe", peers=["127.0.0.1"], address="127.0.0.1", port=0)
         port = talks["node"].ask(5.0, do="listen", address="127.0.0.1", name="node", port=0)["port"]
@@ -50,7 +50,7 @@ def test_the_kernel_is_heard_as_it_speaks() -> None:
     assert network.route("127.0.0.1") == {"index": lo["index"], "source": "127.0.0.1", "gateway": "", "local": True}
 
 
-def test_what_a_scout_sees_here() -> None:
+def test_what_a_collector_sees_here() -> None:
     found = network.observe({"peers": ["127.0.0.1"]})
     assert found["routes"]["127.0.0.1"]["interface"] == "lo"
     assert found["interfaces"]["lo"]["kind"] == "loopback"

@@ -1,4 +1,4 @@
-"""What doctor's scout sees on this machine."""
+"""What doctor's collector sees on this machine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import pytest
 import shoal
 from shoal.host import proc
 from shoal.tools.doctor.collect import machine
-from shoal.tools.doctor.collect import machine as scout_machine
-from shoal.tools.doctor.collect import machine as scout_processes
-from shoal.tools.doctor.collect import network as scout_names
+from shoal.tools.doctor.collect import machine as collector_machine
+from shoal.tools.doctor.collect import machine as collector_processes
+from shoal.tools.doctor.collect import network as collector_names
 from shoal.tools.doctor.collect.__main__ import observe
 
 
-def test_the_scout_sees_this_machine() -> None:
+def test_the_collector_sees_this_machine() -> None:
     seen = observe({"peers": ["127.0.0.1"], "address": "127.0.0.1", "port": 0})
     assert seen["failed"] == {}
     own = seen["machine"]
     assert own["shoal"] == shoal.__version__
     assert own["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
-    assert own["torch"] == scout_machine.installed("torch")
+    assert own["torch"] == collector_machine.installed("torch")
     assert 1 <= own["cores"]["physical"] <= own["cores"]["threads"] == len(os.sched_getaffinity(0))
     assert 0 < own["memory"]["available"] <= own["memory"]["total"]
     assert {purpose for place in own["disks"] for purpose in place["for"]} == {
@@ -48,35 +48,35 @@ print(sorted(strangers))
 """
 
 
-def test_the_scout_needs_nothing_but_python() -> None:
+def test_the_collector_needs_nothing_but_python() -> None:
     done = subprocess.run([sys.executable, "-c", _STANDARD_ONLY], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_a_package_that_is_not_there() -> None:
-    assert scout_machine.installed("no-such-package") is None
+    assert collector_machine.installed("no-such-package") is None
 
 
 def test_look_ups_that_take_too_long_are_left_alone() -> None:
     began = time.monotonic()
-    answers = scout_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, deadline_s=0.2)
+    answers = collector_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, deadline_s=0.2)
     assert time.monotonic() - began < 4
     assert answers["slow"] == {"took_s": None}
     assert answers["quick"]["answer"] == "yes"
 
 
 def test_only_an_address_of_our_own_is_published() -> None:
-    assert scout_names.published(["192.0.2.1", "127.0.0.1", "127.0.0.2"]) == "127.0.0.1"
-    assert scout_names.published(["192.0.2.1"]) is None
-    assert scout_names.published([]) is None
+    assert collector_names.published(["192.0.2.1", "127.0.0.1", "127.0.0.2"]) == "127.0.0.1"
+    assert collector_names.published(["192.0.2.1"]) is None
+    assert collector_names.published([]) is None
 
 
 def test_hosts_files_and_sources() -> None:
     text = "127.0.0.1 localhost\n127.0.1.1 me.lan me # this one\n10.0.0.1 mean\n# 10.0.0.2 me\n"
-    assert scout_names.hosts_file_addresses(text, "me") == ["127.0.1.1"]
+    assert collector_names.hosts_file_addresses(text, "me") == ["127.0.1.1"]
     said = "passwd: files\nhosts:  files mdns4_minimal [NOTFOUND=return] dns myhostname\n"
-    assert scout_names.host_sources(said) == ["files", "mdns4_minimal", "dns", "myhostname"]
-    assert scout_names.host_sources("") == []
+    assert collector_names.host_sources(said) == ["files", "mdns4_minimal", "dns", "myhostname"]
+    assert collector_names.host_sources("") == []
 
 
 @contextmanager
@@ -93,12 +93,12 @@ def child(program: str = "print('ready', flush=True)", **variables: str) -> Iter
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_who_has_a_port(family: socket.AddressFamily) -> None:
     loopback = "127.0.0.1" if family == socket.AF_INET else "::1"
-    if scout_names.published([loopback]) is None:
+    if collector_names.published([loopback]) is None:
         pytest.skip(f"this machine has no {loopback}")
     listen = f"server = socket.create_server(({loopback!r}, 0), family=socket.{family.name})"
     program = f"{listen}\nprint(server.getsockname()[1], flush=True)"
     with child(program, SHOAL_RUN="/no/such/run", SHOAL_PART="rank-3") as (pid, port):
-        (holder,) = scout_processes.holders(int(port))
+        (holder,) = collector_processes.holders(int(port))
     assert (holder["address"], holder["pid"]) == (loopback, pid)
     assert holder["command"].startswith(sys.executable)
     assert 0 <= holder["age_s"] < 60
@@ -108,7 +108,7 @@ def test_who_has_a_port(family: socket.AddressFamily) -> None:
 def test_a_free_port_has_no_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert scout_processes.holders(port) == []
+    assert collector_processes.holders(port) == []
 
 
 def test_a_child_is_no_orphan() -> None:
@@ -122,7 +122,7 @@ def test_a_child_is_no_orphan() -> None:
 def test_our_own_variables_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_RUN", "/r/mine")
     with child() as (same, _), child(SHOAL_RUN="/r/other") as (other, _):
-        found = {each["pid"]: each["run"] for each in scout_processes.workers()["marked"]}
+        found = {each["pid"]: each["run"] for each in collector_processes.workers()["marked"]}
     assert same not in found
     assert found[other] == "/r/other"
 

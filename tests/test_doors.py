@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.sync.interruptible import shut_doors
-from shoal.sync.process_groups import Forming, form_main_group, unform
+from shoal.sync.process_groups import GroupForming, form_main_group, unform
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.sockets_of import listening, open_files
@@ -57,7 +57,7 @@ def strangers_at_the_ports_of_a_group_of_one(world: World, _: None) -> int:
     unform()
     earlier = listening(os.getpid())
     store = dist.PrefixStore("alone", world.store)
-    form_main_group(Forming(store=store, rank=0, size=1, key=b"", label="alone", connect_s=10.0), timeout_s=10.0)
+    form_main_group(GroupForming(store=store, rank=0, size=1, key=b"", label="alone", connect_s=10.0), timeout_s=10.0)
     ports = [at for at in listening(os.getpid()) if at not in earlier]
     before = open_files(os.getpid())
     for at in ports:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.agent_link import Link, PipeLink
+from shoal.cluster.agent_link import AgentLink, PipeLink
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.node import Meeting, Node
+from shoal.cluster.node import Node, Rendezvous
 from shoal.config.schema import MembersConfig
 from shoal.control.orders import membership
 from shoal.control.processes import find
 from shoal.events import EventLog, read_events
-from shoal.launch.failure import Ending, failure, outlived
-from shoal.launch.launcher import World
-from shoal.launch.plan import Command
+from shoal.launch.failure import ProcessEnd, failure, outlived
+from shoal.launch.launcher import Launch
+from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
 from tests.member_checks import SCRIPT
 from tests.runs_checks import wait_until
@@ -31,20 +31,20 @@ class TwoNodes:
     def __init__(self) -> None:
         self.nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
 
-    def start_agent(self, node: Node, run: Path) -> Link:
+    def start_agent(self, node: Node, run: Path) -> AgentLink:
         return PipeLink((sys.executable, "-P", "-m", "shoal.agent.agent"), run, node.name)
 
     def folder(self, node: Node, run: Path) -> str:
         return str(run)
 
 
-class Launch:
+class RunningLaunch:
     """A launcher at work in a thread of its own, while the test makes trouble."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.run = RunFolder.create(folder)
         cluster: Cluster = TwoNodes()
-        self.world = World(self.run, cluster, EventLog(self.run.keeper, 0))
+        self.world = Launch(self.run, cluster, EventLog(self.run.supervisor, 0))
         self._steps = steps
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
@@ -56,9 +56,9 @@ class Launch:
             )
             self.world.see_through()
 
-    def _plan(self, nodes: list[Node], meeting: Meeting) -> list[Command]:
+    def _plan(self, nodes: list[Node], meeting: Rendezvous) -> list[RankCommand]:
         return [
-            Command(
+            RankCommand(
                 f"rank-{rank}",
                 node,
                 (rank,),
@@ -80,9 +80,9 @@ class Launch:
         return next(int(event["pid"]) for event in read_events(self.run.journal(node)) if event["event"] == "ready")
 
     def notes(self) -> list[str]:
-        return [event["text"] for event in read_events(self.run.keeper) if event["event"] == "note"]
+        return [event["text"] for event in read_events(self.run.supervisor) if event["event"] == "note"]
 
-    def end(self) -> list[Ending]:
+    def end(self) -> list[ProcessEnd]:
         self._thread.join(60)
         assert not self._thread.is_alive(), self.notes()
         assert find(self.run.path) == []
@@ -91,7 +91,7 @@ class Launch:
 
 @pytest.mark.long
 def test_a_lost_agent_is_no_failure_when_the_others_finish(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", steps=300)
+    launch = RunningLaunch(tmp_path / "run", steps=300)
     launch.await_commits(1)
     os.kill(launch.agent("node2"), signal.SIGKILL)
     endings = launch.end()
@@ -103,7 +103,7 @@ def test_a_lost_agent_is_no_failure_when_the_others_finish(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_a_killed_rank_that_was_started_again_is_history(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", steps=1000)
+    launch = RunningLaunch(tmp_path / "run", steps=1000)
     launch.await_commits(0)
     os.kill(next(found.pid for found in find(launch.run.path) if found.part == "rank-0"), signal.SIGKILL)
     assert {ending.name: ending.code for ending in launch.end()} == {"rank-0": 0, "rank-1": 0}
@@ -111,8 +111,8 @@ def test_a_killed_rank_that_was_started_again_is_history(tmp_path: Path) -> None
     assert len(told) == len(set(told)) >= 2, "each sentence once, although two agents say it"
 
 
-def ending(rank: int, code: int, lost: str = "", by_us: bool = False) -> Ending:
-    return Ending(f"rank-{rank}", f"node{rank + 1}", (rank,), code, rank, by_us, lost=lost)
+def ending(rank: int, code: int, lost: str = "", by_us: bool = False) -> ProcessEnd:
+    return ProcessEnd(f"rank-{rank}", f"node{rank + 1}", (rank,), code, rank, by_us, lost=lost)
 
 
 def test_who_was_lost_on_the_way_is_outlived_by_those_that_ended_well() -> None:

@@ -21,7 +21,16 @@ from shoal.config.load import build_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.config.schema import Config
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.emit import Job, Pods, k8s_text, make_job, slurm_text, torchrun_commands, torchrun_text, worker_words
+from shoal.launch.emit import (
+    EmitJob,
+    Pods,
+    k8s_text,
+    make_job,
+    slurm_text,
+    torchrun_commands,
+    torchrun_text,
+    worker_words,
+)
 from tests.needs import need_tool
 from tests.test_cli import Call
 
@@ -35,7 +44,7 @@ NODES = (
 SHAKESPEARE = ("data.path=texts/tiny shakespeare.txt", "train.steps=500", "train.global_batch=16")
 
 
-def job(*sets: str, preset: str = "grammar", nodes: tuple[Node, ...] = NODES, out: str = "runs/mine") -> Job:
+def job(*sets: str, preset: str = "grammar", nodes: tuple[Node, ...] = NODES, out: str = "runs/mine") -> EmitJob:
     return make_job(build_config(preset, sets=sets), nodes, Path(out), "python3")
 
 
@@ -86,7 +95,7 @@ def test_the_worker_builds_the_same_configuration_from_its_words(preset: str, ch
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     config = build_config(preset, flags=sections)
-    name, *settings = worker_words(Job(config, NODES[:1], Path("runs/mine"), "python3"))
+    name, *settings = worker_words(EmitJob(config, NODES[:1], Path("runs/mine"), "python3"))
     assert set(settings[::2]) <= {"--set"}
     assert without_placement(build_config(name, sets=settings[1::2])) == without_placement(config)
 

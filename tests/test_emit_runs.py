@@ -19,7 +19,7 @@ import yaml  # type: ignore[import-untyped]
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.processes import NodeProcess
 from shoal.config.load import build_config
-from shoal.launch.emit import Job, Pods, k8s_text, make_job, slurm_text, torchrun_commands
+from shoal.launch.emit import EmitJob, Pods, k8s_text, make_job, slurm_text, torchrun_commands
 from tests.lab_checks import standing_lab
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl, set_flags, shoal
@@ -36,7 +36,7 @@ def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONWARNINGS", "")
 
 
-def emitted(lab: Lab, slots: Sequence[int], *sets: str) -> Job:
+def emitted(lab: Lab, slots: Sequence[int], *sets: str) -> EmitJob:
     nodes = [replace(node, slots=count) for node, count in zip(lab.nodes, slots, strict=True)]
     settings = (*TINY, "train.global_batch=12", f"train.steps={STEPS}", "train.checkpoint_every=2", *sets)
     return make_job(build_config(sets=settings), nodes, RUN, sys.executable)
@@ -73,8 +73,8 @@ def check_run(run: Path, ranks: Mapping[str, int]) -> dict[str, Any]:
     commits = read_jsonl(run / "commits.jsonl")
     assert [commit["step"] for commit in commits] == list(range(1, STEPS + 1))
     assert all(commit["loss"] > 0 for commit in commits)
-    keepers = [rank for rank in range(sum(ranks.values())) if "checkpoint" in kinds(run, rank)]
-    assert keepers == [0]
+    supervisors = [rank for rank in range(sum(ranks.values())) if "checkpoint" in kinds(run, rank)]
+    assert supervisors == [0]
     assert shoal("verify", run).stdout.startswith(f"identical: {sum(ranks.values())} replicas")
     return manifest
 

@@ -28,7 +28,7 @@ from shoal.tools.explain.explain import (
     true_port,
     with_true_ports,
 )
-from shoal.tools.explain.pattern import Weight
+from shoal.tools.explain.pattern import CauseOrder
 from shoal.tools.explain.patterns import PATTERNS
 from tests.failures.bench import Bench, place, wrong
 from tests.failures.catalogue import DOCUMENT, renewed
@@ -312,7 +312,7 @@ def test_the_verb_reads_a_file_a_pipe_and_nothing(tmp_path: Path) -> None:
 
 
 def test_weights_sort_from_the_cause_to_what_does_no_harm() -> None:
-    assert Weight.CAUSE < Weight.LIKELY < Weight.REPORT < Weight.CONSEQUENCE < Weight.HARMLESS
+    assert CauseOrder.CAUSE < CauseOrder.LIKELY < CauseOrder.REPORT < CauseOrder.CONSEQUENCE < CauseOrder.HARMLESS
 
 
 def test_the_documentation_lists_every_explanation_and_check() -> None:

@@ -85,19 +85,20 @@ def test_a_script_that_fails_is_explained_at_its_end(tmp_path: Path) -> None:
     first = explained(run)["explanations"][0]
     assert first["id"] == "ddp.unused-parameters"
     # The error of the run quotes the exception, and the log of the rank has it.
-    assert first["source"] in ("keeper.jsonl", "logs/local/rank-0.log", "logs/local/rank-1.log")
+    assert first["source"] in ("supervisor.jsonl", "logs/local/rank-0.log", "logs/local/rank-1.log")
 
 
 def keep(run: RunFolder, error: ShoalError | None) -> None:
-    """What a keeper leaves of one launch."""
-    log = EventLog(run.keeper, 0)
+    """What a supervisor leaves of one launch."""
+    log = EventLog(run.supervisor, 0)
     log.write("keeping", pid=1)
     log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))
     log.close()
 
 
 def test_a_run_folder_is_explained_by_its_newest_launch(tmp_path: Path) -> None:
-    """The keeper's word for it comes first; after a good end there is nothing to explain, whatever the old logs say."""
+    """The supervisor's word for it comes first; after a good end there is nothing to explain, whatever the old logs
+    say."""
     run = RunFolder.create(tmp_path / "run")
     run.job.write_text("{}")
     run.log("node1", 0).parent.mkdir(parents=True)
@@ -106,7 +107,7 @@ def test_a_run_folder_is_explained_by_its_newest_launch(tmp_path: Path) -> None:
     keep(run, RunFailed("node2 is gone, and rank 2 with it", why="asleep", fix="wake it"))
     found = explain_run(run).explanations
     assert [(each.id, each.evidence.source, each.evidence.line) for each in found] == [
-        ("shoal.node-gone", "keeper.jsonl", 2),
+        ("shoal.node-gone", "supervisor.jsonl", 2),
         ("ddp.different-models", "logs/node1/rank-1.log", 11),
         ("gloo.peer-closed", "logs/node1/rank-0.log", 11),
     ]

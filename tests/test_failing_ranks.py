@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shoal.control.processes import AGENT, find
-from shoal.launch.failure import Ending, failure
+from shoal.launch.failure import ProcessEnd, failure
 from shoal.runs.manage import end_processes
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 
@@ -50,8 +50,8 @@ def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> N
     assert any(fault["event"] == "fault" and fault["error"] == "DataError" for fault in faults)
 
 
-def ending(rank: int, code: int, order: int, **more: Any) -> Ending:
-    return Ending(f"rank-{rank}", "here", (rank,), code, order, **more)
+def ending(rank: int, code: int, order: int, **more: Any) -> ProcessEnd:
+    return ProcessEnd(f"rank-{rank}", "here", (rank,), code, order, **more)
 
 
 def fault(rank: int, kind: str, why: str = "") -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_the_cause_is_named_even_when_its_consequence_was_seen_first() -> None:
 
 def test_a_process_that_stands_for_many_ranks_is_explained_by_the_one_that_broke() -> None:
     faults = {0: fault(0, "PeerLost"), 1: fault(1, "DataError", why="cut short"), 2: fault(2, "PeerLost")}
-    error = failure([Ending("torchrun", "here", (0, 1, 2), 1, 0)], faults, {"torchrun": "a long log"})
+    error = failure([ProcessEnd("torchrun", "here", (0, 1, 2), 1, 0)], faults, {"torchrun": "a long log"})
     assert error is not None
     assert (error.exit_code, error.seen, error.why) == (2, "rank 1 broke", "cut short")
 

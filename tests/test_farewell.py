@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from shoal.agent.membership import Farewell
-from shoal.control.membership.messages import Beat
-from shoal.control.membership.types import Ballot, Seat, founding
+from shoal.agent.membership import ShutdownTracker
+from shoal.control.membership.messages import Heartbeat
+from shoal.control.membership.types import Ballot, MemberRanks, founding
 
-THREE = founding(tuple(Seat(member=member, ranks=(0,)) for member in range(3)))
-
-
-def beat(holds: bool, votes: bool = True) -> Beat:
-    return Beat(generation=Ballot(1, 0), lineage=Ballot(1, 0), committed=4, hears=(), votes=votes, holds=holds)
+THREE = founding(tuple(MemberRanks(member=member, ranks=(0,)) for member in range(3)))
 
 
-def farewell(linked: set[int], finished: bool = False) -> Farewell:
-    return Farewell(me=0, founders=3, silent_after_s=2.5, finished=finished, linked=linked)
+def beat(holds: bool, votes: bool = True) -> Heartbeat:
+    return Heartbeat(generation=Ballot(1, 0), lineage=Ballot(1, 0), committed=4, hears=(), votes=votes, holds=holds)
+
+
+def farewell(linked: set[int], finished: bool = False) -> ShutdownTracker:
+    return ShutdownTracker(me=0, founders=3, silent_after_s=2.5, finished=finished, linked=linked)
 
 
 def test_whoever_trained_with_us_and_still_works_is_awaited() -> None:

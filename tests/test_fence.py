@@ -6,7 +6,7 @@ import pytest
 
 from shoal.control.membership.types import Ballot, State
 from shoal.host.facts import boot_clock
-from shoal.sync.fence import GenerationFence, Over
+from shoal.sync.fence import GenerationEnded, GenerationFence
 
 FIRST, SECOND = Ballot(1, 0), Ballot(2, 0)
 
@@ -32,7 +32,7 @@ def test_what_is_done_again_has_to_be_committed_again() -> None:
 def test_nothing_is_applied_in_a_generation_that_is_over() -> None:
     fence = entered(step=3, committed=2)
     assert fence.end(FIRST) == State(step=3, committed=2)
-    with pytest.raises(Over), fence.applying(4):
+    with pytest.raises(GenerationEnded), fence.applying(4):
         pytest.fail("it was applied")
     assert fence.position() == State(step=3, committed=2)
 
@@ -50,7 +50,7 @@ def test_a_lease_counts_for_its_own_generation() -> None:
     fence.enter(SECOND, holds=True, floor=2)
     fence.lease(FIRST, boot_clock() + 100)
     fence.end(SECOND)
-    with pytest.raises(Over):
+    with pytest.raises(GenerationEnded):
         fence.await_lease()
     fence.enter(Ballot(3, 0), holds=True, floor=2)
     fence.lease(Ballot(3, 0), boot_clock())

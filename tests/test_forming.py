@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from shoal.control.membership.types import Ballot, Lineage, State
-from shoal.control.rank_messages import Enter
+from shoal.control.rank_messages import EnterGeneration
 from shoal.sync import process_groups
-from shoal.sync.interruptible import Release
-from shoal.sync.process_groups import Forming, unform
-from shoal.sync.world import Place, World, barrier, form, form_group, is_lost_peer
+from shoal.sync.interruptible import GroupInterrupt
+from shoal.sync.process_groups import GroupForming, unform
+from shoal.sync.world import RankIdentity, World, barrier, form, form_group, is_lost_peer
 from tests.harness import run_ranks
 
 
-def order(world: World) -> Enter:
+def order(world: World) -> EnterGeneration:
     ballot = Ballot(7, 0)
-    return Enter(
+    return EnterGeneration(
         generation=ballot,
         lineage=Lineage(name=ballot),
         rank=world.rank,
@@ -49,13 +49,13 @@ def hasty() -> Iterator[None]:
 
 def one_tries_alone(world: World) -> int:
     """Rank 0 gets as far as gloo with nobody there; then both come."""
-    store, place = world.store, Place("here", torch.device("cpu"), "lo", None, Release())
+    store, place = world.store, RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt())
     barrier(world)
     unform()
     if world.rank == 0:
         alone = dist.PrefixStore("nobody", store)
         with hasty(), pytest.raises(RuntimeError):
-            form_group(Forming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
+            form_group(GroupForming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
         unform()
     again = form(order(world), store, place, meet_s=20, timeout_s=10)
     numbers = torch.tensor([again.rank + 1])

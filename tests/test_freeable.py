@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.sync.compression.base import Fp32
 from shoal.sync.gradients import HookedDDP, StockDDP
-from shoal.sync.interruptible import Release
+from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.world import World
 from tests.harness import run_ranks
 
@@ -28,7 +28,7 @@ MAKE: dict[str, Callable[[nn.Module, World], HookedDDP | StockDDP]] = {
 
 def train_and_be_left(way: str, steps: int, world: World) -> float:
     """All do so many steps; then the other does nothing any more. Seconds that rank 0 waited for it."""
-    release = Release()
+    release = GroupInterrupt()
     world = replace(world, release=release)
     model = nn.Linear(4, 4)
 

@@ -19,22 +19,22 @@ from rich.console import Console
 from shoal.cli.bench import parse_ranks
 from shoal.cli.plan_options import parse_nodes
 from shoal.cli.progress import PlainDisplay
-from shoal.cluster.agent_link import Link
+from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
 from shoal.cluster.node import Node
 from shoal.cluster.target import parse_on
 from shoal.config.load import build_config, load_config, read_profile, to_toml
-from shoal.control.membership.vote_store import PromiseFile
+from shoal.control.membership.vote_store import VoteFile
 from shoal.data.prepare import DataFacts, read_facts
 from shoal.data.sampling import TokenHeader, _pack, open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.events import EventLog, EventTail, read_events
 from shoal.launch.failure import failure
-from shoal.launch.launcher import Post, World, _faults
-from shoal.launch.plan import Command
+from shoal.launch.launcher import AgentHandle, Launch, _faults
+from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
-from shoal.runs.follow import Keeping, RunNews
+from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import describe, opening
 from shoal.runs.supervisor import read_job
 from shoal.tools.bench.levers import parse_lever
@@ -113,13 +113,13 @@ def watch_all(content: bytes, folder: Path) -> None:
     """Whatever stands in the files of a run, everything that follows a run gets through it."""
     run = RunFolder(folder)
     run.config.write_bytes(CONFIG)
-    for path in (run.events(0), run.journal("node1"), run.keeper):
+    for path in (run.events(0), run.journal("node1"), run.supervisor):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
     console = Console(file=io.StringIO(), force_terminal=False)
-    display, news, keeping = PlainDisplay(console, 100, "tiny"), RunNews(run), Keeping(run)
+    display, news, keeping = PlainDisplay(console, 100, "tiny"), RunEvents(run), SupervisorLog(run)
     world = watching_world(run)
-    for path in (run.events(0), run.journal("node1"), run.keeper):
+    for path in (run.events(0), run.journal("node1"), run.supervisor):
         path.write_bytes(content)
     display([*keeping.poll(), *news.poll()])
     display(opening(run))
@@ -133,7 +133,7 @@ def watch_all(content: bytes, folder: Path) -> None:
     assert all(ending.name == "rank-0" for ending in world.endings)
 
 
-class LiveLink(Link):
+class LiveLink(AgentLink):
     """An agent that is there and does nothing."""
 
     def send(self, line: bytes) -> None: ...
@@ -147,12 +147,12 @@ class LiveLink(Link):
     def close(self) -> None: ...
 
 
-def watching_world(run: RunFolder) -> World:
+def watching_world(run: RunFolder) -> Launch:
     """The launcher's view of a run of one rank that is under way."""
     node = Node("node1", "127.0.0.1", None, slots=1, cores=1)
-    world = World(run, LocalCluster(1), EventLog(run.path / "told.jsonl", 0), launch_id="L")
-    world.posts = [Post(node, LiveLink(), EventTail(run.journal("node1")))]
-    world.commands = [Command("rank-0", node, (0,), ("python",), {})]
+    world = Launch(run, LocalCluster(1), EventLog(run.path / "told.jsonl", 0), launch_id="L")
+    world.posts = [AgentHandle(node, LiveLink(), EventTail(run.journal("node1")))]
+    world.commands = [RankCommand("rank-0", node, (0,), ("python",), {})]
     return world
 
 
@@ -198,7 +198,7 @@ OF_AGENTS: dict[str, dict[str, Any]] = {
             "refused": {"error": "RunFailed", "seen": "x"},
             "done": {"finished": True},
         }  # fmt: skip
-# One of each kind that a reader takes something from: of ranks, agents and the keeper.
+# One of each kind that a reader takes something from: of ranks, agents and the supervisor.
 EVENTS: list[dict[str, Any]] = [
     start(),
     step(3),
@@ -252,7 +252,7 @@ READERS = {
         file_of("a.tokens", open_tokens),
     ),
     "facts": Reader(around(asdict(DataFacts("a", "b", "c", "d"))), run_file("data.json", read_facts)),
-    "promises": Reader(around({}), file_of("promises.json", lambda path: PromiseFile(path).load())),
+    "promises": Reader(around({}), file_of("promises.json", lambda path: VoteFile(path).load())),
     "run manifest": Reader(around({"shoal_manifest": 1}), run_file("manifest.json", read_manifest)),
     "prediction": Reader(around({"step_s": 1.0}), run_file("prediction.json", read_prediction)),
     "scaling": Reader(around([{"ranks": 1}]), run_file("scaling.json", read_scaling)),

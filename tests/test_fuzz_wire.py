@@ -12,23 +12,23 @@ from typing import Any, cast
 import pytest
 from hypothesis import strategies as st
 
-from shoal.agent.kv_store import KeyStore
-from shoal.cluster.agent_link import Homecoming
+from shoal.agent.kv_store import KvStore
+from shoal.cluster.agent_link import FileReceiver
 from shoal.cluster.join import Invitation, make_code, parse_invitation
 from shoal.control.channel import Channel, accept, unseal
 from shoal.control.handshake import Hello, introduce, refusal, remark
-from shoal.control.membership.messages import Beat, Promise, decode, encode
+from shoal.control.membership.messages import Heartbeat, Promise, decode, encode
 from shoal.control.membership.types import Ballot, State
-from shoal.control.orders import Go, Meet, Member, Start, read_go, read_meet, read_wish, to_line
-from shoal.control.rank_messages import Halt, Here, read_to_agent, read_to_rank
+from shoal.control.orders import GoOrder, MeetOrder, RosterEntry, StartProcess, read_go, read_meet, read_wish, to_line
+from shoal.control.rank_messages import LeaveGeneration, RankReady, read_to_agent, read_to_rank
 from shoal.errors import ShoalError
 from tests.fuzzing import JSON, MANY, NOISE, ODD_TEXTS, QUICK, TEXT, Reader, around, bent, torn
 
 TOKEN = "t" * 64
 ME = introduce(0, "node1", "m", "c", "d")
-MEET = Meet("/run", "node1", 0, "127.0.0.1", "lo", TOKEN, "this", 1.0, "c", "d")
-GO = Go((Member("node1", "127.0.0.1", 9, "m"),), (Start("rank-0", (0,), ("true",), {"A": "b"}),))
-BEAT = Beat(generation=Ballot(7, 2), lineage=Ballot(1, 0), committed=5, hears=(1, 2), votes=True, holds=True)
+MEET = MeetOrder("/run", "node1", 0, "127.0.0.1", "lo", TOKEN, "this", 1.0, "c", "d")
+GO = GoOrder((RosterEntry("node1", "127.0.0.1", 9, "m"),), (StartProcess("rank-0", (0,), ("true",), {"A": "b"}),))
+BEAT = Heartbeat(generation=Ballot(7, 2), lineage=Ballot(1, 0), committed=5, hears=(1, 2), votes=True, holds=True)
 PROMISE = Promise(generation=Ballot(1, 0), ballot=Ballot(2, 1), state=State(step=3), ranks=(0,), hears=(0,))
 REQUEST = {"op": "swap", "key": "k", "expected": "", "value": "dmFsdWU=", "wait_s": 0.0}
 INVITATION = str(Invitation("192.168.1.5", 41234, make_code()))
@@ -83,7 +83,7 @@ def meet_hello(said: Any, _: Path) -> None:
 
 def ask_store(request: Any, _: Path) -> None:
     async def ask() -> None:
-        store = KeyStore()
+        store = KvStore()
         for _ in range(2):
             json.dumps(await asyncio.wait_for(store.answer(request), 3))
 
@@ -99,7 +99,7 @@ def bring_home(pieces: Sequence[tuple[str, int, bytes]], folder: Path) -> None:
         (run / "logs" / "attic").symlink_to(outside)
     with contextlib.suppress(FileExistsError):
         (run / "commits.jsonl").symlink_to(outside / "elsewhere")
-    home = Homecoming(run, "attic", (0,), keeps=True)
+    home = FileReceiver(run, "attic", (0,), keeps=True)
     try:
         for name, offset, piece in pieces:
             home.keep(name, offset, piece)
@@ -139,10 +139,12 @@ READERS = {
     "beat": Reader(bent(encode(BEAT)) | st.dictionaries(st.text(), JSON), lambda said, _: decode(said)),
     "promise": Reader(bent(encode(PROMISE)), lambda said, _: decode(said)),
     "to rank": Reader(
-        around(Halt(generation=Ballot(1, 0), at_edge=True).model_dump(mode="json")),
+        around(LeaveGeneration(generation=Ballot(1, 0), at_edge=True).model_dump(mode="json")),
         lambda payload, _: read_to_rank(payload),
     ),
-    "to agent": Reader(around(Here(committed=1).model_dump(mode="json")), lambda payload, _: read_to_agent(payload)),
+    "to agent": Reader(
+        around(RankReady(committed=1).model_dump(mode="json")), lambda payload, _: read_to_agent(payload)
+    ),
     "store": Reader(bent(REQUEST) | st.dictionaries(st.text(), JSON), ask_store),
     "meet": Reader(around(json.loads(to_line(MEET))), lambda line, _: read_meet(line)),
     "go": Reader(around(json.loads(to_line(GO))), lambda line, _: read_go(line)),

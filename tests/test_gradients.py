@@ -18,10 +18,10 @@ from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.cost.buckets import fill_buckets
 from shoal.cost.buckets import gradients as cost_gradients
 from shoal.model.gpt import GPT
-from shoal.sync.compression.base import Bucket, Stateless
+from shoal.sync.compression.base import Bucket, NoState
 from shoal.sync.gradients import HookedDDP, make_gradient_sync
 from shoal.sync.replicas import all_agree, copy_from, tell_all
-from shoal.sync.step_stats import CommTimes, StepExchange, sum_over_world
+from shoal.sync.step_stats import CommTimes, StepGather, sum_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.checkpoint import digest, weights
 from tests.harness import run_ranks
@@ -175,7 +175,7 @@ def sent(world: World, settings: dict[str, Any]) -> list[int]:
     """Parameters of every message of a second backward, when DDP has seen in which order gradients come."""
     messages: list[int] = []
 
-    class Counted(Stateless):
+    class Counted(NoState):
         def __call__(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
             messages.append(bucket.flat.numel())
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -202,7 +202,7 @@ def test_buckets_are_those_that_plans_reckon_with(bucket_mb: float, tmp_path: Pa
 
 def left_alone(world: World, steps: int) -> list[float]:
     """Rank 1 dies before it tells of the last step; what rank 0 then still knows of its own."""
-    exchange = StepExchange(world, lag=steps)
+    exchange = StepGather(world, lag=steps)
     for step in range(steps):
         if world.rank == 1 and step == steps - 1:
             os._exit(0)
@@ -221,7 +221,7 @@ def test_a_step_whose_exchange_failed_is_still_known_to_who_did_it(steps: int, t
 
 def slow_rank(world: World, where: str) -> tuple[float, float, bool]:
     """Rank 1 takes 0.2 s longer in every step; rank 0 asks to stop in the third."""
-    exchange = StepExchange(world)
+    exchange = StepGather(world)
     late_s = 0.2 if world.rank == 1 else 0.0
     for step in range(3):
         time.sleep(late_s if where == "compute" else 0.0)

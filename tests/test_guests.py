@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from shoal.agent.agent import keep_orders, read_orders
-from shoal.agent.invite import ID, WHO, Answer, Sponsor, ask
-from shoal.agent.mesh import Places
-from shoal.cluster.hosts.messenger import Freight
+from shoal.agent.invite import ID, WHO, InviteReply, InviteServer, ask
+from shoal.agent.mesh import AgentAddresses
+from shoal.cluster.hosts.messenger import FileSender
 from shoal.control.channel import make_token
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import next_member
-from shoal.control.orders import STOP, Go, Meet, Member
+from shoal.control.orders import STOP, GoOrder, MeetOrder, RosterEntry
 from shoal.errors import RunFailed, UsageError
 from shoal.run_folder import RunFolder
 from tests.agent_checks import Agent, agents
@@ -141,7 +141,7 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
     number = next_member(2, 0, 0)
     with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
         team = Team(members, (1, 1))
-        team.go(rules=Rules(max_nodes=2))
+        team.go(rules=MembershipSettings(max_nodes=2))
         team.await_commits(0)
         assert ask(members[0].run.door("node1"), WHO).full
         rank = team.let_come(guest, members[0])
@@ -158,7 +158,7 @@ def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
     number = next_member(2, 0, 0)
     with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
         team = Team(members, (1, 1))
-        team.go(rules=Rules(max_nodes=2))
+        team.go(rules=MembershipSettings(max_nodes=2))
         team.await_commits(0)
         rank = team.let_come(guest, members[0])
         team.await_notes(rank, "here")
@@ -197,10 +197,10 @@ def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) 
 
 
 def test_orders_name_those_who_came_later(tmp_path: Path) -> None:
-    run, place = RunFolder(tmp_path), Member("node9", "10.0.0.9", 4000, "m", (), 2)
+    run, place = RunFolder(tmp_path), RosterEntry("node9", "10.0.0.9", 4000, "m", (), 2)
     (tmp_path / "agents").mkdir()
-    meet = Meet(str(tmp_path), "node1", 0, "10.0.0.1", None, "t" * 64, "l", 1.0, "c", "d")
-    keep_orders(run, meet, Go((place,), (), None, {66: place}))
+    meet = MeetOrder(str(tmp_path), "node1", 0, "10.0.0.1", None, "t" * 64, "l", 1.0, "c", "d")
+    keep_orders(run, meet, GoOrder((place,), (), None, {66: place}))
     _, go = read_orders(run, "node1")
     assert go.places() == {0: place, 66: place}
 
@@ -224,9 +224,9 @@ class Host:
         return 7
 
 
-def asked(path: Path, host: Host, question: str) -> Answer:
-    async def live() -> Answer:
-        sponsor = Sponsor(path, host, Places())
+def asked(path: Path, host: Host, question: str) -> InviteReply:
+    async def live() -> InviteReply:
+        sponsor = InviteServer(path, host, AgentAddresses())
         await sponsor.open()
         try:
             return await asyncio.to_thread(ask, path, question)
@@ -252,7 +252,7 @@ def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
 
 def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
     async def live() -> list[bytes]:
-        sponsor = Sponsor(tmp_path / "door", Host(), Places())
+        sponsor = InviteServer(tmp_path / "door", Host(), AgentAddresses())
         await sponsor.open()
         answers = []
         for line in (b"\n", b"[]\n", b"nonsense\n", b'{"ask": [1]}\n'):
@@ -286,5 +286,5 @@ def test_what_was_promised_and_ordered_does_not_travel(tmp_path: Path) -> None:
         (tmp_path / "agents").mkdir(exist_ok=True)
         (tmp_path / "agents" / name).write_text("words\n")
     sent: list[str] = []
-    Freight(RunFolder(tmp_path), "node2", (), {}, False, lambda name, offset, piece: sent.append(name)).send_new()
+    FileSender(RunFolder(tmp_path), "node2", (), {}, False, lambda name, offset, piece: sent.append(name)).send_new()
     assert sorted(sent) == ["agents/node2.jsonl", "agents/node2.log"]

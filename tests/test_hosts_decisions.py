@@ -10,7 +10,7 @@ import pytest
 from shoal.cluster.hosts.facts import (
     HostFacts,
     PythonFacts,
-    Wanted,
+    Requirements,
     host_name_of,
     misfits,
     need_same_kind,
@@ -24,7 +24,7 @@ from shoal.errors import HostError
 
 SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="me@laptop-b"),))
 HOST = SPEC.hosts[0]
-WANTED = Wanted("3.11", {"numpy": "2.4.6", "torch": "2.13.0"}, {"numpy": "2.0", "torch": "2.9"})
+WANTED = Requirements("3.11", {"numpy": "2.4.6", "torch": "2.13.0"}, {"numpy": "2.0", "torch": "2.9"})
 
 
 def python(origin: str = "named", version: str = "3.11.2", **packages: str) -> PythonFacts:

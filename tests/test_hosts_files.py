@@ -16,7 +16,7 @@ import pytest
 
 import shoal
 from shoal.cluster.hosts import copy, remote_copy, remote_facts
-from shoal.cluster.hosts.copy import Bundle, code_bundle, make_piece, project_bundle, project_of, stream
+from shoal.cluster.hosts.copy import FileBundle, code_bundle, make_piece, project_bundle, project_of, stream
 from shoal.errors import UsageError
 from tests.needs import need_tool
 
@@ -45,7 +45,7 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def arrives(bundle: Bundle, base: Path, note: bool = True, **order: Any) -> dict[str, Any]:
+def arrives(bundle: FileBundle, base: Path, note: bool = True, **order: Any) -> dict[str, Any]:
     """Through the very program that runs on hosts."""
     wanted = {"digest": bundle.digest, "files": bundle.listing} if note else None
     whole = {"base": str(base), "whole": False, "remove": [], "note": wanted, **order}
@@ -179,7 +179,7 @@ def test_an_update_removes_what_is_gone_and_leaves_what_is_not_ours(project: Pat
     (project / "alias.py").unlink()
     write(project, {"train.py": "print(2)\n"})
     bundle = project_bundle(project)
-    changed = Bundle(bundle.name, tuple(piece for piece in bundle.pieces if piece.path == "train.py"))
+    changed = FileBundle(bundle.name, tuple(piece for piece in bundle.pieces if piece.path == "train.py"))
     arrives(changed, there, remove=["alias.py", "notes.txt"])
     assert (there / "train.py").read_text() == "print(2)\n"
     assert (there / "lib/checkpoint").read_text() == "made there"
@@ -191,9 +191,9 @@ def test_a_folder_may_become_a_file_and_back(project: Path, tmp_path: Path) -> N
     there = tmp_path / "p"
     arrives(project_bundle(project), there)
     source = project / "notes.txt"
-    arrives(Bundle("", (make_piece(source, "lib"),)), there, remove=["lib/deep.py"])
+    arrives(FileBundle("", (make_piece(source, "lib"),)), there, remove=["lib/deep.py"])
     assert (there / "lib").read_text() == "later\n"
-    arrives(Bundle("", (make_piece(source, "lib/again"),)), there, remove=["lib"])
+    arrives(FileBundle("", (make_piece(source, "lib/again"),)), there, remove=["lib"])
     assert (there / "lib/again").read_text() == "later\n"
 
 
@@ -232,7 +232,7 @@ def test_an_interrupted_update_is_taken_for_none(project: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("path", ["/etc/evil", "../evil", "a/../../evil"])
 def test_nothing_is_written_outside_its_folder(project: Path, tmp_path: Path, path: str) -> None:
-    answer = arrives(Bundle("", (make_piece(project / "notes.txt", path),)), tmp_path / "p", note=False)
+    answer = arrives(FileBundle("", (make_piece(project / "notes.txt", path),)), tmp_path / "p", note=False)
     assert "would lie outside" in answer["error"]
 
 

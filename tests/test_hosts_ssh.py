@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.hosts.spec import Host, HostsSpec
-from shoal.cluster.hosts.ssh import Script, run_script
+from shoal.cluster.hosts.ssh import RemoteScript, run_script
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import HostError
@@ -127,7 +127,7 @@ def test_a_script_that_never_ends_is_ended(tmp_path: Path, script: str) -> None:
     spec = HostsSpec(path=tmp_path / "hosts.toml", hosts=(host,))
     with pytest.raises(HostError, match="localhost gave no answer within 1 s"):
         run_script(host, spec, script, deadline_s=1.0)
-    with Script(host, spec) as running:
+    with RemoteScript(host, spec) as running:
         running.start(script)
     assert running.process.poll() is not None
 

@@ -81,7 +81,7 @@ def wait_until(happened: Callable[[], Any], deadline_s: float = 60.0) -> Any:
 
 
 def notes(run: Path) -> str:
-    return " ".join(event.get("text", "") for event in read_jsonl(run / "keeper.jsonl"))
+    return " ".join(event.get("text", "") for event in read_jsonl(run / "supervisor.jsonl"))
 
 
 @pytest.mark.long
@@ -195,7 +195,7 @@ def members_of(run: Path) -> list[int]:
 def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
-    end_processes([found for found in find(run) if found.part == "keeper"])
+    end_processes([found for found in find(run) if found.part == "supervisor"])
     wait_until(lambda: "messenger" not in [found.part for found in find() if found.run.is_relative_to(tmp_path)])
     stopped = done(lab, "stop", run)
     assert stopped.returncode == 0, stopped.stderr
@@ -232,7 +232,7 @@ def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
     run, part = tmp_path / "host", tmp_path / "guest"
     words = at(lab, "node1", "host", "--steps", "4", "--out", run, "--json", *set_flags(*TINY))
     with ended(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), run) as host:
-        said = wait_until(lambda: (run / "keeper.jsonl").exists() and "works once" in notes(run) and notes(run))
+        said = wait_until(lambda: (run / "supervisor.jsonl").exists() and "works once" in notes(run) and notes(run))
         place, code = said.split("shoal join ")[1].split()[0], said.split()[-1]
         wrong_code = code[:-1] + ("a" if code[-1] != "a" else "b")
         wrong = done(lab, "join", f"{place}#{wrong_code}", "--out", part, node="node2")

@@ -24,7 +24,7 @@ from shoal.errors import PeerLost, RunFailed
 from shoal.sync.compression.base import Bucket
 from shoal.sync.gradients import make_gradient_sync
 from shoal.sync.shared_memory import ddp, group, open_inside
-from shoal.sync.shared_memory.ddp import SharedWire, lay_out, slice_of
+from shoal.sync.shared_memory.ddp import SharedCompressor, lay_out, slice_of
 from shoal.sync.shared_memory.group import come_together, group_by_machine
 from shoal.sync.world import World
 from tests.harness import run_ranks
@@ -79,10 +79,10 @@ def on_machines(world: World, machines: list[int]) -> World:
     return replace(world, node=f"machine-{machines[world.rank]}")
 
 
-def open_wire(world: World, wire: str = "fp32", timeout_s: float = 20.0) -> SharedWire:
+def open_wire(world: World, wire: str = "fp32", timeout_s: float = 20.0) -> SharedCompressor:
     config = SyncConfig(inside="copies", wire=wire, timeout_s=timeout_s)
     _, found = open_inside(config, nn.Linear(1, 1), world, 1.0)
-    assert isinstance(found, SharedWire)
+    assert isinstance(found, SharedCompressor)
     return found
 
 

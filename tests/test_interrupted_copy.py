@@ -24,24 +24,24 @@ import torch.distributed as dist
 from shoal.config.load import build_config, load_config
 from shoal.control.membership.types import Ballot, Lineage, State
 from shoal.control.rank_env import Placement
-from shoal.control.rank_messages import Enter, Halt, Leased, ToRank, to_frame
+from shoal.control.rank_messages import EnterGeneration, LeaseRenewed, LeaveGeneration, ToRank, to_frame
 from shoal.data.prepare import create_run
 from shoal.host.facts import boot_clock
 from shoal.run_folder import RunFolder
 from shoal.sync import replicas
-from shoal.sync.membership_client import AgentLine, Member
+from shoal.sync.membership_client import AgentConnection, MembershipClient
 from shoal.sync.process_groups import unform
 from shoal.sync.replicas import combined, tensor_digests
-from shoal.sync.world import Place, World, nowhere
+from shoal.sync.world import RankIdentity, World, nowhere
 from shoal.tools.report.commit_log import check_ledger
 from shoal.train import worker
-from shoal.train.auto_sync import Chooser
+from shoal.train.auto_sync import SyncChooser
 from shoal.train.build import make_trainer
 from shoal.train.checkpoint import moments, weights
 from shoal.train.recorder import Recorder
-from shoal.train.recover import Membership
-from shoal.train.state_transfer import Replica, Transfer, Verdict
-from shoal.train.trainer import StopWish
+from shoal.train.recover import GenerationChanger
+from shoal.train.state_transfer import Replica, Transfer, TransferPlan
+from shoal.train.trainer import StopRequest
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl
 
@@ -71,15 +71,15 @@ class Agent:
 
     def __init__(self, folder: Path) -> None:
         ours, self._end = socket.socketpair()
-        self.member = Member(AgentLine(ours.detach()))
+        self.member = MembershipClient(AgentConnection(ours.detach()))
         self._folder = folder
         self._generation = Ballot(0, 0)
         threading.Thread(target=self._watch, daemon=True).start()
         threading.Thread(target=self._drain, daemon=True).start()
 
-    def enter(self, ids: tuple[int, ...], me: int, step: int, first: bool = False) -> Enter:
+    def enter(self, ids: tuple[int, ...], me: int, step: int, first: bool = False) -> EnterGeneration:
         self._generation = Ballot(self._generation.number + 1, 0)
-        order = Enter(
+        order = EnterGeneration(
             generation=self._generation,
             lineage=Lineage(name=Ballot(1, 0)),
             rank=ids.index(me),
@@ -97,7 +97,7 @@ class Agent:
         self._send(order)
         enter = self.member.await_enter()
         # Not before: a lease of a generation that the rank has not entered counts for nothing.
-        self._send(Leased(generation=self._generation, at_s=boot_clock() + 600))
+        self._send(LeaseRenewed(generation=self._generation, at_s=boot_clock() + 600))
         return enter
 
     def report(self) -> None:
@@ -118,7 +118,7 @@ class Agent:
             current = self._generation
             if current != halted and self._mark(current).exists():
                 halted = current
-                self._send(Halt(generation=current, at_edge=False))
+                self._send(LeaveGeneration(generation=current, at_edge=False))
 
     def _drain(self) -> None:
         while self._end.recv(1 << 16):
@@ -145,7 +145,7 @@ def die_before(k: int, last_act: Callable[[], None]) -> None:
         setattr(dist, name, counted(getattr(dist, name)))
 
 
-def standing(membership: Membership) -> dict[str, Any]:
+def standing(membership: GenerationChanger) -> dict[str, Any]:
     """Everything that the next generation is told of a rank, or that it trains on with."""
     trainer = membership.trainer
     position = membership.member.fence.position()
@@ -175,11 +175,11 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     agent = Agent(folder)
     here = nowhere(Placement(me, size, me, size, launcher="shoal"), world.device)
     recorder = Recorder(run, here, agent.member)
-    trainer = make_trainer(config, run, here, recorder, StopWish())
+    trainer = make_trainer(config, run, here, recorder, StopRequest())
     trainer.fence = agent.member.fence
     store = dist.FileStore(str(folder / "keys"), size)
-    place = Place("local", world.device, "lo", None, agent.member.release)
-    membership = Membership(agent.member, store, place, trainer, Chooser(trainer, config.sync), run)
+    place = RankIdentity("local", world.device, "lo", None, agent.member.release)
+    membership = GenerationChanger(agent.member, store, place, trainer, SyncChooser(trainer, config.sync), run)
     worker._begin(membership, agent.enter(tuple(range(size)), me, 0, first=True), resume=False)
     for _ in range(TRAINED):
         trainer.step()
@@ -242,7 +242,7 @@ def check_chain(tmp_path: Path, way: str, deaths: list[int]) -> None:
 
 def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
     """Rank 0 sends; rank 1 has another state, rank 2 the same one."""
-    verdict = Verdict(source=0, step=5, behind=(1,))
+    verdict = TransferPlan(source=0, step=5, behind=(1,))
     own = Replica(named("model.", world.rank % 2), {}, named("optimizer.", world.rank % 2))
     before = digest_of(own)
     transfer = Transfer(world, verdict, False, True, lambda: named("optimizer.", 7))

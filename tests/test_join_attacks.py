@@ -21,9 +21,9 @@ from _pytest.mark.structures import ParameterSet
 
 from shoal.cli.host import read_code_file
 from shoal.cluster.agent_link import PIECE_BYTES
-from shoal.cluster.hosts.messenger import Freight
-from shoal.cluster.join import Doorstep, Guest
-from shoal.cluster.node import Cargo
+from shoal.cluster.hosts.messenger import FileSender
+from shoal.cluster.join import JoinedLink, JoinServer
+from shoal.cluster.node import RunFiles
 from shoal.config.load import build_config, merge, parse_set
 from shoal.control.processes import find
 from shoal.data.prepare import create_run
@@ -242,13 +242,13 @@ class Cache:
 NOT_NAMED = "the text that the host sent is not the one that it names"
 
 
-def make_other_text(folder: Path, training: RunFolder) -> Cargo:
+def make_other_text(folder: Path, training: RunFolder) -> RunFiles:
     """A usable text of another size, under the names of the one in `training`."""
     config = build_config(flags=merge(map(parse_set, (*TINY, "data.sentences=900", "data.seed=9"))))
     files = training_cargo(create_run(config, folder, 2)).files
     by_part = {name.rpartition("-")[2]: path for name, path in files.items()}
     true = training_cargo(training)
-    return Cargo(files={name: by_part[name.rpartition("-")[2]] for name in true.files}, texts=true.texts)
+    return RunFiles(files={name: by_part[name.rpartition("-")[2]] for name in true.files}, texts=true.texts)
 
 
 def end_before(part: int) -> Change:
@@ -341,7 +341,7 @@ def test_a_text_whose_header_lies_is_refused(tmp_path: Path, training: RunFolder
     header = write_tokens(forged, text.tokens.view("<u4"), vocab_size=about.vocab_size, tokenizer=about.tokenizer)
     assert (header.sha256, header.dtype) == (about.sha256, "<u4")
     with LyingHost(training, {}) as host:
-        host.cargo = Cargo(files={**true.files, name: forged}, texts=true.texts)
+        host.cargo = RunFiles(files={**true.files, name: forged}, texts=true.texts)
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
     assert "does not go with the tokenizer" in done.stderr
@@ -360,7 +360,7 @@ def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path:
 
     machine = Machine(tmp_path)
     with LyingHost(training, {"welcome": rename}) as host:
-        host.cargo = Cargo(
+        host.cargo = RunFiles(
             files={"0" * 64 + name[64:]: path for name, path in training_cargo(training).files.items()},
             texts=lambda places: training_cargo(training).texts(
                 {name: name for name in training_cargo(training).files}
@@ -420,7 +420,7 @@ class Reception:
 
     def __init__(self, run: RunFolder, **options: Any) -> None:
         self.notes: list[str] = []
-        self.doorstep = Doorstep("127.0.0.1", 0, training_cargo(run), self.notes.append, **options)
+        self.doorstep = JoinServer("127.0.0.1", 0, training_cargo(run), self.notes.append, **options)
 
     def codes(self) -> list[str]:
         return [note.split()[-1] for note in self.notes if "works once" in note]
@@ -432,11 +432,11 @@ class Reception:
         port = next(int(note.rpartition(":")[2]) for note in self.notes if "shoal join" in note)
         return port, self.codes()[-1].replace("-", "")
 
-    async def receive(self) -> Guest:
+    async def receive(self) -> JoinedLink:
         return await asyncio.wait_for(self.doorstep.receive_one(lambda: {"host"}, lambda: None), 30)
 
 
-async def guest_of(reception: Reception, **facts: Any) -> tuple[Guest, LyingGuest]:
+async def guest_of(reception: Reception, **facts: Any) -> tuple[JoinedLink, LyingGuest]:
     receiving = asyncio.ensure_future(reception.receive())
     liar = await LyingGuest.dial(*await reception.place(), **facts)
     await liar.settle()
@@ -536,7 +536,7 @@ def test_files_that_are_sent_home_are_no_links(tmp_path: Path) -> None:
     run.commits.symlink_to(secret / "rank-1.log")
     (run.checkpoints / "step-00000002").symlink_to(secret)
     sent: dict[str, bytes] = {}
-    freight = Freight(run, "den", {1}, {}, True, lambda name, offset, piece: sent.update({name: piece}))
+    freight = FileSender(run, "den", {1}, {}, True, lambda name, offset, piece: sent.update({name: piece}))
     freight.begin_anew()
     freight.add_newest_checkpoint()
     freight.send_new()
@@ -751,7 +751,7 @@ def test_confirm_needs_a_terminal_and_machines_that_join(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_owner_is_asked_at_the_terminal_of_shoal_host(tmp_path: Path) -> None:
-    """Through the keeper, which has none: a no, then a yes."""
+    """Through the supervisor, which has none: a no, then a yes."""
     run = tmp_path / "run"
     ours, theirs = os.openpty()
     words = ("host", "--address", "127.0.0.1", "--confirm", "--out", str(run), *set_flags(*TINY))
@@ -785,7 +785,7 @@ def test_the_owner_is_asked_at_the_terminal_of_shoal_host(tmp_path: Path) -> Non
         assert asyncio.run(come(port, first, b"n\n", "mallory")) == "refused"
         wait_until(lambda: len(read(r"works once: (\S+)")) > 1, 60, why=screen)
         assert asyncio.run(come(port, read(r"works once: (\S+)")[-1], b"y\n", "anna")) == "welcome"
-        assert (run / "keeper.jsonl").stat().st_mode & 0o777 == 0o600
+        assert (run / "supervisor.jsonl").stat().st_mode & 0o777 == 0o600
     finally:
         process.send_signal(signal.SIGINT)
         end_processes(find(run))

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from shoal.agent.unjoined_ranks import RollCall, Socket, is_at, lonely, observe, read_table, who_is_alone
-from shoal.cluster.agent_link import Link
+from shoal.agent.unjoined_ranks import JoinWatch, Socket, is_at, lonely, observe, read_table, who_is_alone
+from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
-from shoal.cluster.node import LOOPBACK, Meeting, Node, listen_at, local_node, start_process
+from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
 from shoal.control.rank_env import script_store_command
 from shoal.events import EventLog, EventTail, read_events
-from shoal.launch.launcher import Post, World
-from shoal.launch.plan import Command, plan_script
+from shoal.launch.launcher import AgentHandle, Launch
+from shoal.launch.plan import RankCommand, plan_script
 from shoal.run_folder import RunFolder
 from tests.lab_checks import standing_lab
 from tests.programs import shoal
@@ -110,7 +110,7 @@ def test_the_warning_names_ranks_and_place() -> None:
     assert lonely([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
 
 
-class Silent(Link):
+class Silent(AgentLink):
     """An agent that is there and says nothing but by its journal."""
 
     def send(self, line: bytes) -> None: ...
@@ -132,12 +132,12 @@ class Watched:
         nodes = [Node(f"node{rank + 1}", "10.77.0.1", None, 1, 1) for rank in range(ranks)]
         self.journals = [EventLog(run.journal(node.name), 0) for node in nodes]
         self.told = run.path / "told.jsonl"
-        self.world = World(run, LocalCluster(1), EventLog(self.told, 0), launch_id="L", grace_s=30.0)
-        self.world.posts = [Post(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+        self.world = Launch(run, LocalCluster(1), EventLog(self.told, 0), launch_id="L", grace_s=30.0)
+        self.world.posts = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
         self.world.commands = [
-            Command(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
+            RankCommand(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
         ]
-        self.world._meeting = Meeting("10.77.0.1", 4711)
+        self.world._meeting = Rendezvous("10.77.0.1", 4711)
 
     def says(self, node: int, event: str, **fields: Any) -> None:
         self.journals[node].write(event, launch="L", **fields)
@@ -243,18 +243,18 @@ def test_what_a_child_of_the_rank_holds_counts(address: str) -> None:
         assert not any(each.listens for each in found), "the listener is ours, not the rank's"
 
 
-Starts = Callable[[Command, Path], subprocess.Popen[bytes]]
+Starts = Callable[[RankCommand, Path], subprocess.Popen[bytes]]
 
 
 @contextlib.contextmanager
 def running(
-    nodes: list[Node], meeting: Meeting, start: Starts, folder: Path, text: str, *words: str
-) -> Iterator[tuple[RollCall, dict[int, int]]]:
+    nodes: list[Node], meeting: Rendezvous, start: Starts, folder: Path, text: str, *words: str
+) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     (folder / "script.py").write_text(text)
     commands = plan_script(RunConfig(), [str(folder / "script.py"), *words], nodes, meeting)
     started = [start(command, folder / f"{command.name}.log") for command in commands]
     try:
-        yield RollCall(meeting.address, meeting.port), {rank: process.pid for rank, process in enumerate(started)}
+        yield JoinWatch(meeting.address, meeting.port), {rank: process.pid for rank, process in enumerate(started)}
     finally:
         for process in started:
             process.kill()
@@ -271,7 +271,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[RollCall, dict[int, int]]]:
+def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     listener = listen_at(LOOPBACK, 0)
     port = listener.getsockname()[1]
     words_of_store = script_store_command(LOOPBACK, port, listener.fileno())
@@ -281,7 +281,7 @@ def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[RollCall, d
         ended(store),
         running(
             [local_node(2)],
-            Meeting(LOOPBACK, port),
+            Rendezvous(LOOPBACK, port),
             lambda command, log: start_process(command.argv, command.env, log),
             folder,
             text,
@@ -292,14 +292,14 @@ def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[RollCall, d
 
 
 @contextlib.contextmanager
-def three_in_a_lab(folder: Path, text: str) -> Iterator[tuple[RollCall, dict[int, int]]]:
+def three_in_a_lab(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
     with standing_lab(3) as lab:
         with lab.listen("node1") as listener:
-            meeting = Meeting(*listener.getsockname())
+            meeting = Rendezvous(*listener.getsockname())
             words = script_store_command(meeting.address, meeting.port, listener.fileno())
             store = lab.start("node1", words, {}, folder / "store.log", (listener.fileno(),))
 
-        def start(command: Command, log: Path) -> subprocess.Popen[bytes]:
+        def start(command: RankCommand, log: Path) -> subprocess.Popen[bytes]:
             return lab.start(command.node.name, command.argv, command.env, log)
 
         with ended(store), running(lab.nodes, meeting, start, folder, text) as found:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from shoal.agent.kv_store import Keyring
+from shoal.agent.kv_store import KvStoreClient
 from shoal.control.channel import Message
-from shoal.control.membership.types import Ballot, Generation, Lineage, Seat, State
+from shoal.control.membership.types import Ballot, Generation, Lineage, MemberRanks, State
 
 
 def generation(number: int, *members: int) -> Generation:
     return Generation(
         id=Ballot(number, members[0]),
         lineage=Lineage(name=Ballot(1, 0)),
-        seats=tuple(Seat(member=member, ranks=(0,)) for member in members),
+        seats=tuple(MemberRanks(member=member, ranks=(0,)) for member in members),
         state=State(step=0),
         source=members[0],
     )
@@ -25,7 +25,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.deaf = False
-        self.rings = {me: Keyring(me, self._to(me), "token") for me in (1, 2)}
+        self.rings = {me: KvStoreClient(me, self._to(me), "token") for me in (1, 2)}
 
     def _to(self, me: int) -> Callable[[int, Message], Awaitable[bool]]:
         async def tell(member: int, message: Message) -> bool:
@@ -71,7 +71,7 @@ def test_an_older_generations_keys_are_gone() -> None:
     play(scene)
 
 
-def test_whoever_hears_of_a_generation_first_may_ask_its_keeper_already() -> None:
+def test_whoever_hears_of_a_generation_first_may_ask_its_supervisor_already() -> None:
     async def scene(pair: Pair) -> None:
         pair.rings[2].enter(generation(3, 1, 2))
         assert await pair.rings[2].ask({"op": "add", "key": "gen-3-1/a", "amount": 1}) == {"total": 1}
@@ -81,7 +81,7 @@ def test_whoever_hears_of_a_generation_first_may_ask_its_keeper_already() -> Non
     play(scene)
 
 
-def test_a_question_ends_with_its_keeper_or_its_generation() -> None:
+def test_a_question_ends_with_its_supervisor_or_its_generation() -> None:
     async def scene(pair: Pair) -> None:
         pair.deaf = True
         pair.enter(generation(3, 1, 2))
@@ -100,7 +100,7 @@ def test_a_question_ends_with_its_keeper_or_its_generation() -> None:
 def test_keys_of_no_generation_are_the_first_members() -> None:
     async def scene(pair: Pair) -> None:
         assert await pair.rings[1].ask({"op": "get", "key": "a"}) == {"error": "the agent that keeps the keys is gone"}
-        first = Keyring(0, pair.rings[1]._tell, "token")
+        first = KvStoreClient(0, pair.rings[1]._tell, "token")
         assert await first.ask({"op": "get", "key": "a"}) == {"value": None}
 
     play(scene)
@@ -114,7 +114,7 @@ def test_a_key_for_ranks_depends_on_the_token_and_crosses_no_network() -> None:
         assert one == two
         assert len(one["value"]) == 44
         assert await pair.rings[1].ask({"op": "derive", "label": "gen-4-1"}) != one
-        stranger = Keyring(1, pair.rings[1]._tell, "another token")
+        stranger = KvStoreClient(1, pair.rings[1]._tell, "another token")
         assert await stranger.ask({"op": "derive", "label": "gen-3-1"}) != one
         # Another agent that asks for it gets an error, whatever it asks for.
         assert "error" in await pair.rings[1].answer({"op": "derive", "label": "gen-3-1"})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.lab import lab as lab_lab
-from shoal.cluster.lab.commands import Group, Groups
+from shoal.cluster.lab.commands import ControlGroup, ControlGroups
 from shoal.cluster.lab.lab import Lab
 from shoal.errors import UsageError
 from tests.lab_checks import standing_lab
@@ -117,7 +117,7 @@ def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     places = [fields[1] for fields in mounts if fields[2] == "cgroup2" and os.access(fields[1], os.W_OK)]
     if not places:
         pytest.skip("no version 2 control groups are mounted, or not for us")
-    groups = Groups(freezer=Group(parent=Path(places[0]), version=2))
+    groups = ControlGroups(freezer=ControlGroup(parent=Path(places[0]), version=2))
     monkeypatch.setattr("shoal.cluster.lab.kernel.read_groups", lambda: groups)
     with standing_lab(1) as lab:
         assert lab.state.groups == groups

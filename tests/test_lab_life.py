@@ -15,11 +15,11 @@ import pytest
 from shoal.cli import lab as lab_cli
 from shoal.cluster.lab import lab as lab_module
 from shoal.cluster.lab import state as lab_state
-from shoal.cluster.lab.commands import Groups
+from shoal.cluster.lab.commands import ControlGroups
 from shoal.cluster.lab.lab import Lab, choose, remove, up
 from shoal.cluster.lab.processes import first_process, started
 from shoal.cluster.lab.spec import make_spec
-from shoal.cluster.lab.state import LabState, Owner
+from shoal.cluster.lab.state import LabOwner, LabState
 from shoal.errors import LabError, UsageError
 from tests.lab_checks import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
 from tests.test_lab_nodes import hears, nearly, on, said, wait_for
@@ -126,9 +126,11 @@ def test_unreadable_notes_are_no_obstacle() -> None:
 def note_lab(name: str, owner: int | None = None) -> None:
     """The notes of a lab without the lab itself."""
     lab_state.lab_folder(name).mkdir(parents=True)
-    held_by = None if owner is None else Owner(pid=owner, started=started(owner) or 0)
+    held_by = None if owner is None else LabOwner(pid=owner, started=started(owner) or 0)
     lab_state.write_state(
-        LabState(spec=make_spec(2, name=name), rootless=False, netem=True, groups=Groups(), owner=held_by, ready=True)
+        LabState(
+            spec=make_spec(2, name=name), rootless=False, netem=True, groups=ControlGroups(), owner=held_by, ready=True
+        )
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
-from shoal.cluster.lab.spec import Link
+from shoal.cluster.lab.spec import LabLink
 from shoal.errors import UsageError
 from tests.lab_checks import shoal, standing_lab
 
@@ -105,7 +105,7 @@ def test_a_link_is_as_fast_as_asked_in_both_directions(lab: Lab) -> None:
 
 @pytest.mark.long
 def test_a_link_can_be_changed(lab: Lab) -> None:
-    def slow(before: Link) -> Link:
+    def slow(before: LabLink) -> LabLink:
         return before.model_copy(update={"rate_bps": 20e6})
 
     before = lab.state.spec.node("node2").link

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from shoal.cluster.lab import commands, lab
 from shoal.cluster.lab.commands import (
-    Group,
-    Groups,
-    Site,
+    ControlGroup,
+    ControlGroups,
+    LabSite,
     bundling,
     find_groups,
     limit_cpu,
@@ -34,23 +34,25 @@ from shoal.cluster.lab.kernel import (
     substitutes,
     why_forbidden,
 )
-from shoal.cluster.lab.spec import LabSpec, Link, make_spec, parse_lab
+from shoal.cluster.lab.spec import LabLink, LabSpec, make_spec, parse_lab
 from shoal.cluster.lab.state import LabState
 from shoal.errors import UsageError
 from shoal.units import format_delay, format_rate, parse_delay, parse_rate
 
-V1 = Groups(cpu=Group(parent=Path("/cg/cpu"), version=1), freezer=Group(parent=Path("/cg/freezer"), version=1))
-V2 = Groups(cpu=Group(parent=Path("/cg"), version=2), freezer=Group(parent=Path("/cg"), version=2))
+V1 = ControlGroups(
+    cpu=ControlGroup(parent=Path("/cg/cpu"), version=1), freezer=ControlGroup(parent=Path("/cg/freezer"), version=1)
+)
+V2 = ControlGroups(cpu=ControlGroup(parent=Path("/cg"), version=2), freezer=ControlGroup(parent=Path("/cg"), version=2))
 
 
-def site(rootless: bool = False, netem: bool = True, groups: Groups = V1) -> Site:
-    return Site("default", Path("/run/lab"), rootless, netem, groups)
+def site(rootless: bool = False, netem: bool = True, groups: ControlGroups = V1) -> LabSite:
+    return LabSite("default", Path("/run/lab"), rootless, netem, groups)
 
 
-def scene(spec: LabSpec, where: Site, **known: object) -> lab.Scene:
+def scene(spec: LabSpec, where: LabSite, **known: object) -> lab.LabView:
     state = LabState(spec=spec, rootless=where.rootless, netem=where.netem, groups=where.groups)
     alive = frozenset(node.name for node in spec.nodes)
-    return lab.Scene(state.model_copy(update=known), where, alive)
+    return lab.LabView(state.model_copy(update=known), where, alive)
 
 
 def test_a_node_comes_up_by_these_commands() -> None:
@@ -83,7 +85,7 @@ def test_the_first_process_of_a_node_joins_its_groups_and_makes_every_namespace(
 
 
 def test_without_root_everything_enters_the_user_namespace() -> None:
-    lines = render(commands.up(make_spec(2), site(rootless=True, groups=Groups()))).splitlines()
+    lines = render(commands.up(make_spec(2), site(rootless=True, groups=ControlGroups()))).splitlines()
     entering = [line for line in lines if "nsenter" in line]
     assert len(entering) > 10
     assert all("--user --preserve-credentials" in line for line in entering)
@@ -91,7 +93,7 @@ def test_without_root_everything_enters_the_user_namespace() -> None:
 
 
 def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
-    link = Link(rate_bps=1e9, delay_s=0.02, loss=0.01)
+    link = LabLink(rate_bps=1e9, delay_s=0.02, loss=0.01)
     assert shape("node1", link, netem=True) == [
         "tc qdisc replace dev node1 root handle 2: netem limit 3333 delay 20ms loss 1%",
         "tc qdisc replace dev node1 parent 2:1 handle 3: tbf rate 1.00933gbit burst 250000 latency 50ms",
@@ -100,9 +102,9 @@ def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
 
 
 def test_lost_packets_are_single_ones() -> None:
-    assert bundling("eth0", Link(loss=0.01), Link()) == ["ip link set eth0 gso_max_segs 1"]
-    assert bundling("eth0", Link(), Link(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
-    assert bundling("eth0", Link(), Link()) == []
+    assert bundling("eth0", LabLink(loss=0.01), LabLink()) == ["ip link set eth0 gso_max_segs 1"]
+    assert bundling("eth0", LabLink(), LabLink(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
+    assert bundling("eth0", LabLink(), LabLink()) == []
 
 
 def test_cpu_limits_in_both_versions_of_control_groups() -> None:
@@ -116,11 +118,13 @@ def test_cpu_limits_in_both_versions_of_control_groups() -> None:
 def test_control_groups_are_found_in_the_mounts() -> None:
     v1 = "\n".join(f"cgroup /sys/fs/cgroup/{name} cgroup rw,{name} 0 0" for name in ("cpu,cpuacct", "freezer"))
     v2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0"
-    assert find_groups(v1, 0).cpu == Group(parent=Path("/sys/fs/cgroup/cpu,cpuacct"), version=1)
-    assert find_groups(v2, 0).cpu == find_groups(v2, 0).freezer == Group(parent=Path("/sys/fs/cgroup"), version=2)
+    assert find_groups(v1, 0).cpu == ControlGroup(parent=Path("/sys/fs/cgroup/cpu,cpuacct"), version=1)
+    assert (
+        find_groups(v2, 0).cpu == find_groups(v2, 0).freezer == ControlGroup(parent=Path("/sys/fs/cgroup"), version=2)
+    )
     assert str(find_groups(v2, 1000).cpu).count("user@1000.service") == 1
-    assert find_groups(v1 + "\n" + v2, 0).freezer == Group(parent=Path("/sys/fs/cgroup/freezer"), version=1)
-    assert find_groups("tmpfs / tmpfs rw 0 0", 0) == Groups()
+    assert find_groups(v1 + "\n" + v2, 0).freezer == ControlGroup(parent=Path("/sys/fs/cgroup/freezer"), version=1)
+    assert find_groups("tmpfs / tmpfs rw 0 0", 0) == ControlGroups()
 
 
 def test_a_cut_is_felt_where_packets_arrive() -> None:
@@ -161,7 +165,7 @@ def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None
 
 
 def test_freezing_without_a_freezer_is_a_signal_to_all() -> None:
-    here = scene(make_spec(1), site(groups=Groups()))
+    here = scene(make_spec(1), site(groups=ControlGroups()))
     assert "kill -STOP -1" in render(lab.stop_or_go("node1", frozen=True)(here)[1])
 
 
@@ -181,7 +185,7 @@ def test_tools_are_found_where_an_ordinary_path_does_not_lead(monkeypatch: pytes
 
 
 def test_what_the_kernel_lacks_is_named_and_the_rest_kept() -> None:
-    poor = Features(rootless=True, netem=False, delay_line=False, nft=True, sshd=True, groups=Groups())
+    poor = Features(rootless=True, netem=False, delay_line=False, nft=True, sshd=True, groups=ControlGroups())
     asked = make_spec(2, delay="2ms", loss="1%", cpu="0.5", sshd=True)
     said = " ".join(lacks(asked, poor))
     for word in ("no delay", "CPU limits", "SSH servers"):
@@ -243,7 +247,7 @@ def test_on_says_the_same_as_lab_up() -> None:
     assert parse_lab("lab:2,profile=wifi,delay=5ms,loss=1%,name=a,sshd") == make_spec(
         2, profile="wifi", delay="5ms", loss="1%", name="a", sshd=True
     )
-    assert parse_lab("lab:1").nodes[0].link == Link(rate_bps=1e9)
+    assert parse_lab("lab:1").nodes[0].link == LabLink(rate_bps=1e9)
     assert make_spec(2, link="1gbit/none").nodes[1].link.rate_bps is None
 
 

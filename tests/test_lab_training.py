@@ -13,17 +13,17 @@ import pytest
 
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab import state
-from shoal.cluster.node import Meeting
+from shoal.cluster.node import Rendezvous
 from shoal.cluster.target import LocalSpec, StandingLab, parse_on, rank_count
 from shoal.config.schema import RunConfig
-from shoal.control.processes import find, find_keeper
+from shoal.control.processes import find, find_supervisor
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.runs.manage import end_processes
 from tests.lab_checks import need_lab, new_labs
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
 
-MEETING = Meeting("10.77.0.1", 4242)
+MEETING = Rendezvous("10.77.0.1", 4242)
 
 
 def test_on_names_a_cluster() -> None:
@@ -87,7 +87,7 @@ def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_lab_left")
 @pytest.mark.parametrize(
-    "victim", [pytest.param("node", marks=pytest.mark.exhaustive), pytest.param("keeper", marks=pytest.mark.long)]
+    "victim", [pytest.param("node", marks=pytest.mark.exhaustive), pytest.param("supervisor", marks=pytest.mark.long)]
 )
 def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -97,13 +97,13 @@ def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None
         training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
         wait_for_ledger(run, training)
-        keeper = find_keeper(run)
-        assert keeper is not None
-        if victim == "keeper":
-            os.kill(keeper.pid, signal.SIGKILL)
+        supervisor = find_supervisor(run)
+        assert supervisor is not None
+        if victim == "supervisor":
+            os.kill(supervisor.pid, signal.SIGKILL)
             seen = f"error: whoever kept the run {run} was killed"
         else:
-            lab = f"run-{keeper.pid}"
+            lab = f"run-{supervisor.pid}"
             subprocess.run(shoal_command("lab", "kill", "node2", "--name", lab), check=True, capture_output=True)
             seen = "error: node2 is gone, and rank 1 with it"
         assert training.wait(30) == 3

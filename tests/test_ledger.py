@@ -62,7 +62,7 @@ def test_generations_of_one_lineage_follow_each_other() -> None:
     assert (report.steps, report.generations, report.lineages, report.redone) == (30, 3, 1, 0)
 
 
-def test_what_two_keepers_of_a_folder_wrote_counts_once() -> None:
+def test_what_two_supervisors_of_a_folder_wrote_counts_once() -> None:
     one, two = commits(1, 10), commits(11, 20, "2-0")
     report = check_ledger([*interleave(one, one), *interleave(two, two[:4]), *one[3:]])
     assert report.ok
@@ -296,7 +296,7 @@ def finished_run(folder: Path) -> RunFolder:
     for event in all_events():
         with run.events(event["rank"]).open("a") as file:
             file.write(json.dumps(event | read if event["event"] == "start" else event) + "\n")
-    run.keeper.write_text(
+    run.supervisor.write_text(
         "".join(json.dumps({"event": name, "rank": 0, "code": 0}) + "\n" for name in ("keeping", "ended"))
     )
     finish(run)
@@ -317,7 +317,7 @@ def test_a_resume_that_never_started_a_rank_is_no_damage(tmp_path: Path) -> None
     for planned in (500, 600):
         config, changed = change_settings(load_config(run.config), {"train": {"steps": planned}})
         reopen_run(run.path, config, changed=changed)
-        run.keeper.write_text(run.keeper.read_text() + launch_ended(130))
+        run.supervisor.write_text(run.supervisor.read_text() + launch_ended(130))
         assert load_config(run.config).train.steps == planned
         assert about_settings(run) == []
         assert any("no rank has started" in finding.text for finding in verify_run(run).findings)
@@ -332,7 +332,7 @@ def test_settings_that_stay_the_same_are_not_written_anew(tmp_path: Path) -> Non
     run.config.write_bytes(before)
     reopen_run(run.path)
     assert run.config.read_bytes() == before
-    assert [event["event"] for event in read_jsonl(run.keeper)] == ["keeping", "ended"]
+    assert [event["event"] for event in read_jsonl(run.supervisor)] == ["keeping", "ended"]
 
 
 def test_what_was_trained_before_a_recovery_stands() -> None:

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.agent.rank_processes import LogClock, times_of
-from shoal.cli.host import OwnRank
+from shoal.cli.host import LocalRankDisplay
 from shoal.cli.output import LineDisplay, make_console
-from shoal.cli.runs import Happenings
-from shoal.control.processes import Found, is_alive
+from shoal.cli.runs import RunEventPrinter
+from shoal.control.processes import RunProcess, is_alive
 from shoal.events import LONGEST_LINE, Event, LineCutter, LineTail
 from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder
@@ -109,7 +109,7 @@ def test_times_that_a_full_disk_cut_short_do_no_harm(tmp_path: Path) -> None:
 
 def test_a_process_with_the_number_of_an_earlier_one_is_another(tmp_path: Path) -> None:
     me = psutil.Process()
-    found = Found(os.getpid(), tmp_path, "rank-0", "local", "sleep", me.create_time())
+    found = RunProcess(os.getpid(), tmp_path, "rank-0", "local", "sleep", me.create_time())
     assert not is_alive(found), "unmarked: nobody's run"
     child = psutil.Popen(["sleep", "60"], env={"SHOAL_RUN": str(tmp_path), "PATH": os.environ["PATH"]})
     try:
@@ -239,14 +239,14 @@ def test_a_training_that_is_followed_shows_its_progress_as_train_does(
     run = make_run(tmp_path / "run", [], "train.steps=9")
     write_events(run.events(0), start(0), step(4))
     write_events(run.events(1), start(1), step(4, rank=1))
-    write_events(run.keeper, note("note", text="an old note"))
-    happenings = Happenings(run, LineDisplay(make_console()), with_progress=True)
+    write_events(run.supervisor, note("note", text="an old note"))
+    happenings = RunEventPrinter(run, LineDisplay(make_console()), with_progress=True)
     happenings.show()
     assert "1.35M parameters (1,350,000) on 2 ranks" in capsys.readouterr().err
     fix = "go on from the last checkpoint: shoal train --resume RUN"
     write_events(run.events(0), step(5), step(6), note("eval", step=6, val_loss=1.25))
     write_events(run.events(1), step(5, rank=1), {**note("warning", seen="it is hot", why="", fix=fix), "rank": 1})
-    write_events(run.keeper, note("note", text="node2 has left"), note("ended", code=0))
+    write_events(run.supervisor, note("note", text="node2 has left"), note("ended", code=0))
     happenings.show_end()
     shown = [line.strip() for line in capsys.readouterr().err.splitlines()]
     assert shown[0] == "note: node2 has left"
@@ -261,9 +261,9 @@ def test_the_logs_of_one_rank_are_followed_without_the_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", [start(0), start(1)])
-    happenings = Happenings(run, LineDisplay(make_console()), with_progress=False)
+    happenings = RunEventPrinter(run, LineDisplay(make_console()), with_progress=False)
     write_events(run.events(0), step(5))
-    write_events(run.keeper, note("note", text="node2 has left"))
+    write_events(run.supervisor, note("note", text="node2 has left"))
     happenings.show()
     assert capsys.readouterr().err == "note: node2 has left\n"
 
@@ -273,7 +273,7 @@ def test_a_machine_that_joined_shows_its_rank_by_its_own_number(
 ) -> None:
     own = [event for event in rank_events(3, 4, 2) if event["event"] != "end"]
     run = make_run(tmp_path / "run", own, "train.steps=2")
-    OwnRank()(run)
+    LocalRankDisplay()(run)
     shown = capsys.readouterr().err
     assert "rank 3: 18,000 of 36,000 samples" in shown
     assert "rank 0" not in shown

@@ -83,7 +83,7 @@ def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> N
 
 
 def kill_everything_of(run: Path) -> None:
-    """As a power cut does: keeper, agent and rank, until none is found any more."""
+    """As a power cut does: supervisor, agent and rank, until none is found any more."""
 
     def killed() -> bool:
         left = find(run)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from shoal.control.membership.messages import Announce, Message
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import NEVER, State
 from tests.membership_sim import COPY_S, Cluster
 
-PAUSE = Rules(on_silent_tie="pause")
+PAUSE = MembershipSettings(on_silent_tie="pause")
 
 
-def lan(size: int, rules: Rules | None = None, seed: int = 0) -> Cluster:
+def lan(size: int, rules: MembershipSettings | None = None, seed: int = 0) -> Cluster:
     return Cluster(size, rules, seed, delay_s=0.002)
 
 
@@ -67,7 +67,7 @@ def test_row_4_the_last_of_three_goes_on_when_the_others_are_gone() -> None:
 
 
 def test_row_4_the_last_of_three_pauses_when_fewer_are_not_wanted() -> None:
-    cluster = lan(3, Rules(min_nodes=2))
+    cluster = lan(3, MembershipSettings(min_nodes=2))
     cluster.kill(0)
     cluster.kill(1)
     cluster.run(5)
@@ -401,8 +401,8 @@ def test_when_all_ranks_are_killed_all_go_back_to_a_checkpoint_together(apart_s:
     cluster.check_ledgers()
 
 
-@pytest.mark.parametrize("rules", [Rules(max_nodes=2), Rules(most_ranks=2)])
-def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: Rules) -> None:
+@pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(most_ranks=2)])
+def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: MembershipSettings) -> None:
     cluster = lan(2, rules)
     cluster.join(7)
     cluster.run(3)
@@ -412,8 +412,8 @@ def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: Rules
     assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
 
 
-@pytest.mark.parametrize("rules", [Rules(max_nodes=2), Rules(most_ranks=2)])
-def test_no_more_go_back_to_a_checkpoint_than_a_batch_has_samples(rules: Rules) -> None:
+@pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(most_ranks=2)])
+def test_no_more_go_back_to_a_checkpoint_than_a_batch_has_samples(rules: MembershipSettings) -> None:
     """One machine waits outside when all ranks inside are killed."""
     cluster = lan(2, rules)
     cluster.join(7)
@@ -529,8 +529,8 @@ def test_alone_on_a_full_disk_a_machine_still_regroups_its_ranks() -> None:
     assert next_commit_s(cluster, {0}) <= 1.0
 
 
-@pytest.mark.parametrize("rules", [Rules(), PAUSE])
-def test_of_two_only_the_deaf_one_goes_on_behind_a_one_way_block(rules: Rules) -> None:
+@pytest.mark.parametrize("rules", [MembershipSettings(), PAUSE])
+def test_of_two_only_the_deaf_one_goes_on_behind_a_one_way_block(rules: MembershipSettings) -> None:
     """The other one hears that it is there, and waits for it: no work is done twice."""
     cluster = lan(2, rules)
     cluster.block(0, 1)

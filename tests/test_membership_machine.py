@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import next_member
 from tests.membership_sim import Cluster
 
@@ -35,7 +35,7 @@ class Membership(RuleBasedStateMachine):
         delay_s=st.sampled_from([0.005, 0.02, 0.05]),
     )
     def begin(self, size: int, min_nodes: int, tie: Literal["continue", "pause"], seed: int, delay_s: float) -> None:
-        rules = Rules(on_silent_tie=tie, min_nodes=min(size, min_nodes))
+        rules = MembershipSettings(on_silent_tie=tie, min_nodes=min(size, min_nodes))
         self.cluster = Cluster(size, rules, seed, delay_s)
         self.founders = size
         self.guests = 0

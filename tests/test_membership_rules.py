@@ -8,45 +8,45 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from shoal.control.membership.failure_detector import Standing, Watch
-from shoal.control.membership.messages import Announce, Beat, Message, Promise, Resign, Vote, decode, encode
-from shoal.control.membership.paxos import Round
-from shoal.control.membership.quorum import Electorate, Guest, Verdict, judge, mutual, succeed
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.failure_detector import FailureDetector, PeerStatus
+from shoal.control.membership.messages import Announce, Heartbeat, Message, Promise, Resign, Vote, decode, encode
+from shoal.control.membership.paxos import PaxosRound
+from shoal.control.membership.quorum import JoinCandidate, Quorum, QuorumVerdict, judge, mutual, succeed
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import (
     NEVER,
     Ballot,
-    Fork,
     Generation,
     Lineage,
-    Seat,
+    LineageFork,
+    MemberRanks,
     State,
     founding,
     next_member,
     shared_step,
     standing,
 )
-from shoal.control.membership.vote_store import Record, Voter
+from shoal.control.membership.vote_store import DurableVoter, VoteRecord
 from shoal.errors import ControlError
 from tests.membership_sim import Disk
 
-RULES = Rules()
+RULES = MembershipSettings()
 
 
-def seats(*members: int) -> tuple[Seat, ...]:
-    return tuple(Seat(member=member, ranks=(0,)) for member in members)
+def seats(*members: int) -> tuple[MemberRanks, ...]:
+    return tuple(MemberRanks(member=member, ranks=(0,)) for member in members)
 
 
 # Who is here.
 
 
-def watch_of(member: int) -> Watch:
-    watch = Watch(RULES, now=0.0)
+def watch_of(member: int) -> FailureDetector:
+    watch = FailureDetector(RULES, now=0.0)
     watch.heard(member)
     return watch
 
 
-def go_to(watch: Watch, until: float, since: float = 0.0) -> None:
+def go_to(watch: FailureDetector, until: float, since: float = 0.0) -> None:
     """Awake all the while."""
     for tick in range(round(since * 10) + 1, round(until * 10) + 1):
         watch.note(tick / 10)
@@ -55,15 +55,15 @@ def go_to(watch: Watch, until: float, since: float = 0.0) -> None:
 def test_a_member_is_silent_after_two_and_a_half_seconds() -> None:
     watch = watch_of(1)
     go_to(watch, 2.5)
-    assert watch.standing(1) is Standing.HERE
+    assert watch.standing(1) is PeerStatus.HERE
     go_to(watch, 2.6, 2.5)
-    assert watch.standing(1) is Standing.SILENT
+    assert watch.standing(1) is PeerStatus.SILENT
     watch.heard(1)
-    assert watch.standing(1) is Standing.HERE
+    assert watch.standing(1) is PeerStatus.HERE
 
 
-@pytest.mark.parametrize(("after_s", "standing_then"), [(0.4, Standing.GONE), (0.6, Standing.HERE)])
-def test_a_connection_that_closes_right_after_a_heartbeat_means_gone(after_s: float, standing_then: Standing) -> None:
+@pytest.mark.parametrize(("after_s", "standing_then"), [(0.4, PeerStatus.GONE), (0.6, PeerStatus.HERE)])
+def test_a_connection_that_closes_right_after_a_heartbeat_means_gone(after_s: float, standing_then: PeerStatus) -> None:
     watch = watch_of(1)
     go_to(watch, after_s)
     watch.closed(1)
@@ -73,11 +73,11 @@ def test_a_connection_that_closes_right_after_a_heartbeat_means_gone(after_s: fl
 def test_who_slept_judges_nobody_by_its_own_gap() -> None:
     watch = watch_of(1)
     assert watch.note(30.0)
-    assert watch.standing(1) is Standing.HERE
+    assert watch.standing(1) is PeerStatus.HERE
     watch.closed(1)
-    assert watch.standing(1) is Standing.HERE
+    assert watch.standing(1) is PeerStatus.HERE
     go_to(watch, 32.6, 30.0)
-    assert watch.standing(1) is Standing.SILENT
+    assert watch.standing(1) is PeerStatus.SILENT
 
 
 def test_a_short_gap_is_not_sleep() -> None:
@@ -88,10 +88,10 @@ def test_a_short_gap_is_not_sleep() -> None:
 # Who may go on.
 
 
-def electorate(members: int, resigned: int = 0, away: int = 0) -> Electorate:
+def electorate(members: int, resigned: int = 0, away: int = 0) -> Quorum:
     """The last ones have resigned, those before them are away."""
     last = range(members - resigned, members)
-    return Electorate(
+    return Quorum(
         frozenset(range(members)), frozenset(last), frozenset(range(members - resigned - away, members - resigned))
     )
 
@@ -99,26 +99,26 @@ def electorate(members: int, resigned: int = 0, away: int = 0) -> Electorate:
 @pytest.mark.parametrize(
     ("last", "votes", "expected"),
     [
-        (electorate(3), 2, Verdict.CONTINUE),
-        (electorate(3), 1, Verdict.PAUSE),
-        (electorate(4), 2, Verdict.FORK),
-        (electorate(5), 2, Verdict.PAUSE),
-        (electorate(2, resigned=1), 1, Verdict.CONTINUE),
-        (electorate(3, away=2), 1, Verdict.FORK),
-        (electorate(3, resigned=1, away=1), 1, Verdict.FORK),
-        (electorate(3, away=1), 1, Verdict.FORK),
-        (electorate(1), 1, Verdict.CONTINUE),
-        (electorate(3), 0, Verdict.PAUSE),
+        (electorate(3), 2, QuorumVerdict.CONTINUE),
+        (electorate(3), 1, QuorumVerdict.PAUSE),
+        (electorate(4), 2, QuorumVerdict.FORK),
+        (electorate(5), 2, QuorumVerdict.PAUSE),
+        (electorate(2, resigned=1), 1, QuorumVerdict.CONTINUE),
+        (electorate(3, away=2), 1, QuorumVerdict.FORK),
+        (electorate(3, resigned=1, away=1), 1, QuorumVerdict.FORK),
+        (electorate(3, away=1), 1, QuorumVerdict.FORK),
+        (electorate(1), 1, QuorumVerdict.CONTINUE),
+        (electorate(3), 0, QuorumVerdict.PAUSE),
     ],
 )
-def test_the_rule_of_succession(last: Electorate, votes: int, expected: Verdict) -> None:
+def test_the_rule_of_succession(last: Quorum, votes: int, expected: QuorumVerdict) -> None:
     assert judge(last, frozenset(range(votes)), "continue") is expected
 
 
 def test_a_tie_pauses_if_asked_to() -> None:
-    assert judge(electorate(2), frozenset({0}), "pause") is Verdict.PAUSE
+    assert judge(electorate(2), frozenset({0}), "pause") is QuorumVerdict.PAUSE
     # Not a tie: the other one is gone.
-    assert judge(electorate(2, away=1), frozenset({0}), "pause") is Verdict.FORK
+    assert judge(electorate(2, away=1), frozenset({0}), "pause") is QuorumVerdict.FORK
 
 
 members = st.frozensets(st.integers(0, 6), min_size=1)
@@ -137,10 +137,10 @@ def test_no_two_sides_continue_one_lineage(
     """Whatever each side thinks of who is away: if they have no voter in common, at most one continues."""
     first, second = one - other, other - one
     verdicts = [
-        judge(Electorate(last, resigned & last, away_to_one & last), first, tie),
-        judge(Electorate(last, resigned & last, away_to_other & last), second, tie),
+        judge(Quorum(last, resigned & last, away_to_one & last), first, tie),
+        judge(Quorum(last, resigned & last, away_to_other & last), second, tie),
     ]
-    assert verdicts.count(Verdict.CONTINUE) <= 1
+    assert verdicts.count(QuorumVerdict.CONTINUE) <= 1
 
 
 @given(st.dictionaries(st.integers(0, 6), st.frozensets(st.integers(0, 6)), max_size=6))
@@ -159,7 +159,7 @@ def test_a_successor_begins_with_the_replica_that_is_furthest() -> None:
     base, ballot = founding(seats(0, 1, 2)), Ballot(2, 0)
     promises = {0: promise(base, ballot, 6, (1, 2)), 1: promise(base, ballot, 7, (0, 2), "bb")}
     outcome = succeed(base, ballot, electorate(3), promises, {}, RULES)
-    assert outcome.verdict is Verdict.CONTINUE
+    assert outcome.verdict is QuorumVerdict.CONTINUE
     assert outcome.successor is not None
     assert (outcome.successor.members, outcome.successor.source) == ((0, 1), 1)
     assert outcome.successor.state == State(step=7, digest="bb", committed=6)
@@ -181,7 +181,7 @@ def test_without_a_state_they_wait_for_a_silent_member_and_then_go_back_to_a_che
     early = promise(base, ballot, 50, (0, 1))
     promises = dict.fromkeys((0, 1), early if has_old_state else early.model_copy(update={"state": None}))
     silent = succeed(base, ballot, electorate(3), promises, {}, RULES)
-    assert (silent.verdict, silent.why) == (Verdict.PAUSE, "no state")
+    assert (silent.verdict, silent.why) == (QuorumVerdict.PAUSE, "no state")
     for outcome in (
         succeed(base, ballot, electorate(3, resigned=1), promises, {}, RULES),
         succeed(base, ballot, electorate(3, away=1), promises, {}, RULES),
@@ -201,15 +201,15 @@ def test_fewer_than_asked_for_or_a_minority_go_back_to_no_checkpoint() -> None:
     base = founding(seats(0, 1, 2))
     one = {0: promise(base, ballot, 0, (1,)).model_copy(update={"state": None})}
     few = succeed(base, ballot, electorate(3, resigned=2), one, {}, replace(RULES, min_nodes=2))
-    assert (few.verdict, few.why) == (Verdict.PAUSE, "min_nodes")
+    assert (few.verdict, few.why) == (QuorumVerdict.PAUSE, "min_nodes")
     minority = succeed(base, ballot, electorate(3), one, {}, RULES, gives_up_state=True)
-    assert (minority.verdict, minority.why) == (Verdict.PAUSE, "minority")
+    assert (minority.verdict, minority.why) == (QuorumVerdict.PAUSE, "minority")
 
 
 def test_a_guest_comes_in_where_everybody_hears_it() -> None:
     base, ballot = founding(seats(0, 1)), Ballot(2, 0)
     promises = {0: promise(base, ballot, 7, (1, 5, 6)), 1: promise(base, ballot, 7, (0, 5))}
-    guests = {5: Guest((0, 1), (0, 1)), 6: Guest((0,), (0, 1))}
+    guests = {5: JoinCandidate((0, 1), (0, 1)), 6: JoinCandidate((0,), (0, 1))}
     outcome = succeed(base, ballot, electorate(2), promises, guests, RULES)
     assert outcome.successor
     assert outcome.successor.members == (0, 1, 5)
@@ -223,7 +223,7 @@ def test_a_guest_comes_in_where_everybody_hears_it() -> None:
 
 def test_a_vote_is_given_once_and_survives_a_restart() -> None:
     disk, generation = Disk(), founding(seats(0, 1))
-    voter = Voter(disk)
+    voter = DurableVoter(disk)
     voter.enter(generation)
     assert voter.promise(Ballot(2, 1))
     assert not voter.promise(Ballot(2, 0))
@@ -231,7 +231,7 @@ def test_a_vote_is_given_once_and_survives_a_restart() -> None:
     successor = generation.model_copy(update={"id": Ballot(2, 1), "parent": generation.id})
     assert not voter.accept(Vote(ballot=Ballot(2, 0), successor=successor))
     assert voter.accept(Vote(ballot=Ballot(2, 1), successor=successor))
-    again = Voter(disk)
+    again = DurableVoter(disk)
     assert again.record == voter.record
     assert not again.promise(Ballot(2, 0))
     again.resign("restart")
@@ -242,7 +242,7 @@ def test_a_vote_is_given_once_and_survives_a_restart() -> None:
 
 def test_a_vote_that_cannot_be_written_is_not_given() -> None:
     disk = Disk()
-    voter = Voter(disk)
+    voter = DurableVoter(disk)
     voter.enter(founding(seats(0, 1)))
     disk.full = True
     with pytest.raises(OSError, match="No space"):
@@ -257,7 +257,7 @@ def test_a_successor_that_may_be_decided_is_proposed_again() -> None:
     base, ballot = founding(seats(0, 1, 2)), Ballot(5, 2)
     successor = base.model_copy(update={"id": Ballot(2, 0), "parent": base.id, "seats": seats(0, 1)})
     older = successor.model_copy(update={"id": Ballot(2, 1)})
-    round = Round(base, ballot, at_edge=False, began_at=0.0)
+    round = PaxosRound(base, ballot, at_edge=False, began_at=0.0)
     round.promises = {member: promise(base, ballot, 7, (0, 1, 2)) for member in (1, 2)}
     assert round.bound_to(electorate(3), {}) is None
     accepted = [Vote(ballot=Ballot(4, 0), successor=successor), Vote(ballot=Ballot(3, 1), successor=older)]
@@ -265,7 +265,7 @@ def test_a_successor_that_may_be_decided_is_proposed_again() -> None:
         round.promises[member] = round.promises[member].model_copy(update={"accepted": vote})
     bound = round.bound_to(electorate(3), {})
     assert bound is not None
-    assert (bound.verdict, bound.successor, bound.quorum) == (Verdict.CONTINUE, successor, 2)
+    assert (bound.verdict, bound.successor, bound.quorum) == (QuorumVerdict.CONTINUE, successor, 2)
     del round.promises[2]
     assert round.bound_to(electorate(3), {}) is None
 
@@ -279,7 +279,7 @@ def test_a_resigned_members_vote_counts_where_it_was_given() -> None:
         promised=Ballot(2, 0),
         accepted=Vote(ballot=Ballot(2, 0), successor=successor),
     )
-    round = Round(base, ballot, at_edge=False, began_at=0.0)
+    round = PaxosRound(base, ballot, at_edge=False, began_at=0.0)
     round.promises = {member: promise(base, ballot, 7, (0, 1)) for member in (0, 1)}
     bound = round.bound_to(electorate(3, resigned=1), {2: word})
     assert bound is not None
@@ -315,7 +315,7 @@ def test_only_the_newest_forks_are_kept() -> None:
     for number in range(2, 102):
         lineage = lineage.branch(Ballot(number, 0), Ballot(number - 1, 0), number)
     assert len(lineage.forks) == 64
-    assert lineage.forks[-1] == Fork(lineage=Ballot(100, 0), generation=Ballot(100, 0), step=101)
+    assert lineage.forks[-1] == LineageFork(lineage=Ballot(100, 0), generation=Ballot(100, 0), step=101)
 
 
 @given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), unique=True, max_size=30))
@@ -338,8 +338,8 @@ def samples() -> list[Message]:
     generation = founding(seats(0, 1))
     vote = Vote(ballot=Ballot(3, 1), successor=generation)
     return [
-        Beat(generation=Ballot(1, 0), lineage=Ballot(1, 0), committed=7, hears=(1, 2), votes=True, holds=True),
-        Beat(generation=None, lineage=None, committed=0, hears=(), votes=False, holds=False, asks=Ballot(1, 0)),
+        Heartbeat(generation=Ballot(1, 0), lineage=Ballot(1, 0), committed=7, hears=(1, 2), votes=True, holds=True),
+        Heartbeat(generation=None, lineage=None, committed=0, hears=(), votes=False, holds=False, asks=Ballot(1, 0)),
         Announce(generation=generation),
         promise(generation, Ballot(2, 0), 7, (1,)).model_copy(update={"accepted": vote}),
         Resign(generation=Ballot(1, 0), why="leave", promised=NEVER, accepted=vote),
@@ -396,6 +396,6 @@ def test_garbage_is_refused_and_nothing_else_happens(which: int, data: st.DataOb
 
 
 def test_a_record_is_as_strict_as_a_message() -> None:
-    assert Record.model_validate_json(Record().model_dump_json()) == Record()
+    assert VoteRecord.model_validate_json(VoteRecord().model_dump_json()) == VoteRecord()
     with pytest.raises(ValueError, match="extra"):
-        Record.model_validate_json('{"more": 1}')
+        VoteRecord.model_validate_json('{"more": 1}')

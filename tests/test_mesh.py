@@ -12,7 +12,7 @@ from shoal.agent import mesh as module
 from shoal.agent.mesh import Mesh, to_dial
 from shoal.control.channel import Message, dial
 from shoal.control.handshake import introduce
-from shoal.control.orders import Member
+from shoal.control.orders import RosterEntry
 from shoal.errors import ControlError
 from shoal.host.facts import boot_clock
 
@@ -32,11 +32,11 @@ class Peer:
         self.notes: list[str] = []
         self._me = replace(ME, member=number, node=f"node{number + 1}", cpu=cpu, config=config)
 
-    async def listen(self) -> Member:
+    async def listen(self) -> RosterEntry:
         port = await self.mesh.listen("127.0.0.1", self._me, TOKEN)
-        return Member(self._me.node, "127.0.0.1", port, "m")
+        return RosterEntry(self._me.node, "127.0.0.1", port, "m")
 
-    async def meet(self, roster: list[Member]) -> None:
+    async def meet(self, roster: list[RosterEntry]) -> None:
         """Like agents of a run that ends when somebody is lost."""
         await self.mesh.meet(dict(enumerate(roster)))
         self.mesh.watch()
@@ -223,7 +223,7 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def meet() -> None:
         first, second = Peer(0), Peer(1)
-        roster = [await first.listen(), await second.listen(), Member("node3", "127.0.0.1", 9, "m")]
+        roster = [await first.listen(), await second.listen(), RosterEntry("node3", "127.0.0.1", 9, "m")]
         with pytest.raises(ControlError, match=r"node1 could not meet node2 \(.*\), node3 \(127.0.0.1:9\)") as caught:
             await first.mesh.meet(dict(enumerate(roster)))
         assert "firewall" in caught.value.why
@@ -265,7 +265,7 @@ def test_who_wakes_in_another_network_is_reached_there() -> None:
         laptop = Mesh(hear, lambda member, how: None, notes.append, lambda address: not (has_moved and address == OLD))
         roster.append(await here.listen())
         me = replace(ME, member=1, node="node2")
-        roster.append(Member("node2", OLD, await laptop.listen(OLD, me, TOKEN), "m"))
+        roster.append(RosterEntry("node2", OLD, await laptop.listen(OLD, me, TOKEN), "m"))
         places = dict(enumerate(roster))
         await asyncio.gather(here.mesh.meet(places), laptop.meet(places))
         for mesh in (here.mesh, laptop):

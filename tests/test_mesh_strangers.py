@@ -17,7 +17,7 @@ import pytest
 
 from shoal.control import channel as greeting
 from shoal.control.channel import Channel, dial
-from shoal.control.connection_guard import doorkeeper, receive
+from shoal.control.connection_guard import connection_guard, receive
 from shoal.errors import ControlError
 from tests.test_mesh import TOKEN, Peer
 
@@ -26,12 +26,13 @@ DEADLINE_S = 20.0
 
 
 class Port:
-    """A port with a doorkeeper; whoever was let in is in `met`, and the frames of the last caller as they came."""
+    """A port with a connection_guard; whoever was let in is in `met`, and the frames of the last caller as they
+    came."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.met: asyncio.Queue[Channel] = asyncio.Queue()
-        self.door = doorkeeper(self.notes.append)
+        self.door = connection_guard(self.notes.append)
         self.number = 0
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

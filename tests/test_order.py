@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import RunConfig, TrainConfig
-from shoal.cost.batch_plan import Deal, deal, deal_anew, micro_batch, rank_weights, shares, world_batch
+from shoal.cost.batch_plan import BatchPlan, deal, deal_anew, micro_batch, rank_weights, shares, world_batch
 from shoal.data.sampling import CursorShard, ModuloShard, make_shard, permute, sample_indices
 from shoal.errors import ConfigError, UsageError
 
@@ -45,14 +45,14 @@ def test_any_position_can_be_asked_alone(count: int, seed: int, first: int, leng
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> Deal:
+def deals(draw: st.DrawFn) -> BatchPlan:
     world = draw(st.integers(1, 9))
     micro = draw(st.integers(1, 5))
     return deal(micro * draw(st.integers(world, 40)), micro, equal(world))
 
 
 @given(deals(), counts, seeds, st.integers(0, 200))
-def test_a_step_is_dealt_without_overlap_or_gap(dealt: Deal, count: int, seed: int, step: int) -> None:
+def test_a_step_is_dealt_without_overlap_or_gap(dealt: BatchPlan, count: int, seed: int, step: int) -> None:
     world = len(dealt.micro_batches)
     cursor = step * dealt.global_batch
     parts = [CursorShard(rank, dealt, count, seed).indices(cursor) for rank in range(world)]
@@ -61,14 +61,14 @@ def test_a_step_is_dealt_without_overlap_or_gap(dealt: Deal, count: int, seed: i
 
 
 @given(deals(), st.integers(9, 3000), seeds)
-def test_shard_sizes_add_up(dealt: Deal, count: int, seed: int) -> None:
+def test_shard_sizes_add_up(dealt: BatchPlan, count: int, seed: int) -> None:
     ranks = range(len(dealt.micro_batches))
     assert sum(CursorShard(rank, dealt, count, seed).size for rank in ranks) == count
     assert sum(ModuloShard(rank, dealt, count, seed).size for rank in ranks) == count
 
 
 @given(deals(), st.integers(9, 500), seeds, st.integers(0, 100))
-def test_a_modulo_shard_keeps_to_its_own(dealt: Deal, count: int, seed: int, step: int) -> None:
+def test_a_modulo_shard_keeps_to_its_own(dealt: BatchPlan, count: int, seed: int, step: int) -> None:
     world = len(dealt.micro_batches)
     for rank in range(world):
         indices = ModuloShard(rank, dealt, count, seed).indices(step * dealt.global_batch)
@@ -119,15 +119,15 @@ def test_equal_work_is_preferred(world: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("world", "is_compiled", "expected"),
     [
-        (3, False, Deal(4, (1, 1, 1))),
-        (2, False, Deal(3, (2, 2))),
-        (2, True, Deal(4, (2, 1))),
-        (4, True, Deal(3, (1, 1, 1, 1))),
-        (1, False, Deal(4, (3,))),
-        (12, False, Deal(1, (1,) * 12)),
+        (3, False, BatchPlan(4, (1, 1, 1))),
+        (2, False, BatchPlan(3, (2, 2))),
+        (2, True, BatchPlan(4, (2, 1))),
+        (4, True, BatchPlan(3, (1, 1, 1, 1))),
+        (1, False, BatchPlan(4, (3,))),
+        (12, False, BatchPlan(1, (1,) * 12)),
     ],
 )
-def test_a_batch_of_twelve_is_dealt_anew(world: int, is_compiled: bool, expected: Deal) -> None:
+def test_a_batch_of_twelve_is_dealt_anew(world: int, is_compiled: bool, expected: BatchPlan) -> None:
     """Evenly in micro-batches for which there was memory before; in the same shape where another must be compiled."""
     assert deal_anew(12, 4, equal(world), is_compiled) == expected
 

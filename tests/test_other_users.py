@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 import shoal as package
 from shoal.agent.agent import refuse_leftovers
 from shoal.cli import main
-from shoal.control.orders import Start
-from shoal.control.processes import Found, find, is_alive
+from shoal.control.orders import StartProcess
+from shoal.control.processes import RunProcess, find, is_alive
 from shoal.control.rank_env import CACHE_VARIABLES, choose_caches, find_danger, make_private
 from shoal.errors import DataError, UsageError
 from shoal.run_folder import RunFolder, user_name
@@ -212,7 +212,7 @@ _SHOW_CACHE = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
 def test_every_process_of_an_agent_gets_the_private_cache(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with agents(tmp_path / "run", XDG_CACHE_HOME=str(cache), TORCHINDUCTOR_CACHE_DIR="") as (agent,):
-        go([agent], [Start("rank-0", (0,), (sys.executable, "-c", _SHOW_CACHE), {})])
+        go([agent], [StartProcess("rank-0", (0,), (sys.executable, "-c", _SHOW_CACHE), {})])
         assert agent.code(30) == 0
     assert agent.run.log(agent.node, "rank-0").read_text() == f"{cache / 'shoal/torch/inductor'}\n"
 
@@ -398,7 +398,7 @@ def test_no_python_is_started_without_a_safe_path() -> None:
 
 @contextlib.contextmanager
 def claiming(run: Path, user: int, *words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    env = {"PATH": os.environ["PATH"], "SHOAL_RUN": str(run), "SHOAL_PART": "keeper", **variables}
+    env = {"PATH": os.environ["PATH"], "SHOAL_RUN": str(run), "SHOAL_PART": "supervisor", **variables}
     with subprocess.Popen(words or ("sleep", "60"), env=env, user=user, group=user, cwd="/") as process:
         try:
             yield process
@@ -406,7 +406,7 @@ def claiming(run: Path, user: int, *words: str, **variables: str) -> Iterator[su
             process.kill()
 
 
-def listed(run: Path) -> list[Found]:
+def listed(run: Path) -> list[RunProcess]:
     return [found for found in find() if found.run == run]
 
 
@@ -440,7 +440,7 @@ class TestForgedMarks:
         descriptor = os.open(program, os.O_PATH)
         reading, writing = os.pipe()
         run = make_folder(tmp_path / "ours")
-        env = {"SHOAL_RUN": str(run), "SHOAL_PART": "keeper"}
+        env = {"SHOAL_RUN": str(run), "SHOAL_PART": "supervisor"}
         with subprocess.Popen(
             [f"/proc/self/fd/{descriptor}"],
             env=env, user=STRANGER, group=STRANGER, cwd="/", stdout=writing, pass_fds=(descriptor,),
@@ -538,13 +538,13 @@ def their_run(as_root: None) -> Iterator[RunFolder]:
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     run = make_run(place / "run")
-    run.keeper.write_text('{"event":"keeping","rank":0}\n{"event":"ended","rank":0,"code":0}\n')
+    run.supervisor.write_text('{"event":"keeping","rank":0}\n{"event":"ended","rank":0,"code":0}\n')
     save_file({"weight": np.zeros(3, dtype=np.float32)}, run.state(0))
     checkpoint = make_folder(run.checkpoints / "step-00000100", 0o755)
     run.checkpoints.chmod(0o755)
     (checkpoint / "model.safetensors").write_bytes(b"secret")
     (checkpoint / "manifest.json").write_text('{"sha256": {"model.safetensors": "of a file that others may not read"}}')
-    for path in (run.keeper, run.state(0), checkpoint / "model.safetensors"):
+    for path in (run.supervisor, run.state(0), checkpoint / "model.safetensors"):
         path.chmod(0o600)
     yield run
     shutil.rmtree(place)
@@ -581,7 +581,7 @@ def test_what_another_user_may_not_read_is_not_called_wrong(
     wrong = {finding.file for finding in verdict.findings if finding.is_wrong}
     assert wrong < {finding.file for finding in whole.findings if finding.is_wrong}
     locked = {finding.file: finding.text for finding in verdict.findings if not finding.is_wrong}
-    private = {"keeper.jsonl", "state-rank-0.safetensors", "checkpoints/step-00000100/model.safetensors"}
+    private = {"supervisor.jsonl", "state-rank-0.safetensors", "checkpoints/step-00000100/model.safetensors"}
     assert locked.keys() >= private
     me = user_name(STRANGER)
     assert {locked[name] for name in private} == {

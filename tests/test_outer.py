@@ -21,21 +21,21 @@ from shoal.config.load import build_config
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.errors import ConfigError, RunFailed
 from shoal.model.gpt import GPT
-from shoal.sync.compression.base import Bucket, Stateless
+from shoal.sync.compression.base import Bucket, NoState
 from shoal.sync.outer import (
     AVERAGE,
-    Descent,
-    Exchange,
-    Outer,
-    Piece,
-    Rounds,
+    DiLoCo,
+    OuterExchange,
+    OuterShard,
+    OuterStep,
+    OuterSync,
     Streaming,
     cut_blocks,
     cut_pieces,
     is_sent_at,
     make_outer,
 )
-from shoal.sync.step_stats import CommTimes, Shared, StepExchange
+from shoal.sync.step_stats import CommTimes, StepGather, StepStats
 from shoal.sync.world import World
 from tests.harness import run_ranks
 
@@ -90,7 +90,7 @@ def train(world: World, settings: dict[str, Any], shares: Sequence[float]) -> li
 class Together:
     """N replicas in one process: what `train` must give, by plain torch and in its plainest form."""
 
-    def __init__(self, shares: Sequence[float], descent: Descent) -> None:
+    def __init__(self, shares: Sequence[float], descent: OuterStep) -> None:
         self.shares = shares
         self.replicas = [fresh() for _ in shares]
         self.common = {name: nn.Parameter(p.detach().clone()) for name, p in self.replicas[0][0].named_parameters()}
@@ -129,7 +129,7 @@ class Together:
 
 def reference(_: World, mode: str, shares: Sequence[float]) -> list[list[tuple[Arrays, Arrays]]]:
     """By step and rank. In a process as ranks are: with other threads, torch adds up in another order."""
-    world = Together(shares, AVERAGE if mode == "local" else Descent(0.7, 0.9))
+    world = Together(shares, AVERAGE if mode == "local" else OuterStep(0.7, 0.9))
     result = []
     sent: dict[str, Tensor] = {}
     fragments = cut_blocks([(name, p.numel()) for name, p in world.common.items()], 2)
@@ -231,8 +231,8 @@ def interrupted(world: World, mode: str, at: int) -> bool:
 
 
 def copied(
-    settings: SyncConfig, model: GPT, optimizer: AdamW, outer: Outer, world: World, share: float
-) -> tuple[GPT, AdamW, Outer]:
+    settings: SyncConfig, model: GPT, optimizer: AdamW, outer: OuterSync, world: World, share: float
+) -> tuple[GPT, AdamW, OuterSync]:
     again, other = fresh()
     with outer.common(), torch.no_grad():
         again.load_state_dict(model.state_dict())
@@ -256,7 +256,7 @@ def test_a_saved_state_goes_on_in_the_middle_of_a_round(mode: str, at: int, tmp_
 # The wire
 
 
-class HeldWire(Stateless):
+class HeldWire(NoState):
     """Sums nothing, and answers when it is told to."""
 
     def __init__(self) -> None:
@@ -276,9 +276,9 @@ class HeldWire(Stateless):
 def streams_on(world: World) -> list[float]:
     model, optimizer = fresh()
     wire = HeldWire()
-    exchange = Exchange(world, wire, 1.0)
-    pieces = [Piece(0, dict(model.named_parameters()), Descent(0.7, 0.9))]
-    outer = Streaming([pieces], exchange, every=6, overlap=4, descent=Descent(0.7, 0.9))
+    exchange = OuterExchange(world, wire, 1.0)
+    pieces = [OuterShard(0, dict(model.named_parameters()), OuterStep(0.7, 0.9))]
+    outer = Streaming([pieces], exchange, every=6, overlap=4, descent=OuterStep(0.7, 0.9))
     before = arrays(model)
     blocked_s = []
     for step in range(1, 10):
@@ -307,7 +307,7 @@ def most_gaps_at_once(world: World) -> int:
     model, _ = fresh()
     alive, most = 0, 0
 
-    class Answering(Stateless):
+    class Answering(NoState):
         def __call__(self, bucket: Bucket) -> Future[Tensor]:
             nonlocal alive, most
             alive += 1
@@ -316,7 +316,7 @@ def most_gaps_at_once(world: World) -> int:
             done.set_result(bucket.flat)
             return done
 
-    class Counted(Piece):
+    class Counted(OuterShard):
         def put_by(self, gap: Tensor) -> None:
             nonlocal alive
             alive -= 1
@@ -324,7 +324,7 @@ def most_gaps_at_once(world: World) -> int:
 
     parameters = model.named_parameters()
     pieces = [Counted(index, {name: parameter}, AVERAGE) for index, (name, parameter) in enumerate(parameters)]
-    Rounds(pieces, Exchange(world, Answering(), 1.0), every=1, descent=AVERAGE).after(1, last=False)
+    DiLoCo(pieces, OuterExchange(world, Answering(), 1.0), every=1, descent=AVERAGE).after(1, last=False)
     assert alive == 0
     return most
 
@@ -347,7 +347,7 @@ def test_momentum_is_the_one_copy_beside_the_common_parameters(tmp_path: Path) -
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_sum_that_is_not_finite_is_refused(bad: float) -> None:
-    piece = Piece(0, {"weight": nn.Parameter(torch.ones(3))}, AVERAGE)
+    piece = OuterShard(0, {"weight": nn.Parameter(torch.ones(3))}, AVERAGE)
     with pytest.raises(RunFailed, match="not finite"):
         piece.descend(torch.tensor([0.0, bad, 0.0]), AVERAGE)
 
@@ -410,9 +410,9 @@ def test_every_fragment_has_one_turn_a_round(every: int, data: st.DataObject) ->
 LAG = 3
 
 
-def lagging(world: World, steps: int) -> tuple[list[int], list[Shared], list[Shared]]:
+def lagging(world: World, steps: int) -> tuple[list[int], list[StepStats], list[StepStats]]:
     """Rank 0 runs ahead as far as it may before rank 1 begins; rank 1 wants to stop in its second step."""
-    exchange = StepExchange(world, lag=LAG)
+    exchange = StepGather(world, lag=LAG)
     if world.rank == 1:
         world.store.wait(["ahead"])
     counts, known = [], []

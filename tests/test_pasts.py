@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import CheckpointError
 from shoal.train.checkpoint import Progress
-from shoal.train.resume import Kept, choose, have_parted, shared_step
+from shoal.train.resume import LocalCheckpoint, choose, have_parted, shared_step
 
 
 def past(step: int, lineage: str, *history: tuple[str, int]) -> Progress:
@@ -21,7 +21,7 @@ RIGHT = past(80, "5-1", ("1-0", 60))
 def test_a_machine_that_left_early_is_behind_and_has_not_parted() -> None:
     assert shared_step(COMMON, LEFT) == 40
     assert not have_parted(COMMON, LEFT)
-    assert choose({0: Kept("a", COMMON), 1: Kept("b", LEFT)}) == 1
+    assert choose({0: LocalCheckpoint("a", COMMON), 1: LocalCheckpoint("b", LEFT)}) == 1
 
 
 def test_two_that_trained_on_have_parted_where_the_first_left() -> None:
@@ -35,24 +35,24 @@ def test_one_that_never_left_the_old_lineage_has_parted_too() -> None:
 
 def test_two_trainings_are_not_chosen_from_silently() -> None:
     with pytest.raises(CheckpointError) as refused:
-        choose({0: Kept("desk", LEFT), 2: Kept("lap", RIGHT)})
+        choose({0: LocalCheckpoint("desk", LEFT), 2: LocalCheckpoint("lap", RIGHT)})
     assert "desk has step 90 of lineage 5-0 and lap has step 80 of lineage 5-1" in refused.value.seen
     assert "they share 60 steps" in refused.value.seen
     assert "--lineage 5-0" in refused.value.fix
 
 
 def test_the_user_may_choose_the_shorter_one() -> None:
-    assert choose({0: Kept("desk", LEFT), 2: Kept("lap", RIGHT)}, "5-1") == 2
+    assert choose({0: LocalCheckpoint("desk", LEFT), 2: LocalCheckpoint("lap", RIGHT)}, "5-1") == 2
 
 
 def test_an_unknown_lineage_is_named_with_those_there_are() -> None:
     with pytest.raises(CheckpointError, match="lineage 7-7") as refused:
-        choose({0: Kept("desk", LEFT), 2: Kept("lap", RIGHT)}, "7-7")
+        choose({0: LocalCheckpoint("desk", LEFT), 2: LocalCheckpoint("lap", RIGHT)}, "7-7")
     assert "5-0, 5-1" in refused.value.why
 
 
 def test_among_equals_the_lowest_rank_has_it() -> None:
-    assert choose({3: Kept("a", COMMON), 1: Kept("b", COMMON)}) == 1
+    assert choose({3: LocalCheckpoint("a", COMMON), 1: LocalCheckpoint("b", COMMON)}) == 1
 
 
 def test_without_any_there_is_nothing_to_resume() -> None:

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from shoal.config.load import build_config
 from shoal.config.schema import TrainConfig
 from shoal.cost.buckets import AVAILABLE, Lever
-from shoal.cost.data_sheets import Overrides, find_link, find_machines, make_setting
+from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_setting
 from shoal.cost.machines import LINKS, MACHINES, SheetSpeed
-from shoal.cost.network import NodesNetwork, RingNetwork, Wire, collective_s, hierarchical_s, payload_factor
-from shoal.cost.predict import Setting, expected_max, expected_max_of, expected_slowest, predict, speeds
+from shoal.cost.network import LinkSpeed, NodesNetwork, RingNetwork, collective_s, hierarchical_s, payload_factor
+from shoal.cost.predict import ClusterModel, expected_max, expected_max_of, expected_slowest, predict, speeds
 from shoal.cost.workload import bare_workload, workload_of
 from shoal.tools.plan.advise import make_plan, make_row
 
 GPT2 = workload_of(build_config("gpt2-124m"))
-GIGABIT = Wire(125e6, 1e-3)
+GIGABIT = LinkSpeed(125e6, 1e-3)
 
 
 def setting(
     link: str = "1gbe", machine: str = "laptop", ranks_per_node: int = 1, efficiency: float | None = None
-) -> Setting:
+) -> ClusterModel:
     wired = find_link(link)
-    return make_setting(wired, find_machines(machine, wired), ranks_per_node, Overrides(efficiency=efficiency))
+    return make_setting(wired, find_machines(machine, wired), ranks_per_node, SheetOverrides(efficiency=efficiency))
 
 
 # The figures everybody knows
@@ -84,7 +84,7 @@ def test_large_worlds_use_trees_where_they_may() -> None:
 
 
 def test_summing_up_inside_first() -> None:
-    inside, between = Wire(1e9, 1e-5), Wire(1e8, 1e-3)
+    inside, between = LinkSpeed(1e9, 1e-5), LinkSpeed(1e8, 1e-3)
     seconds = hierarchical_s(4, 8, 1e8, inside, between)
     assert seconds == pytest.approx(1.75 * 0.1 + 14e-5 + 1.5 + 6e-3)
     network = NodesNetwork(8, RingNetwork(1e9, 1e-5), RingNetwork(1e8, 1e-3), hierarchical=True)
@@ -139,7 +139,7 @@ def test_of_samples_one_draw_is_the_mean_and_many_are_the_maximum() -> None:
 # Levers
 
 
-def step_s(lever: Lever, nodes: int = 4, where: Setting | None = None) -> float:
+def step_s(lever: Lever, nodes: int = 4, where: ClusterModel | None = None) -> float:
     return predict(GPT2, lever, where or setting(), nodes).step.step_s
 
 
@@ -185,7 +185,7 @@ def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
 
 
 def test_powersgd_sends_two_messages_for_each_bucket() -> None:
-    silent = Setting(setting().speed, RingNetwork(1e30, 1e-3))
+    silent = ClusterModel(setting().speed, RingNetwork(1e30, 1e-3))
     plain, low_rank = (predict(GPT2, Lever().with_(wire=wire), silent, 2).step for wire in ("fp32", "powersgd"))
     assert low_rank.comm_s == pytest.approx(2 * plain.comm_s)
 

@@ -20,10 +20,10 @@ from shoal.cost.model_size import flops_per_token
 from shoal.cost.predict import predict
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
-from shoal.tools.plan.compare import Outcome, calibrate, predict_run, refuse_another_cluster
+from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.explain_run import explain_prediction, say_prediction
-from shoal.tools.report.summary import Spread, Summary, summarize
+from shoal.tools.report.summary import MinMedianMax, RunSummary, summarize
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
 from tests.test_profile import measured
@@ -143,9 +143,9 @@ def test_a_profile_of_another_cluster_is_refused(profile: Profile, tmp_path: Pat
 STEP = StepTime(compute_s=0.2, comm_s=0.1, exposed_s=0.08, wait_s=0.0, optimizer_s=0.01, other_s=0.002)
 
 
-def outcome(compute: float, comm: float | None) -> Outcome:
+def outcome(compute: float, comm: float | None) -> ComparedRun:
     comm_s = None if comm is None else comm * STEP.comm_s
-    return Outcome(STEP, compute * STEP.compute_s, 0.02, comm_s or 0.0, comm_s, 0.004, step_s=0.3)
+    return ComparedRun(STEP, compute * STEP.compute_s, 0.02, comm_s or 0.0, comm_s, 0.004, step_s=0.3)
 
 
 def test_constants_are_medians_over_runs() -> None:
@@ -178,7 +178,7 @@ def record(**changes: float) -> PredictionRecord:
     return PredictionRecord(step_s=step_s, **phases, **about)
 
 
-def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> Summary:
+def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> RunSummary:
     phases = {
         "forward": 0.07,
         "backward": 0.13,
@@ -191,8 +191,8 @@ def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> Sum
     return replace(
         summarize(all_events()),
         phases=phases,
-        step_s=Spread(took_s, took_s, took_s),
-        allreduce_s=Spread(allreduce_s, allreduce_s, allreduce_s),
+        step_s=MinMedianMax(took_s, took_s, took_s),
+        allreduce_s=MinMedianMax(allreduce_s, allreduce_s, allreduce_s),
         other_load=load,
     )
 
@@ -216,7 +216,7 @@ def test_a_good_prediction_is_called_one() -> None:
         (run_of(optimizer=0.05), "the optimizer took 40 ms more"),
     ],
 )
-def test_a_difference_is_named_with_its_cause(run: Summary, words: str) -> None:
+def test_a_difference_is_named_with_its_cause(run: RunSummary, words: str) -> None:
     assert words in (explain_prediction(record(), run) or "")
 
 

@@ -23,7 +23,7 @@ from shoal.config.schema import DataConfig
 from shoal.data.corpus import find_texts, read_texts
 from shoal.data.prepare import (
     SHAKESPEARE,
-    Prepared,
+    PreparedData,
     cache_root,
     check_enough,
     create_run,
@@ -45,7 +45,7 @@ def story(tmp_path: Path) -> DataConfig:
     return DataConfig(path=path, cache_dir=tmp_path / "cache")
 
 
-def decoded(prepared: Prepared) -> tuple[str, str]:
+def decoded(prepared: PreparedData) -> tuple[str, str]:
     tokenizer = load_tokenizer(prepared.tokenizer)
     train, val = (open_tokens(path, check=True).tokens for path in (prepared.train, prepared.val))
     return tokenizer.decode(train), tokenizer.decode(val)
@@ -371,28 +371,28 @@ def test_a_text_we_may_not_read_is_a_data_error(tmp_path: Path, inside: bool) ->
 
 
 @pytest.fixture
-def counted(story: DataConfig) -> Prepared:
+def counted(story: DataConfig) -> PreparedData:
     return replace(prepare(story), train_tokens=641, val_tokens=65)
 
 
-def test_exactly_one_batch_is_enough(counted: Prepared) -> None:
+def test_exactly_one_batch_is_enough(counted: PreparedData) -> None:
     check_enough(counted, seq_len=64, global_batch=10)
 
 
-def test_a_text_shorter_than_one_batch_says_what_would_fit(counted: Prepared) -> None:
+def test_a_text_shorter_than_one_batch_says_what_would_fit(counted: PreparedData) -> None:
     with pytest.raises(DataError, match="training text has 10 sequences of 64 tokens, 11 are needed") as caught:
         check_enough(counted, seq_len=64, global_batch=11)
     assert "--set train.global_batch=10," in caught.value.fix
 
 
-def test_a_text_shorter_than_one_sequence_asks_for_shorter_ones(counted: Prepared) -> None:
+def test_a_text_shorter_than_one_sequence_asks_for_shorter_ones(counted: PreparedData) -> None:
     with pytest.raises(DataError, match="training text has 0 sequences") as caught:
         check_enough(counted, seq_len=1024, global_batch=4)
     assert "--set model.seq_len=64," in caught.value.fix
     check_enough(counted, seq_len=64, global_batch=4)
 
 
-def test_validation_needs_one_sequence(counted: Prepared) -> None:
+def test_validation_needs_one_sequence(counted: PreparedData) -> None:
     with pytest.raises(DataError, match="validation text has 0 sequences of 65 tokens, 1 are needed") as caught:
         check_enough(counted, seq_len=65, global_batch=1)
     assert "--set model.seq_len=64" in caught.value.fix
@@ -414,7 +414,7 @@ def test_the_advice_for_a_short_text_works_at_once(
         return size >= ranks and size % multiple == 0
 
     folder = Path("cache")
-    text = Prepared(folder, folder, folder, folder, 65, train, val, "digest", "my.txt", None)
+    text = PreparedData(folder, folder, folder, folder, 65, train, val, "digest", "my.txt", None)
     fix = ""
     try:
         check_enough(text, seq_len, unit * batch, unit, can_deal)
@@ -442,7 +442,7 @@ def test_the_advice_for_a_short_text_works_at_once(
     ],
 )
 def test_the_advised_batch_can_be_dealt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Prepared, sets: list[str], ranks: int, advised: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: PreparedData, sets: list[str], ranks: int, advised: int
 ) -> None:
     """The text has ten sequences."""
     monkeypatch.setattr("shoal.data.prepare.prepare", lambda config: counted)

@@ -19,14 +19,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster.node import Node, Process, Talk, module_command
+from shoal.cluster.node import LocalProgram, Node, RemoteProgram, module_command
 from shoal.config.load import read_profile
 from shoal.config.profile import Profile
 from shoal.cost.network import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     SIZES,
-    Line,
+    LinearFit,
     bus_gbps,
     expected_s,
     fit,
@@ -41,7 +41,7 @@ from tests.lab_checks import need_lab, standing_lab
 from tests.needs import need_tool
 from tests.programs import shoal, shoal_command
 
-GIGABIT = Line(1e-3, 8 / 0.96e9)
+GIGABIT = LinearFit(1e-3, 8 / 0.96e9)
 OTHERS = ("reduce-scatter", "all-gather", "broadcast")
 
 
@@ -89,7 +89,7 @@ def test_bus_bandwidth_is_what_nccl_tests_calls_so() -> None:
 # The budget
 
 
-def sweep_at(line: Line, budget_s: float) -> tuple[list[int], float]:
+def sweep_at(line: LinearFit, budget_s: float) -> tuple[list[int], float]:
     """What a sweep over such a link would measure, and how long it would take."""
     tries: list[tuple[int, float]] = []
     spent_s = 0.0
@@ -105,19 +105,19 @@ def sweep_at(line: Line, budget_s: float) -> tuple[list[int], float]:
 
 
 def test_a_fast_link_gets_every_size() -> None:
-    assert sweep_at(Line(1e-4, 8 / 40e9), 10.0)[0] == list(SIZES)
+    assert sweep_at(LinearFit(1e-4, 8 / 40e9), 10.0)[0] == list(SIZES)
 
 
 @pytest.mark.parametrize("mbps", [1, 10, 100, 1000])
 def test_a_slow_link_gets_smaller_sizes_and_keeps_to_the_time(mbps: int) -> None:
-    sizes, spent_s = sweep_at(Line(1e-3, 8 / (mbps * 1e6)), 8.0)
+    sizes, spent_s = sweep_at(LinearFit(1e-3, 8 / (mbps * 1e6)), 8.0)
     assert sizes == list(SIZES[: len(sizes)])
     assert 3 <= len(sizes) < len(SIZES)
     assert spent_s <= 8.0
 
 
 def test_two_sizes_are_measured_however_little_time_there_is() -> None:
-    assert sweep_at(Line(1e-3, 8 / 1e6), 0.0)[0] == list(SIZES[:2])
+    assert sweep_at(LinearFit(1e-3, 8 / 1e6), 0.0)[0] == list(SIZES[:2])
 
 
 def test_rounds_stay_within_their_limits() -> None:
@@ -211,21 +211,21 @@ def test_iperf3_is_read_like_our_own_probe() -> None:
 
 
 @pytest.fixture
-def gauge() -> Iterator[Talk]:
+def gauge() -> Iterator[RemoteProgram]:
     """Without site-packages: it must run where nothing is installed."""
     command = module_command(GAUGE)
     bare = [command[0], "-S", *command[1:]]
     source = str(Path(read_profile.__code__.co_filename).parents[2])
-    with closing(Talk("here", Process(bare, {"PYTHONPATH": source}))) as talk:
+    with closing(RemoteProgram("here", LocalProgram(bare, {"PYTHONPATH": source}))) as talk:
         yield talk
 
 
-def listening(talk: Talk) -> dict[str, Any]:
+def listening(talk: RemoteProgram) -> dict[str, Any]:
     place = {"address": "127.0.0.1", "token": "secret"}
     return {**place, "port": talk.ask(10, do="listen", **place)["port"]}
 
 
-def flow_bps(talk: Talk, place: dict[str, Any], tool: str, streams: int, seconds: float) -> float:
+def flow_bps(talk: RemoteProgram, place: dict[str, Any], tool: str, streams: int, seconds: float) -> float:
     order = {**place, "session": f"{tool}-{streams}", "tool": tool, "streams": streams, "seconds": seconds}
     order["port"] = talk.ask(10, do="expect", **order)["port"]
     for step in ("send", "sent"):
@@ -233,7 +233,7 @@ def flow_bps(talk: Talk, place: dict[str, Any], tool: str, streams: int, seconds
     return float(talk.ask(20, do="received", **order)["bps"])
 
 
-def test_the_gauge_needs_nothing_but_python(gauge: Talk) -> None:
+def test_the_gauge_needs_nothing_but_python(gauge: RemoteProgram) -> None:
     facts = gauge.ask(10, do="facts")
     assert facts["memory_bytes"] == psutil.virtual_memory().total
     assert facts["torch"] is None
@@ -247,12 +247,12 @@ def test_the_gauge_needs_nothing_but_python(gauge: Talk) -> None:
         gauge.ask(5, do="nonsense")
 
 
-def test_the_gauge_has_iperf3_measure_too(gauge: Talk) -> None:
+def test_the_gauge_has_iperf3_measure_too(gauge: RemoteProgram) -> None:
     need_tool("iperf3")
     assert flow_bps(gauge, listening(gauge), "iperf3", 2, 1) > 0
 
 
-def test_a_stranger_is_closed_out(gauge: Talk) -> None:
+def test_a_stranger_is_closed_out(gauge: RemoteProgram) -> None:
     place = listening(gauge)
     with socket.create_connection((place["address"], place["port"]), timeout=5) as stranger:
         stranger.sendall(b"guess echo -\n")

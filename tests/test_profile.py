@@ -13,14 +13,14 @@ from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profil
 from shoal.config.schema import ModelConfig
 from shoal.cost.machines import Roofline
 from shoal.cost.model_size import flops_per_token, intensity
-from shoal.cost.network import SIZES, Line
+from shoal.cost.network import SIZES, LinearFit
 from shoal.errors import DataError, RunFailed, UsageError
 from shoal.events import Event
 from shoal.tools.probe.figure import draw_probe, plot_probe
-from shoal.tools.probe.run import Measured, assemble, fastest, summarize
+from shoal.tools.probe.run import ProbeData, assemble, fastest, summarize
 from tests.programs import shoal
 
-GIGABIT = Line(1e-3, 8 / 0.96e9)
+GIGABIT = LinearFit(1e-3, 8 / 0.96e9)
 
 
 def collective(op: str, size: int, seconds: float, kind: str = "collective", element_bytes: int = 4) -> Event:
@@ -83,7 +83,7 @@ def link(source: str, target: str, together_gbps: float = 0.96) -> LinkProfile:
     return LinkProfile(source=source, target=target, tool="iperf3", latency_s=2e-4, **rates)
 
 
-def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96, load: float = 0.0) -> Measured:
+def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96, load: float = 0.0) -> ProbeData:
     nodes = [Node(f"node{number}", f"10.0.0.{number}", "eth0", 1, 2) for number in (1, 2)]
     facts = {
         node.name: {
@@ -102,7 +102,7 @@ def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96
         {"event": "load", "node": name, "wall_s": 60.0, "cpu_s": 30.0, "machine_busy_s": 30.0 * ranks + 60.0 * load}
         for name, ranks in here.items()
     ]
-    return Measured("lab:2", nodes, facts, links, [*events_of(nodes), *spent], ("a note of the plan",))
+    return ProbeData("lab:2", nodes, facts, links, [*events_of(nodes), *spent], ("a note of the plan",))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_each_profile_has_a_picture_of_its_own(tmp_path: Path) -> None:
 
 def test_a_rank_that_left_no_figures_is_an_error() -> None:
     found = measured()
-    silent = Measured(
+    silent = ProbeData(
         found.on, found.nodes, found.facts, found.links, [e for e in found.events if e["event"] != "compute"]
     )
     with pytest.raises(RunFailed, match="node1 ended without"):

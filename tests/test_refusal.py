@@ -21,7 +21,7 @@ from shoal.train.build import build_trainer
 from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder
 from shoal.train.saving import replica_state
-from shoal.train.trainer import StopWish, Told, Trainer, explain
+from shoal.train.trainer import RefusedStep, StopRequest, Trainer, explain
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl
 
@@ -75,7 +75,7 @@ def train(world: World, run: Path, poison: Poison, culprits: tuple[int, ...]) ->
     world = replace(world, keeps_files=world.is_main)
     folder = RunFolder.open(run)
     recorder = Recorder(folder, world)
-    trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopWish(), resume=False)
+    trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopRequest(), resume=False)
     if world.rank in culprits:
         poison(trainer)
     try:
@@ -162,10 +162,10 @@ def test_a_training_that_diverges_everywhere_blames_nobody(tmp_path: Path) -> No
 
 
 def test_the_first_bad_step_counts_and_the_loss_before_the_norm() -> None:
-    later = Told(0, step=9, loss="inf", norm="nan", samples=(0, 4))
-    spoiled = Told(1, step=8, loss="finite", norm="nan", samples=(4, 8))
-    culprit = Told(5, step=8, loss="inf", norm="nan", samples=(8, 12))
+    later = RefusedStep(0, step=9, loss="inf", norm="nan", samples=(0, 4))
+    spoiled = RefusedStep(1, step=8, loss="finite", norm="nan", samples=(4, 8))
+    culprit = RefusedStep(5, step=8, loss="inf", norm="nan", samples=(8, 12))
     assert "in step 8: that of rank 5 on samples 8 to 11 became inf;" in explain([later, spoiled, culprit], 3, 0.3).seen
-    alone = explain([Told(0, step=8, loss="finite", norm="inf", samples=(0, 4))], 1, 0.3)
+    alone = explain([RefusedStep(0, step=8, loss="finite", norm="inf", samples=(0, 4))], 1, 0.3)
     assert alone.seen == "the gradient norm became inf in step 8"
     assert "--set train.lr=0.1" in alone.fix

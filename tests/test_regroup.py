@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from shoal.config.load import build_config
-from shoal.control.rank_messages import Here
+from shoal.control.rank_messages import RankReady
 from shoal.data.prepare import create_run
 from shoal.errors import RunFailed
 from shoal.run_folder import RunFolder
@@ -26,7 +26,7 @@ from shoal.tools.report.commit_log import check_ledger
 from shoal.tools.report.replicas import compare_replicas
 from shoal.tools.report.summary import summarize
 from shoal.tools.report.verify import verify_run
-from shoal.train.recover import Membership
+from shoal.train.recover import GenerationChanger
 from tests.harness import run_ranks
 from tests.needs import need_tool
 from tests.programs import TINY, read_jsonl
@@ -105,7 +105,7 @@ def test_a_machine_that_joins_with_its_own_disk_writes_each_line_once(tmp_path: 
 
 
 @pytest.mark.long
-def test_what_the_keeper_of_the_ledger_did_not_come_to_write_is_written_by_the_next(agent: ScriptedAgent) -> None:
+def test_what_the_supervisor_of_the_ledger_did_not_come_to_write_is_written_by_the_next(agent: ScriptedAgent) -> None:
     """It is one step behind the others when it dies between an exchange and the line that follows."""
     agent.await_step(0, 5)
     agent.kill(0)
@@ -293,7 +293,7 @@ def recover_in_vain(world: World, folder: Path) -> list[str]:
     )
     member: Any = SimpleNamespace(fence=SimpleNamespace(lose_state=lambda: None))
     nothing: Any = None
-    membership = Membership(member, world.store, nothing, trainer, nothing, run)
+    membership = GenerationChanger(member, world.store, nothing, trainer, nothing, run)
     seen = []
     for _ in range(6):
         try:
@@ -311,7 +311,7 @@ def test_recoveries_that_break_again_and_again_come_to_an_end(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_what_the_keeper_of_the_ledger_has_not_learned_yet_it_learns_from_the_furthest(tmp_path: Path) -> None:
+def test_what_the_supervisor_of_the_ledger_has_not_learned_yet_it_learns_from_the_furthest(tmp_path: Path) -> None:
     """Where replicas part, one may be eight steps ahead and know so much earlier what is committed."""
     run = make_run(tmp_path / "run", *WAYS["streaming"])
     with ScriptedAgent(run, 3) as agent:
@@ -357,7 +357,7 @@ def test_whoever_comes_back_has_compiled_before_the_others_wait_for_it(tmp_path:
         agent.kill(1)
         agent.regroup((0,))
         agent.start(1)
-        agent.ranks[1].hear(Here)
+        agent.ranks[1].hear(RankReady)
         agent.regroup((0, 1), joining=(1,), at_edge=True)
         _, joined = wait_until(lambda: agent.events(1, "membership")[1:] and agent.events(1, "membership"))
         agent.await_step(1, joined["step"] + 1)

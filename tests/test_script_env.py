@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from shoal.cluster.node import LOOPBACK, Meeting, Node
+from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
 from shoal.errors import UsageError
 from shoal.launch.plan import plan_script, settings_notes
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import grace_of
-from shoal.runs.start import Source, active_environment, choose_python, choose_stdin
+from shoal.runs.start import StdinSource, active_environment, choose_python, choose_stdin
 from tests.programs import shoal, shoal_command
 
 HERE = Node("local", LOOPBACK, "lo", 2, 8)
 LAB = [Node("node1", "10.77.0.1", "eth0", 1, 2), Node("node2", "10.77.0.2", "eth0", 1, 2)]
-MEETING = Meeting(LOOPBACK, 4711)
+MEETING = Rendezvous(LOOPBACK, 4711)
 THEIRS = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "wlan0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
@@ -147,17 +147,17 @@ def pipe(text: bytes) -> Iterator[int]:
 
 def test_who_reads_the_standard_input() -> None:
     with pipe(b"hello") as fd:
-        assert choose_stdin("local:2", False, fd) == (Source.OURS, "")
+        assert choose_stdin("local:2", False, fd) == (StdinSource.OURS, "")
         passes, note = choose_stdin("lab:2", False, fd)
-        assert (passes, "is not passed on: only rank 0 of local:N can read it" in note) == (Source.NONE, True)
+        assert (passes, "is not passed on: only rank 0 of local:N can read it" in note) == (StdinSource.NONE, True)
         passes, note = choose_stdin("local:2", True, fd)
-        assert (passes, "is not passed on: the run is detached" in note) == (Source.NONE, True)
+        assert (passes, "is not passed on: the run is detached" in note) == (StdinSource.NONE, True)
     with pipe(b"") as fd:
         # A CI's or cron's pipe that says nothing is nothing to speak of.
-        assert choose_stdin("lab:2", False, fd) == (Source.NONE, "")
+        assert choose_stdin("lab:2", False, fd) == (StdinSource.NONE, "")
     with Path(os.devnull).open() as null:
-        assert choose_stdin("local:2", False, null.fileno()) == (Source.NONE, "")
-    assert choose_stdin("local:2", False, 987) == (Source.NONE, "")
+        assert choose_stdin("local:2", False, null.fileno()) == (StdinSource.NONE, "")
+    assert choose_stdin("local:2", False, 987) == (StdinSource.NONE, "")
 
 
 CHOOSE = """

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import OutOfMemory
-from shoal.launch.failure import Ending, Raised, failure, first_to_fail, last_exception, left_early, script_faults
+from shoal.launch.failure import (
+    ProcessEnd,
+    RaisedException,
+    failure,
+    first_to_fail,
+    last_exception,
+    left_early,
+    script_faults,
+)
 from shoal.launch.launcher import tail_of
 from shoal.tools.explain.explain import is_consequence
 from tests.programs import shoal
@@ -72,27 +80,30 @@ SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxErr
 @pytest.mark.parametrize(
     ("log", "expected"),
     [
-        (RAISED, Raised("ValueError: negative learning rate", "oops.py line 9")),
+        (RAISED, RaisedException("ValueError: negative learning rate", "oops.py line 9")),
         # The program's own line, not the one of the library that raised.
-        (VICTIM, Raised(VICTIM.splitlines()[-1].removeprefix("[rank0]: "), "oops.py line 12")),
-        (WHILE_HANDLED, Raised("ValueError: negative learning rate", "oops.py line 9")),
+        (VICTIM, RaisedException(VICTIM.splitlines()[-1].removeprefix("[rank0]: "), "oops.py line 12")),
+        (WHILE_HANDLED, RaisedException("ValueError: negative learning rate", "oops.py line 9")),
         (
             RAISED + WHILE_HANDLED.replace("ValueError", "KeyError"),
-            Raised("KeyError: negative learning rate", "oops.py line 9"),
+            RaisedException("KeyError: negative learning rate", "oops.py line 9"),
         ),
-        (RAISED_ANEW, Raised("RuntimeError: the configuration is wrong", "oops.py line 20")),
-        (MISMATCHES, Raised("ValueError: negative learning rate in load_state_dict:", "oops.py line 9")),
+        (RAISED_ANEW, RaisedException("RuntimeError: the configuration is wrong", "oops.py line 20")),
+        (MISMATCHES, RaisedException("ValueError: negative learning rate in load_state_dict:", "oops.py line 9")),
         (FAULT, None),
         # A progress bar or a prompt without a line end stands before the traceback.
-        ("4/10 it" + RAISED.partition("\n")[2], Raised("ValueError: negative learning rate", "oops.py line 9")),
+        (
+            "4/10 it" + RAISED.partition("\n")[2],
+            RaisedException("ValueError: negative learning rate", "oops.py line 9"),
+        ),
         (
             "\r3/10 it\r4/10 it" + RAISED.partition("\n")[2],
-            Raised("ValueError: negative learning rate", "oops.py line 9"),
+            RaisedException("ValueError: negative learning rate", "oops.py line 9"),
         ),
-        (SYNTAX, Raised("SyntaxError: invalid syntax", "oops.py line 3")),
+        (SYNTAX, RaisedException("SyntaxError: invalid syntax", "oops.py line 3")),
         (
             RAISED + "[W1] a warning of torch at its end\n",
-            Raised("ValueError: negative learning rate", "oops.py line 9"),
+            RaisedException("ValueError: negative learning rate", "oops.py line 9"),
         ),
         (RAISED + "training goes on\n" * 30, None),
         ("KeyError: printed, not raised\n", None),
@@ -100,15 +111,15 @@ SYNTAX = '  File "/home/me/oops.py", line 3\n    def f(:\n          ^\nSyntaxErr
         ("Traceback (most recent call last):\n", None),
     ],
 )
-def test_the_exception_that_ended_a_rank_is_read_from_its_log(log: str, expected: Raised | None) -> None:
+def test_the_exception_that_ended_a_rank_is_read_from_its_log(log: str, expected: RaisedException | None) -> None:
     assert last_exception(log, is_consequence) == expected
 
 
-def ending(rank: int, order: int, code: int = 1) -> Ending:
-    return Ending(f"rank-{rank}", "here", (rank,), code, order, log=f"/logs/rank-{rank}.log")
+def ending(rank: int, order: int, code: int = 1) -> ProcessEnd:
+    return ProcessEnd(f"rank-{rank}", "here", (rank,), code, order, log=f"/logs/rank-{rank}.log")
 
 
-def faults_of(endings: list[Ending], *logs: str) -> dict[int, dict[str, object]]:
+def faults_of(endings: list[ProcessEnd], *logs: str) -> dict[int, dict[str, object]]:
     return script_faults(endings, lambda ending: logs[ending.ranks[0]], is_consequence)
 
 
@@ -133,7 +144,7 @@ def test_ranks_that_fail_alike_are_said_to() -> None:
 
 @pytest.mark.parametrize("starved", [False, True])
 def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(starved: bool) -> None:
-    killed = Ending("rank-1", "local", (1,), -9, 0, starved=starved)
+    killed = ProcessEnd("rank-1", "local", (1,), -9, 0, starved=starved)
     faults = script_faults([killed], lambda ending: RAISED, is_consequence)
     assert faults == {}
     error = failure([killed], faults, {"rank-1": RAISED})
@@ -143,7 +154,7 @@ def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(s
 
 
 def test_the_end_of_a_log_stands_alone_where_nothing_else_is_known() -> None:
-    error = failure([Ending("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
+    error = failure([ProcessEnd("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
     assert error is not None
     assert error.why == "the end of its log:\nlast words"
 

@@ -73,7 +73,7 @@ def test_nothing_listens_on_every_address(tmp_path: Path, on: str) -> None:
     with training(tmp_path, on) as run:
         ports = ports_of(run)
         parts = set(pids_of(run).values())
-    assert {"agent", "keeper"} <= {part.partition("-")[0] for part in parts}
+    assert {"agent", "supervisor"} <= {part.partition("-")[0] for part in parts}
     assert {part for each, part in ports.items() if each.kind == "tcp"} >= {"agent", "rank-0", "rank-1"}
     assert [f"{part}: {each}" for each, part in ports.items() if each.is_everywhere] == []
 

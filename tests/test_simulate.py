@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.tools.plan.scenario import Checkpoints, Failures, Lognormal, Policy, Scaling, Steady, from_table
-from shoal.tools.plan.simulation import CAUSES, Ledger, Leg, Rhythm, best_every, daly_s, outcomes_of, simulate, young_s
+from shoal.tools.plan.simulation import (
+    CAUSES,
+    Leg,
+    Rhythm,
+    TimeLedger,
+    best_every,
+    daly_s,
+    outcomes_of,
+    simulate,
+    young_s,
+)
 from tests.simulate_scenes import HOUR, SlowWay, scenario
 
 POLICIES: tuple[Policy, ...] = ("restart", "live")
@@ -253,7 +263,7 @@ def test_a_table_of_step_times_is_exact_at_its_sizes_and_between_them_for_divide
 
 
 def test_rolling_back_moves_time_from_steps_to_redone() -> None:
-    ledger = Ledger()
+    ledger = TimeLedger()
     ledger.train(Leg(0.0, 10.0, 0.0, 10.0, 1.0, 1.0, 2))
     ledger.train(Leg(10.0, 15.0, 10.0, 2.5, 1.0, 2.0, 2))
     ledger.roll_back(12)

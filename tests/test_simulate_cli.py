@@ -19,7 +19,7 @@ from shoal.cli import simulate as knobs
 from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simulate
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.tools.plan.figures import LABELS, draw_simulation
-from shoal.tools.plan.scenario import Measured, Slowest
+from shoal.tools.plan.scenario import MeasuredStraggling, Slowest
 from shoal.tools.report.rank_log import own_factors
 from tests.run_samples import all_events, make_run, rank_events
 
@@ -174,7 +174,7 @@ def test_every_knob_has_a_flag_and_its_default_can_be_simulated() -> None:
 def test_stragglers_are_fitted_to_the_own_times_of_each_rank(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     found = scenarios(options(straggler=str(tmp_path / "run"), recovery="live"))["live"].straggling
-    assert isinstance(found, Measured)
+    assert isinstance(found, MeasuredStraggling)
     assert 1.0 < Slowest(found, 64).mean < 1.2
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.tools.plan.scenario import EXACT_BELOW, Lognormal, Measured, Slowest, Steady, Straggling, fit
+from shoal.tools.plan.scenario import EXACT_BELOW, Lognormal, MeasuredStraggling, Slowest, Steady, Straggling, fit
 
 
 def brute_force(sigma: float, ranks: int, steps: int = 20_000) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -47,7 +47,7 @@ def test_more_ranks_are_never_faster(ranks: int, sigma: float) -> None:
 
 def test_16384_ranks_lie_where_extreme_value_theory_says() -> None:
     """The maximum of an exponential tail: its median is threshold + mean · ln(N · tail ÷ ln 2)."""
-    known = Measured((1.0,) * 201, 0.1)
+    known = MeasuredStraggling((1.0,) * 201, 0.1)
     drawn = Slowest(known, 16_384).draw(np.random.default_rng(0), 40_000)
     assert np.median(drawn) == pytest.approx(1 + 0.1 * math.log(16_384 * 0.05 / math.log(2)), rel=2e-3)
 
@@ -57,7 +57,7 @@ def test_steady_ranks_take_one_step_each() -> None:
     assert (found.mean, found.variance, found.draw_mean(np.random.default_rng(0), 10**6)) == (1.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("straggling", [Lognormal(0.3), Measured(tuple(np.linspace(0.9, 1.2, 201)), 0.2)])
+@pytest.mark.parametrize("straggling", [Lognormal(0.3), MeasuredStraggling(tuple(np.linspace(0.9, 1.2, 201)), 0.2)])
 def test_the_mean_of_many_steps_at_once_spreads_as_that_of_single_steps(straggling: Straggling) -> None:
     found, count = Slowest(straggling, 8), EXACT_BELOW
     random = np.random.default_rng(0)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import ModelConfig
-from shoal.cost.buckets import Bucket, even_gradients, fill_buckets, gradients
+from shoal.cost.buckets import BucketCost, even_gradients, fill_buckets, gradients
 from shoal.cost.model_size import parameter_count
-from shoal.cost.network import Exchange, Line, MeasuredNetwork, RingNetwork
+from shoal.cost.network import ExchangeCost, LinearFit, MeasuredNetwork, RingNetwork
 from shoal.cost.workload import RankWork, exposed_s
 
 GPT2 = ModelConfig(layers=12, heads=12, width=768, seq_len=1024, vocab_size=50_257)
@@ -36,27 +36,27 @@ def test_a_model_of_known_size_only_is_cut_without_loss(parameters: int) -> None
 
 
 WORK = RankWork(micro_batches=1, forward_s=1.0, backward_s=2.0, optimizer_s=0.1)
-HALVES = [Bucket(10, 0.5), Bucket(10, 1.0)]
+HALVES = [BucketCost(10, 0.5), BucketCost(10, 1.0)]
 
 
 def test_what_is_ready_early_is_hidden() -> None:
-    assert exposed_s(WORK, HALVES, lambda _: Exchange(0.4), overlap=True) == pytest.approx(0.4)
-    assert exposed_s(WORK, HALVES, lambda _: Exchange(0.4), overlap=False) == pytest.approx(0.8)
+    assert exposed_s(WORK, HALVES, lambda _: ExchangeCost(0.4), overlap=True) == pytest.approx(0.4)
+    assert exposed_s(WORK, HALVES, lambda _: ExchangeCost(0.4), overlap=False) == pytest.approx(0.8)
 
 
 def test_a_slow_link_delays_the_next_bucket() -> None:
     # The first is under way until 1.0 + 3.0, two seconds after backward, and the second takes three more.
-    assert exposed_s(WORK, HALVES, lambda _: Exchange(3.0), overlap=True) == pytest.approx(5.0)
+    assert exposed_s(WORK, HALVES, lambda _: ExchangeCost(3.0), overlap=True) == pytest.approx(5.0)
 
 
 def test_an_exchange_that_computes_slows_backward_down() -> None:
     # Half a core for 0.4 s is 0.2 core seconds that backward lacks; the second bucket meets no backward.
-    assert exposed_s(WORK, HALVES, lambda _: Exchange(0.4, cores=0.5), overlap=True) == pytest.approx(0.6)
+    assert exposed_s(WORK, HALVES, lambda _: ExchangeCost(0.4, cores=0.5), overlap=True) == pytest.approx(0.6)
 
 
 def test_spare_cores_are_used_first() -> None:
     work = RankWork(1, 1.0, 2.0, 0.1, busy_cores=1.0, spare_cores=1.0)
-    assert exposed_s(work, HALVES, lambda _: Exchange(0.4, cores=0.9), overlap=True) == pytest.approx(0.4)
+    assert exposed_s(work, HALVES, lambda _: ExchangeCost(0.4, cores=0.9), overlap=True) == pytest.approx(0.4)
 
 
 @given(st.floats(0, 10), st.floats(0, 4), st.lists(st.floats(0, 1), min_size=1, max_size=6), st.floats(0, 3))
@@ -64,8 +64,8 @@ def test_overlap_never_beats_no_exchange_nor_loses_to_none_overlapped(
     seconds: float, cores: float, ready: list[float], spare: float
 ) -> None:
     work = RankWork(1, 1.0, 2.0, 0.1, spare_cores=spare)
-    buckets = [Bucket(1, part) for part in sorted(ready)]
-    shown = exposed_s(work, buckets, lambda _: Exchange(seconds, cores), overlap=True)
+    buckets = [BucketCost(1, part) for part in sorted(ready)]
+    shown = exposed_s(work, buckets, lambda _: ExchangeCost(seconds, cores), overlap=True)
     core_bound_s = len(buckets) * seconds * max(1.0, cores)
     assert -1e-9 <= shown <= core_bound_s + 1e-6
 
@@ -78,7 +78,7 @@ def test_a_ring_by_its_data_sheet() -> None:
 
 
 def test_a_measured_network_for_other_numbers_of_ranks() -> None:
-    network = MeasuredNetwork(2, {4: Line(1e-3, 1e-8), 2: Line(1e-3, 2e-8)}, {4: 0.3})
+    network = MeasuredNetwork(2, {4: LinearFit(1e-3, 1e-8), 2: LinearFit(1e-3, 2e-8)}, {4: 0.3})
     assert network.all_reduce(2, 1e6, 4).seconds == pytest.approx(0.011)
     assert network.all_reduce(2, 1e6, 2).seconds == pytest.approx(0.021)
     assert network.all_reduce(3, 1e6, 4).seconds == pytest.approx(2e-3 + 4 / 3 * 0.01)

@@ -22,10 +22,18 @@ from shoal.control.rank_env import Placement
 from shoal.errors import ForeignConnection, ShoalError
 from shoal.sync import process_groups
 from shoal.sync import world as worlds
-from shoal.sync.fence import Over
-from shoal.sync.interruptible import Release
-from shoal.sync.process_groups import Forming, Report, explain, foreign_ends, form_main_group, pair_digest, unform
-from shoal.sync.world import Place, World, barrier, beside, form
+from shoal.sync.fence import GenerationEnded
+from shoal.sync.interruptible import GroupInterrupt
+from shoal.sync.process_groups import (
+    FormingReport,
+    GroupForming,
+    explain,
+    foreign_ends,
+    form_main_group,
+    pair_digest,
+    unform,
+)
+from shoal.sync.world import RankIdentity, World, barrier, beside, form
 from shoal.tools.doctor import gloo_worker
 from tests.harness import run_ranks
 from tests.scripted_agent import ScriptedAgent
@@ -97,8 +105,8 @@ def total(world: World) -> float:
     return float(numbers[0])
 
 
-def here(warnings: list[ShoalError]) -> Place:
-    return Place("here", torch.device("cpu"), "lo", None, Release(), warnings.append)
+def here(warnings: list[ShoalError]) -> RankIdentity:
+    return RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt(), warnings.append)
 
 
 def form_attacked(world: World, name: str, times: int) -> tuple[float, float, list[str]]:
@@ -138,7 +146,7 @@ def never_form(world: World, name: str) -> tuple[str, str, str]:
     barrier(world)
     unform()
     with pytest.raises(ForeignConnection) as raised:
-        form_main_group(Forming(store, world.rank, 2, b"key", "never", 0.5, attempts=2), 60)
+        form_main_group(GroupForming(store, world.rank, 2, b"key", "never", 0.5, attempts=2), 60)
     dist.init_process_group("gloo", store=dist.PrefixStore("end", world.store), rank=world.rank, world_size=2)
     return raised.value.seen, raised.value.why, raised.value.fix
 
@@ -228,7 +236,7 @@ def prove_with_another_key(world: World) -> str:
     store = dist.PrefixStore("keys", world.store)
     key = f"key {world.rank}".encode()
     with pytest.raises(ForeignConnection) as raised:
-        form_main_group(Forming(store, world.rank, 2, key, "two keys", 0.5, attempts=1), 60)
+        form_main_group(GroupForming(store, world.rank, 2, key, "two keys", 0.5, attempts=1), 60)
     dist.init_process_group("gloo", store=dist.PrefixStore("end", world.store), rank=world.rank, world_size=2)
     return raised.value.seen
 
@@ -243,15 +251,15 @@ def be_released(world: World) -> float:
     process_groups._PROOF_S = 30.0
     barrier(world)
     unform()
-    store, release = dist.PrefixStore("over", world.store), Release()
+    store, release = dist.PrefixStore("over", world.store), GroupInterrupt()
     if world.rank == 1:
         dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=5))
         time.sleep(5)
         os._exit(0)
     threading.Timer(1.0, release.end).start()
     began = time.monotonic()
-    with pytest.raises(Over):
-        form_main_group(Forming(store, 0, 2, b"key", "over", 0.5, release=release), 60)
+    with pytest.raises(GenerationEnded):
+        form_main_group(GroupForming(store, 0, 2, b"key", "over", 0.5, release=release), 60)
     return time.monotonic() - began
 
 
@@ -277,21 +285,21 @@ def test_a_digest_depends_on_everything_that_tells_connections_apart() -> None:
 
 
 def test_foreign_are_the_connections_that_no_rank_opened() -> None:
-    listener = Report(unproven=(1,), accepted=("10.0.0.2:40", "10.0.0.9:66"))
-    dialer = Report(unproven=(0,), opened=("10.0.0.2:40",))
+    listener = FormingReport(unproven=(1,), accepted=("10.0.0.2:40", "10.0.0.9:66"))
+    dialer = FormingReport(unproven=(0,), opened=("10.0.0.2:40",))
     assert foreign_ends([listener, dialer]) == ["10.0.0.9:66"]
     # Its sockets are closed, so what it had opened is not known.
-    failed = Report(error="Connection closed by peer")
+    failed = FormingReport(error="Connection closed by peer")
     assert foreign_ends([listener, failed]) == []
 
 
 def test_a_warning_names_the_ranks_and_the_address() -> None:
-    forming = Forming(dist.HashStore(), 0, 2, b"", "", 0.5, names=("rank 4 on a", "rank 7 on b"))
-    reports = [Report(unproven=(1,), accepted=("10.0.0.9:66",)), Report(unproven=(0,))]
+    forming = GroupForming(dist.HashStore(), 0, 2, b"", "", 0.5, names=("rank 4 on a", "rank 7 on b"))
+    reports = [FormingReport(unproven=(1,), accepted=("10.0.0.9:66",)), FormingReport(unproven=(0,))]
     warning = explain(forming, reports)
     assert "10.0.0.9:66 took the place of the connection between rank 4 on a and rank 7 on b" in warning.seen
     assert "find the process on 10.0.0.9: ss -tnp" in warning.fix
-    assert "did not prove" in explain(forming, [Report(unproven=(1,)), Report()]).seen
+    assert "did not prove" in explain(forming, [FormingReport(unproven=(1,)), FormingReport()]).seen
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shoal.cluster.node import Process, Talk, ask_each, closing_all
+from shoal.cluster.node import LocalProgram, RemoteProgram, ask_each, closing_all
 from shoal.errors import ControlError
 
 _ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'heard': json.loads(line)}), flush=True)"
@@ -19,8 +19,8 @@ _FAILING = 'import sys\nfor line in sys.stdin: print(\'{"error": "no such thing"
 _ENDING = "import sys\nsys.stdin.readline()\nsys.exit('no module named shoal')"
 
 
-def talk(program: str, name: str = "node1") -> Talk:
-    return Talk(name, Process([sys.executable, "-I", "-S", "-c", program]))
+def talk(program: str, name: str = "node1") -> RemoteProgram:
+    return RemoteProgram(name, LocalProgram([sys.executable, "-I", "-S", "-c", program]))
 
 
 @pytest.mark.parametrize(

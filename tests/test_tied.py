@@ -14,7 +14,7 @@ from torch.futures import Future
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.cost.buckets import split_tied
 from shoal.model.gpt import GPT
-from shoal.sync.compression.base import Bucket, Stateless
+from shoal.sync.compression.base import Bucket, NoState
 from shoal.sync.gradients import HookedDDP, TiedHead, make_gradient_sync, pays
 from shoal.sync.world import World
 from tests.harness import run_ranks
@@ -108,7 +108,7 @@ def order(world: World) -> list[tuple[int, int, bool]]:
     """Index, numbers and place of every message; those of the second step, when DDP's buckets are settled."""
     messages: list[tuple[int, int, bool]] = []
 
-    class Told(Stateless):
+    class Told(NoState):
         def __call__(self, bucket: Bucket) -> Future[torch.Tensor]:
             messages.append((bucket.index, bucket.flat.numel(), bucket.is_last))
             done: Future[torch.Tensor] = Future()

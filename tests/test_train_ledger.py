@@ -14,7 +14,7 @@ import torch
 from shoal.config.load import build_config, load_config
 from shoal.control.membership.types import Ballot
 from shoal.control.rank_env import Placement
-from shoal.control.rank_messages import GiveUp
+from shoal.control.rank_messages import AbandonCommits
 from shoal.data.prepare import create_run
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder
@@ -24,13 +24,13 @@ from shoal.train import recorder as train_recorder
 from shoal.train import state_transfer
 from shoal.train.build import build_trainer
 from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopWish
+from shoal.train.trainer import StopRequest
 from tests.harness import run_ranks
 from tests.programs import TINY, read_jsonl
 from tests.runs_checks import no_file_beyond
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
-GIVEN_UP = GiveUp(lineage=LEFT, standing=RIGHT, shared_step=2)
+GIVEN_UP = AbandonCommits(lineage=LEFT, standing=RIGHT, shared_step=2)
 
 
 def record(step: int, generation: str, lineage: str = "1-0") -> dict[str, Any]:
@@ -234,7 +234,7 @@ def train_without_checkpoint(world: World, run: Path, steps: int) -> tuple[int, 
     world = replace(world, keeps_files=world.is_main)
     folder = RunFolder.open(run)
     recorder = Recorder(folder, world)
-    trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopWish(), resume=False)
+    trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopRequest(), resume=False)
     for _ in range(steps):
         trainer.step()
     found = len(read_jsonl(folder.commits)), len(recorder.pending)

@@ -18,17 +18,27 @@ from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World
 from shoal.train import autotune
-from shoal.train.autotune import NEVER, Choice, Times, Work, decide, key, may_pay, settled, work_left
+from shoal.train.autotune import (
+    NEVER,
+    BlockTimes,
+    ComputeChoice,
+    RemainingWork,
+    decide,
+    key,
+    may_pay,
+    settled,
+    work_left,
+)
 from tests.harness import run_ranks
 from tests.run_samples import start
 
 AUTO = TrainConfig(compile="auto", precision="auto")
-LONG = Work(blocks=100_000, flops=1e18)
-SHORT = Work(blocks=10, flops=1e9)
+LONG = RemainingWork(blocks=100_000, flops=1e18)
+SHORT = RemainingWork(blocks=10, flops=1e9)
 
 
-def tried(plain_s: float, compiled_s: float, compile_s: float = 30.0, bf16_s: float = NEVER) -> Times:
-    return Times(plain_s, bf16_s, compiled_s, compile_s, tried=1.0)
+def tried(plain_s: float, compiled_s: float, compile_s: float = 30.0, bf16_s: float = NEVER) -> BlockTimes:
+    return BlockTimes(plain_s, bf16_s, compiled_s, compile_s, tried=1.0)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +53,12 @@ def tried(plain_s: float, compiled_s: float, compile_s: float = 30.0, bf16_s: fl
         (tried(0.010, 0.008), SHORT, False, False, "compiling takes 30"),
         (tried(0.010, 0.008), SHORT, True, True, "compiled"),
         (tried(0.010, NEVER), LONG, True, False, "compiling failed"),
-        (Times(0.010), LONG, False, False, "too short to gain from it, or there is no g++"),
+        (BlockTimes(0.010), LONG, False, False, "too short to gain from it, or there is no g++"),
     ],
 )
-def test_compiling_is_chosen_where_it_pays(times: Times, work: Work, is_paid: bool, compiled: bool, says: str) -> None:
+def test_compiling_is_chosen_where_it_pays(
+    times: BlockTimes, work: RemainingWork, is_paid: bool, compiled: bool, says: str
+) -> None:
     choice = decide(TrainConfig(), times, work, is_paid)
     assert (choice.compiled, choice.precision) == (compiled, "fp32")
     assert says in choice.why
@@ -55,12 +67,12 @@ def test_compiling_is_chosen_where_it_pays(times: Times, work: Work, is_paid: bo
 @pytest.mark.parametrize(
     ("times", "precision", "says"),
     [
-        (Times(0.010, 0.002), "bf16", "bf16: a block takes 2 ms in bf16, 10 ms in fp32"),
-        (Times(0.010, 0.020), "fp32", "fp32: a block takes 20 ms in bf16"),
-        (Times(0.010), "fp32", "multiplies bf16 no faster"),
+        (BlockTimes(0.010, 0.002), "bf16", "bf16: a block takes 2 ms in bf16, 10 ms in fp32"),
+        (BlockTimes(0.010, 0.020), "fp32", "fp32: a block takes 20 ms in bf16"),
+        (BlockTimes(0.010), "fp32", "multiplies bf16 no faster"),
     ],
 )
-def test_bf16_is_chosen_where_it_is_faster(times: Times, precision: str, says: str) -> None:
+def test_bf16_is_chosen_where_it_is_faster(times: BlockTimes, precision: str, says: str) -> None:
     choice = decide(AUTO, times, LONG, is_paid=False)
     assert choice.precision == precision
     assert says in choice.why
@@ -73,10 +85,10 @@ def test_what_was_said_is_done() -> None:
 
 
 def test_no_trial_where_nothing_is_open_or_nothing_can_be_won() -> None:
-    assert settled(TrainConfig(compile="off"), is_cpu=True, work=LONG) == Choice(False, "fp32")
+    assert settled(TrainConfig(compile="off"), is_cpu=True, work=LONG) == ComputeChoice(False, "fp32")
     on = TrainConfig(compile="on", precision="bf16")
-    assert settled(on, is_cpu=True, work=LONG) == Choice(True, "bf16")
-    assert settled(AUTO, is_cpu=False, work=LONG) == Choice(False, "fp32")
+    assert settled(on, is_cpu=True, work=LONG) == ComputeChoice(True, "bf16")
+    assert settled(AUTO, is_cpu=False, work=LONG) == ComputeChoice(False, "fp32")
     assert settled(TrainConfig(), is_cpu=True, work=LONG) is None
     assert settled(AUTO, is_cpu=True, work=SHORT) is None
     short = settled(TrainConfig(), is_cpu=True, work=SHORT)
@@ -94,10 +106,10 @@ def test_the_demo_is_too_short_for_a_trial() -> None:
 def test_whoever_compiles_without_having_paid_gains_time(
     plain_s: float, compiled_s: float, compile_s: float, blocks: int
 ) -> None:
-    work = Work(blocks, 1e18)
+    work = RemainingWork(blocks, 1e18)
     if decide(TrainConfig(), tried(plain_s, compiled_s, compile_s), work, is_paid=False).compiled:
         assert compile_s + blocks * compiled_s < blocks * plain_s
-    if not may_pay(Times(plain_s, compile_s=compile_s), work):
+    if not may_pay(BlockTimes(plain_s, compile_s=compile_s), work):
         assert 0.35 * plain_s * blocks <= 2 * compile_s
 
 
@@ -120,19 +132,19 @@ def test_times_are_remembered(tmp_path: Path) -> None:
     times = tried(0.1, 0.08)
     assert autotune.recall(file, "here") is None
     autotune.remember(file, "here", times)
-    autotune.remember(file, "there", Times(0.5))
+    autotune.remember(file, "there", BlockTimes(0.5))
     assert autotune.recall(file, "here") == times
-    assert autotune.recall(file, "there") == Times(0.5)
+    assert autotune.recall(file, "there") == BlockTimes(0.5)
     assert [path.name for path in file.parent.iterdir()] == ["trials.json"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     for number in range(70):
-        autotune.remember(file, f"model {number}", Times(1.0 + number))
+        autotune.remember(file, f"model {number}", BlockTimes(1.0 + number))
     assert autotune.recall(file, "model 5") is None
-    assert autotune.recall(file, "model 6") == Times(7.0)
-    assert autotune.recall(file, "model 69") == Times(70.0)
+    assert autotune.recall(file, "model 6") == BlockTimes(7.0)
+    assert autotune.recall(file, "model 69") == BlockTimes(70.0)
 
 
 WHOLE = {"plain_s": 0.1, "bf16_s": None, "compiled_s": 0.05, "compile_s": 20.0, "tried": 1.0}
@@ -168,14 +180,14 @@ def test_a_damaged_or_foreign_memory_is_none(text: str, tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     file.write_text(text)
     assert autotune.recall(file, "here") is None
-    autotune.remember(file, "here", Times(0.25))
-    assert autotune.recall(file, "here") == Times(0.25)
+    autotune.remember(file, "here", BlockTimes(0.25))
+    assert autotune.recall(file, "here") == BlockTimes(0.25)
 
 
 def test_a_memory_that_cannot_be_written_or_is_nowhere_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for file in (tmp_path / "file" / "trials.json", None):
-        autotune.remember(file, "here", Times(0.25))
+        autotune.remember(file, "here", BlockTimes(0.25))
         assert autotune.recall(file, "here") is None
 
 
@@ -239,7 +251,7 @@ def test_without_a_compiler_all_stays_eager(tmp_path: Path) -> None:
     assert "there is no g++" in why
 
 
-def resume_from(world: World, folder: str, has_compiler: bool) -> Choice | None:
+def resume_from(world: World, folder: str, has_compiler: bool) -> ComputeChoice | None:
     autotune.has_compiler = lambda: has_compiler
     return autotune.earlier_choice(RunFolder(Path(folder)), world)
 
@@ -308,7 +320,7 @@ def test_a_model_in_bf16_is_near_and_its_weights_stay_fp32() -> None:
     model = GPT(MODEL)
     rows = torch.randint(MODEL.vocab_size, (2, MODEL.seq_len + 1))
     exact = model(rows[:, :-1], rows[:, 1:]).item()
-    autotune.apply(Choice(precision="bf16"), model)
+    autotune.apply(ComputeChoice(precision="bf16"), model)
     loss = model(rows[:, :-1], rows[:, 1:])
     loss.backward()
     assert loss.item() == pytest.approx(exact, rel=1e-2)

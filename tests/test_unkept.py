@@ -1,4 +1,4 @@
-"""A run whose keeper was killed: shown, not resumed beside itself, and ended when asked."""
+"""A run whose supervisor was killed: shown, not resumed beside itself, and ended when asked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def among_own_processes() -> list[str]:
     return [*prefix, "sh", "-c", 'eval "$PROGRAM"; exit $?']
 
 
-def test_what_a_killed_keeper_leaves_is_shown_and_ended_when_asked(tmp_path: Path) -> None:
+def test_what_a_killed_supervisor_leaves_is_shown_and_ended_when_asked(tmp_path: Path) -> None:
     program = shlex.join([sys.executable, "-m", "tests.unkept_scenario", str(tmp_path)])
     variables = {**os.environ, "PROGRAM": program}
     done = subprocess.run(

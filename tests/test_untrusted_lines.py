@@ -23,13 +23,13 @@ from shoal.cluster.hosts.cluster import SshLink
 from shoal.cluster.hosts.messenger import read_errand
 from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
-from shoal.cluster.node import Node, Process, Talk, closing_all, ranks_of
+from shoal.cluster.node import LocalProgram, Node, RemoteProgram, closing_all, ranks_of
 from shoal.control.channel import is_same
 from shoal.control.orders import read_member, read_places
 from shoal.errors import ControlError
 from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_events
-from shoal.launch.launcher import Post, World
-from shoal.launch.plan import Command
+from shoal.launch.launcher import AgentHandle, Launch
+from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder, check_name, open_below
 from tests.runs_checks import wait_until
 
@@ -304,9 +304,9 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
 ) -> None:
     run = RunFolder.create(tmp_path / "run")
     nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
-    world = World(run, None, EventLog(run.keeper, 0))  # type: ignore[arg-type]
-    world.commands = [Command(f"rank-{rank}", node, (rank,), ("true",), {}) for rank, node in enumerate(nodes)]
-    world.posts = [Post(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+    world = Launch(run, None, EventLog(run.supervisor, 0))  # type: ignore[arg-type]
+    world.commands = [RankCommand(f"rank-{rank}", node, (rank,), ("true",), {}) for rank, node in enumerate(nodes)]
+    world.posts = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
     journal = EventLog(run.journal("node2"), 1)
     for _ in range(3):
         journal.append({"launch": world.launch_id, **lie})
@@ -314,7 +314,7 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
     journal.append({"launch": world.launch_id, **good})
     world._look()
     assert [ending.name for ending in world.endings] == ["rank-1"], "the true line counts"
-    notes = [event["text"] for event in read_events(run.keeper) if event["event"] == "note"]
+    notes = [event["text"] for event in read_events(run.supervisor) if event["event"] == "note"]
     assert len(notes) == 1
     assert notes[0].startswith("the journal of node2 has lines that cannot be used and are ignored")
     journal.close()
@@ -345,7 +345,7 @@ def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> Non
 
 def test_a_program_whose_line_has_no_end_is_given_up() -> None:
     endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
-    talks = {"node1": Talk("node1", Process([sys.executable, "-I", "-S", "-c", endless]))}
+    talks = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
     with closing_all(talks), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
         talks["node1"].ask(60.0, do="look")
 
@@ -376,7 +376,7 @@ def test_a_private_log_is_private_from_its_first_moment(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
     before = os.umask(0)
     try:
-        EventLog(tmp_path / "keeper.jsonl", 0, private=True).close()
+        EventLog(tmp_path / "supervisor.jsonl", 0, private=True).close()
         monkeypatch.undo()
         (tmp_path / "open.jsonl").touch(0o666)
         EventLog(tmp_path / "open.jsonl", 0, private=True).close()

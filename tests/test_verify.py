@@ -559,10 +559,10 @@ def journal_has_garbage(run: Path, other: Path) -> str:
 
 
 @harm
-def keeper_has_garbage(run: Path, other: Path) -> str:
-    lines = lines_of(run / "keeper.jsonl")
-    (run / "keeper.jsonl").write_bytes(b"".join([lines[0], b"{{{\n", *lines[1:]]))
-    return "keeper.jsonl"
+def supervisor_has_garbage(run: Path, other: Path) -> str:
+    lines = lines_of(run / "supervisor.jsonl")
+    (run / "supervisor.jsonl").write_bytes(b"".join([lines[0], b"{{{\n", *lines[1:]]))
+    return "supervisor.jsonl"
 
 
 def test_there_are_many_kinds_of_damage() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from shoal.cli.progress import BarDisplay, PlainDisplay
 from shoal.events import Event
 from shoal.run_folder import RunFolder
-from shoal.runs.follow import Keeping, RunNews
+from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import opening
 from tests.member_samples import entered, killed_and_back, steps, time_of
 from tests.run_samples import make_run, start, step
@@ -75,7 +75,7 @@ def test_the_bar_says_that_it_waits() -> None:
 
 def test_ranks_that_come_later_are_followed_from_their_first_word(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [start(0, 1), step(1)])
-    news = RunNews(run)
+    news = RunEvents(run)
     assert news.poll() == []
     for event in (start(7, 2), step(2, 7)):
         with run.events(7).open("a") as file:
@@ -114,7 +114,7 @@ def test_who_attaches_to_a_plain_launch_hears_nothing_of_older_generations(tmp_p
 def test_notes_of_an_earlier_launch_are_not_told_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lines = [{"event": "keeping"}, note("old"), {"event": "keeping"}, {"event": "running"}, note(LEFT)]
-    run.keeper.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    keeping = Keeping(run)
+    run.supervisor.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keeping = SupervisorLog(run)
     assert [each["text"] for each in keeping.poll()] == [LEFT]
     assert keeping.poll() == []

@@ -27,7 +27,7 @@ from shoal.sync.compression.base import Bucket, from_half, to_half
 from shoal.sync.compression.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
 from shoal.sync.compression.native import load_kernels
 from shoal.sync.compression.powersgd import multiply, orthogonal, steady_sum
-from shoal.sync.compression.reduce_scatter import Codec, Lane, Layout, Rounds, lay_out
+from shoal.sync.compression.reduce_scatter import Codec, OrderedQueue, Rounds, ScatterLayout, lay_out
 from shoal.sync.world import World
 from tests.harness import run_ranks
 
@@ -76,7 +76,7 @@ def test_a_setting_becomes_a_lever_and_back(setting: str, wire: str) -> None:
 # Layout
 
 
-def places(layout: Layout) -> list[tuple[int, int, int, int, int, int]]:
+def places(layout: ScatterLayout) -> list[tuple[int, int, int, int, int, int]]:
     """Each element: its parameter, its place there and in the bucket; its piece, its owner, its byte."""
     return [
         (run.parameter, run.start + i, run.offset + i, piece, owner, run.record * BLOCK + i)
@@ -303,7 +303,7 @@ def test_turns_are_taken_in_the_same_order_whenever_buckets_come() -> None:
             if number < 2:
                 yield
 
-    lane, flat = Lane(), torch.zeros(1)
+    lane, flat = OrderedQueue(), torch.zeros(1)
     futures = [lane.take(rounds(index), Bucket(index, flat, [], index == 2)) for index in range(3)]
     assert all(future.wait() is flat for future in futures)
     assert said == ["0.0", "1.0", "0.1", "2.0", "1.1", "0.2", "2.1", "1.2", "2.2"]
@@ -318,7 +318,7 @@ def test_an_error_reaches_all_who_wait_and_the_next_ones_go_on() -> None:
         yield
         yield
 
-    lane, flat = Lane(), torch.ones(1)
+    lane, flat = OrderedQueue(), torch.ones(1)
     first = lane.take(fails(), Bucket(0, flat, [], False))
     second = lane.take(works(), Bucket(1, flat, [], True))
     for future in (first, second):

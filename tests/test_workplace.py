@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from shoal.agent.kv_store import Keyring
-from shoal.agent.mesh import Places
-from shoal.agent.rank_processes import Ended, Ranks, Workplace, unsaid_give_up
+from shoal.agent.kv_store import KvStoreClient
+from shoal.agent.mesh import AgentAddresses
+from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses, unsaid_give_up
 from shoal.control.membership.types import Ballot
-from shoal.control.orders import Start
-from shoal.control.rank_messages import GiveUp
+from shoal.control.orders import StartProcess
+from shoal.control.rank_messages import AbandonCommits
 from shoal.run_folder import RunFolder
 
 READY: dict[str, Any] = {"event": "ready"}
@@ -26,7 +26,7 @@ def given_up(lineage: str) -> dict[str, Any]:
 
 def test_a_lineage_that_was_given_up_is_not_forgotten_over_a_restart() -> None:
     """Its ranks died before they had written it into the ledger, and their agent with them."""
-    expected = GiveUp(lineage=Ballot(2, 0), standing=Ballot(2, 1), shared_step=7)
+    expected = AbandonCommits(lineage=Ballot(2, 0), standing=Ballot(2, 1), shared_step=7)
     assert unsaid_give_up([READY, abandon("2-0"), READY]) == expected
 
 
@@ -43,11 +43,13 @@ def test_only_the_last_one_counts() -> None:
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_named_while_the_others_go_on(tmp_path: Path) -> None:
     said: list[str] = []
-    nobody = cast(Ranks, None), cast(Keyring, None), cast(Places, None)
-    place = Workplace(RunFolder(tmp_path), "attic", *nobody, write=lambda kind, text: said.append(f"{kind}: {text}"))
-    start = Start("rank-2", (2,), ("true",), {})
-    assert place.ran_out_of_memory(Ended(start, -9, by_us=False, starved=True))
+    nobody = cast(RankProcesses, None), cast(KvStoreClient, None), cast(AgentAddresses, None)
+    place = RankEnvironment(
+        RunFolder(tmp_path), "attic", *nobody, write=lambda kind, text: said.append(f"{kind}: {text}")
+    )
+    start = StartProcess("rank-2", (2,), ("true",), {})
+    assert place.ran_out_of_memory(RankExit(start, -9, by_us=False, starved=True))
     [note] = said
     assert note.startswith("note: rank 2 was killed, and the machine ran out of memory while it ran")
     assert "--micro-batch" in note
-    assert not place.ran_out_of_memory(Ended(start, -9, by_us=False, starved=False))
+    assert not place.ran_out_of_memory(RankExit(start, -9, by_us=False, starved=False))

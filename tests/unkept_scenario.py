@@ -1,4 +1,4 @@
-"""`python -m tests.unkept_scenario FOLDER`: a training whose keeper was killed, and what shoal says and does then.
+"""`python -m tests.unkept_scenario FOLDER`: a training whose supervisor was killed, and what shoal says and does then.
 
 A program of its own, because `--clean` ends what it finds: it runs where it can find nobody else's processes. Prints
 as JSON what it saw.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.control.processes import find, find_keeper
+from shoal.control.processes import find, find_supervisor
 from tests.programs import TINY, set_flags, shoal, steps_of
 from tests.runs_checks import wait_until
 
@@ -24,9 +24,9 @@ def play(folder: Path) -> dict[str, Any]:
     assert find() == [], "others can be seen from here"
     told(shoal("train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY, "train.compile=off")))
     wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
-    keeper = find_keeper(run)
-    assert keeper is not None
-    os.kill(keeper.pid, signal.SIGKILL)
+    supervisor = find_supervisor(run)
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
     steps = len(steps_of(run))
     wait_until(lambda: len(steps_of(run)) > steps + 5)
     pids = {found.part: found.pid for found in find(run)}

@@ -183,11 +183,11 @@ class Shoal(Job):
         return read_run(self.run)
 
     def why_over(self, nodes: list[str]) -> str:
-        ended = [event for event in read_events(self.run.keeper) if event["event"] == "ended"]
+        ended = [event for event in read_events(self.run.supervisor) if event["event"] == "ended"]
         return f"the run ended with {ended[-1]['code']}: {ended[-1].get('message', '')}" if ended else ""
 
     def end(self) -> None:
-        if self.run.keeper.exists() and not self.why_over(self.nodes):
+        if self.run.supervisor.exists() and not self.why_over(self.nodes):
             self._shoal("stop", str(self.run.path), "--now")
 
     def _shoal(self, *words: str) -> None:

@@ -95,7 +95,7 @@ class ControlError(RunFailed):
     pass
 
 
-class Stranger(ControlError):
+class UnknownSender(ControlError):
     pass
 
 

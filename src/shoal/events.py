@@ -512,13 +512,13 @@ AGENT_EVENTS: Schema = {
     "meeting": {"keys": _or_none(_is_int)},
     "gave-up": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
 }
-KEEPER_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}
+SUPERVISOR_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}
 
 
 def schema_of(path: Path) -> Schema | None:
     """By the file's place in a run folder, so that no reader can forget it. None: any JSON object is a record."""
-    if path.name == "keeper.jsonl":
-        return KEEPER_EVENTS
+    if path.name == "supervisor.jsonl":
+        return SUPERVISOR_EVENTS
     return {"events": RANK_EVENTS, "agents": AGENT_EVENTS}.get(path.parent.name)
 
 

@@ -123,7 +123,7 @@ class RunFolder:
 
     def refuse_unwritable(self) -> None:
         """Refuse to go on with a run whose processes could write nothing, as that of another user."""
-        for path in (self.path, *(path for path in (self.keeper, self.config, self.checkpoints) if path.exists())):
+        for path in (self.path, *(path for path in (self.supervisor, self.config, self.checkpoints) if path.exists())):
             if not may(path, os.W_OK):
                 raise self._unwritable(path)
 
@@ -236,13 +236,13 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """What the keeper is to do; see `trials.keeper`."""
+        """What the supervisor is to do; see `trials.supervisor`."""
         return self.path / "job.json"
 
     @property
-    def keeper(self) -> Path:
+    def supervisor(self) -> Path:
         """Who keeps the run, and how it ended: the only file that says whether the last launch is over."""
-        return self.path / "keeper.jsonl"
+        return self.path / "supervisor.jsonl"
 
     @property
     def chaos(self) -> Path:

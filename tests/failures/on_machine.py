@@ -269,7 +269,7 @@ def healthy_torchrun(bench: Bench) -> None:
 def healthy_training(bench: Bench) -> None:
     run = bench.folder / "run"
     bench.run([*SHOAL, "train", "--out", str(run), "--steps", "20", *set_flags(*TINY)])
-    bench.run(["sh", "-c", f"cat {run}/logs/*/*.log {run}/keeper.jsonl {run}/agents/*.jsonl"])
+    bench.run(["sh", "-c", f"cat {run}/logs/*/*.log {run}/supervisor.jsonl {run}/agents/*.jsonl"])
 
 
 @here("unknown")

@@ -23,17 +23,17 @@ from shoal.control.rank_messages import (
     LEASE_S,
     LENGTH,
     LINE_FD,
-    Broken,
-    Committed,
-    Enter,
-    Finished,
-    Formed,
-    GiveUp,
-    Halt,
-    Halted,
-    Here,
-    Leased,
+    AbandonCommits,
+    EnterGeneration,
+    GenerationBroken,
+    GroupFormed,
+    LeaseRenewed,
+    LeaveGeneration,
+    LeftGeneration,
+    RankReady,
+    StepCommitted,
     ToAgent,
+    TrainingFinished,
     read_to_rank,
     to_frame,
 )
@@ -43,7 +43,7 @@ from shoal.host.facts import boot_clock
 EDGE, STOP = 1000, 1_000_000
 
 
-class KeeperGone(Exception):
+class SupervisorGone(Exception):
     pass
 
 
@@ -54,9 +54,9 @@ class Rank:
         self.line = socket.socket(fileno=int(os.environ[LINE_FD]))
         self.ledger = out.open("a", buffering=1)
         self.state: State | None = State(step=0)
-        self.order: Enter | None = None
+        self.order: EnterGeneration | None = None
         self.lease_until = 0.0
-        self.halt: Halt | None = None
+        self.halt: LeaveGeneration | None = None
         self.asked_to_stop = False
 
     def main(self) -> int:
@@ -64,7 +64,7 @@ class Rank:
         # As one does that meets a bug of its own.
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
         self.note(event="here")
-        self.say(Here(committed=0))
+        self.say(RankReady(committed=0))
         while True:
             self.listen(wait_s=0.05)
             if self.asked_to_stop and self.order is None:
@@ -75,7 +75,7 @@ class Rank:
     def stop(self, *_: object) -> None:
         self.asked_to_stop = True
 
-    def take_part(self, order: Enter) -> int | None:
+    def take_part(self, order: EnterGeneration) -> int | None:
         """One generation, to its end; an exit code when the training is over."""
         self.note(event="enter", generation=str(order.generation), holds=order.holds, ids=order.ids, rank=order.rank)
         try:
@@ -92,14 +92,14 @@ class Rank:
                     return self.leave(order)
             if self.exchange(order, "end") is None:
                 return self.leave(order)
-        except KeeperGone as error:
-            self.say(Broken(generation=order.generation, why=str(error)))
+        except SupervisorGone as error:
+            self.say(GenerationBroken(generation=order.generation, why=str(error)))
             return self.leave(order)
-        self.say(Finished())
+        self.say(TrainingFinished())
         self.note(event="finished")
         return 0
 
-    def form(self, order: Enter) -> bool:
+    def form(self, order: EnterGeneration) -> bool:
         """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
         has_it = self.state is not None and order.holds and self.state.step == order.state.step
         if self.state is not None and (order.first or has_it):
@@ -108,10 +108,10 @@ class Rank:
             return False
         if self.exchange(order, "formed") is None:
             return False
-        self.say(Formed(generation=order.generation))
+        self.say(GroupFormed(generation=order.generation))
         return True
 
-    def copy(self, order: Enter) -> bool:
+    def copy(self, order: EnterGeneration) -> bool:
         self.state = None
         while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
             self.listen()
@@ -121,7 +121,7 @@ class Rank:
         self.note(event="copied", step=self.state.step)
         return True
 
-    def exchange(self, order: Enter, name: str, edge: bool = False) -> int | None:
+    def exchange(self, order: EnterGeneration, name: str, edge: bool = False) -> int | None:
         """The sum when everybody has added; None when we are told to give up first."""
         time.sleep(self.step_s)
         self.listen()
@@ -137,7 +137,7 @@ class Rank:
             total = int(self.ask(op="add", key=key, amount=0)["total"])
         return total
 
-    def apply(self, order: Enter) -> None:
+    def apply(self, order: EnterGeneration) -> None:
         assert self.state is not None
         before, generation = self.state, str(order.generation)
         digest = hashlib.sha256(f"{before.digest} {generation}".encode()).hexdigest()[:16]
@@ -149,12 +149,12 @@ class Rank:
         if before.step:
             lineage = str(order.lineage.name)
             self.note(event="commit", step=before.step, digest=before.digest, generation=generation, lineage=lineage)
-            self.say(Committed(step=before.step))
+            self.say(StepCommitted(step=before.step))
 
-    def leave(self, order: Enter) -> None:
+    def leave(self, order: EnterGeneration) -> None:
         while self.halt is None:
             self.listen(wait_s=0.2)
-        self.say(Halted(generation=order.generation, state=self.state))
+        self.say(LeftGeneration(generation=order.generation, state=self.state))
         self.note(event="halted", generation=str(order.generation), step=self.state and self.state.step)
         self.order = self.halt = None
 
@@ -164,13 +164,13 @@ class Rank:
     def listen(self, wait_s: float = 0.0) -> None:
         while select.select([self.line], [], [], wait_s)[0]:
             match read_to_rank(self.receive(self.line)):
-                case Enter() as order:
+                case EnterGeneration() as order:
                     self.order, self.halt = order, None
-                case Halt() as halt if self.order is not None and halt.generation == self.order.generation:
+                case LeaveGeneration() as halt if self.order is not None and halt.generation == self.order.generation:
                     self.halt = halt
-                case Leased() as lease if self.order is not None and lease.generation == self.order.generation:
+                case LeaseRenewed() as lease if self.order is not None and lease.generation == self.order.generation:
                     self.lease_until = lease.at_s + LEASE_S
-                case GiveUp() as given:
+                case AbandonCommits() as given:
                     self.note(event="given-up", lineage=str(given.lineage), standing=str(given.standing))
                 case _:
                     pass
@@ -184,7 +184,7 @@ class Rank:
         self.keys.sendall(len(payload).to_bytes(4, "big") + payload)
         answer: dict[str, object] = json.loads(self.receive(self.keys))
         if "error" in answer:
-            raise KeeperGone(answer["error"])
+            raise SupervisorGone(answer["error"])
         return answer
 
     def receive(self, connection: socket.socket) -> bytes:

@@ -21,19 +21,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.agent.invite import Sponsor
-from shoal.agent.kv_store import Keyring
-from shoal.agent.membership import Elastic
+from shoal.agent.invite import InviteServer
+from shoal.agent.kv_store import KvStoreClient
+from shoal.agent.membership import AgentMembership
 from shoal.agent.mesh import Mesh
-from shoal.agent.rank_processes import Ended, Ranks, Workplace
+from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses
 from shoal.agent.sleep import awake, watch_for_sleep
-from shoal.agent.unjoined_ranks import LonelyScripts
+from shoal.agent.unjoined_ranks import UnjoinedRanks
 from shoal.cluster.node import listen_at
 from shoal.control.channel import Message
 from shoal.control.handshake import introduce
-from shoal.control.membership.vote_store import PromiseFile
-from shoal.control.orders import END, STOP, Go, Meet, Membership, read_go, read_meet, read_stdin, read_wish, to_line
-from shoal.control.processes import KEEPER, MESSENGER, find, restore_signals, unmark
+from shoal.control.membership.vote_store import VoteFile
+from shoal.control.orders import (
+    END,
+    STOP,
+    GoOrder,
+    MeetOrder,
+    MembershipOrder,
+    read_go,
+    read_meet,
+    read_stdin,
+    read_wish,
+    to_line,
+)
+from shoal.control.processes import MESSENGER, SUPERVISOR, find, restore_signals, unmark
 from shoal.control.rank_env import torch_caches
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -45,7 +56,7 @@ from shoal.units import format_duration
 # An agent before it has met anybody: it looks at its machine, begins to listen, and says what others must know.
 
 
-async def get_ready(orders: Meet, run: RunFolder, mesh: Mesh) -> tuple[dict[str, Any], socket.socket | None]:
+async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict[str, Any], socket.socket | None]:
     """What the launcher is told, and the socket at which the store of a user's script will be served."""
     refuse_leftovers(run.path, orders.node, is_new=orders.life == 0)
     # Refused here, before any rank is started.
@@ -65,15 +76,16 @@ async def get_ready(orders: Meet, run: RunFolder, mesh: Mesh) -> tuple[dict[str,
         "cores": physical_cores(),
         "cpu_only": this_machine_is_cpu_only(),
         "life": orders.life,
-        "highest": PromiseFile(run.votes(orders.node)).load().highest,
+        "highest": VoteFile(run.votes(orders.node)).load().highest,
     }
     return said, held
 
 
 def refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
-    """Ranks of an earlier launch whose keeper was killed still write into this very folder. Whoever comes back finds
+    """Ranks of an earlier launch whose supervisor was killed still write into this very folder. Whoever comes back
+    finds
     those of other emulated nodes there, as it should."""
-    others = [found for found in find(run) if found.part not in (KEEPER, MESSENGER)]
+    others = [found for found in find(run) if found.part not in (SUPERVISOR, MESSENGER)]
     left = [found for found in others if is_new or found.node == node]
     if left:
         raise RunFailed(
@@ -95,13 +107,13 @@ def as_bug(error: Exception, node: str) -> RunFailed:
 # An agent's orders on disk, while it works: what it takes to start it again on its machine after its end.
 
 
-def keep_orders(run: RunFolder, meet: Meet, go: Go) -> None:
+def keep_orders(run: RunFolder, meet: MeetOrder, go: GoOrder) -> None:
     """Readable by its owner alone: it has the run's token. Whole or not at all, and on disk before it is relied on."""
     path = run.orders(meet.node)
     write_durably(path, to_line(meet) + to_line(go), path.with_name(f".{path.name}.new"), 0o600)
 
 
-def read_orders(run: RunFolder, node: str) -> tuple[Meet, Go]:
+def read_orders(run: RunFolder, node: str) -> tuple[MeetOrder, GoOrder]:
     """For the agent's next life."""
     try:
         first, second = run.orders(node).read_bytes().splitlines()
@@ -128,19 +140,19 @@ FOLDER_CHECK_S = 1.0
 
 
 class Agent:
-    def __init__(self, meet: Meet) -> None:
+    def __init__(self, meet: MeetOrder) -> None:
         self._orders = meet
         self._run = RunFolder(Path(meet.folder))
         self._journal = EventLog(self._run.journal(meet.node), meet.member)
         self._mesh = Mesh(self._on_message, self._on_lost, self._note)
-        self._keys = Keyring(meet.member, self._mesh.tell, meet.token)
-        self._ranks = Ranks(self._run, meet.node, self._now)
-        self._workplace = Workplace(self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write)
-        self._elastic: Elastic | None = None
-        self._sponsor: Sponsor | None = None
+        self._keys = KvStoreClient(meet.member, self._mesh.tell, meet.token)
+        self._ranks = RankProcesses(self._run, meet.node, self._now)
+        self._workplace = RankEnvironment(self._run, meet.node, self._ranks, self._keys, self._mesh.places, self._write)
+        self._elastic: AgentMembership | None = None
+        self._sponsor: InviteServer | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
-        self._go: Go | None = None
+        self._go: GoOrder | None = None
         self._kept = 0
         self._signals = 0
         self._asked_at: float | None = None
@@ -153,13 +165,13 @@ class Agent:
         async def begin() -> None:
             line = await lines.readline()
             if not line or read_wish(line):
-                raise Abandoned
+                raise LauncherGone
             self._keep(self._obey(lines))
             await self._begin(read_go(line))
 
         return await self._live(begin())
 
-    async def work_again(self, go: Go) -> int:
+    async def work_again(self, go: GoOrder) -> int:
         """After our own end: the others went on, and let us in once we have met."""
         return await self._live(self._begin_as_guest(go))
 
@@ -174,7 +186,7 @@ class Agent:
         except ShoalError as error:
             self._write("refused", **error.as_dict())
             return error.exit_code
-        except Abandoned:
+        except LauncherGone:
             self._write("note", text="the launcher left before the run began")
             return Interrupted.exit_code
         except Exception as error:
@@ -196,7 +208,7 @@ class Agent:
             self._write("done", finished=self._has_finished())
         return 0
 
-    def _keep_orders(self, go: Go) -> None:
+    def _keep_orders(self, go: GoOrder) -> None:
         """What it takes to start us again."""
         self._go, self._kept = go, self._mesh.places.version
         keep_orders(self._run, self._orders, go)
@@ -217,7 +229,7 @@ class Agent:
         if note := torch_caches().note:
             self._note(note)
 
-    async def _begin(self, go: Go) -> None:
+    async def _begin(self, go: GoOrder) -> None:
         if self._orders.member >= len(go.roster):
             await self._begin_as_guest(go)
             return
@@ -238,7 +250,7 @@ class Agent:
             self._elastic.found()
             await self._listen_around(self._elastic)
 
-    async def _begin_as_guest(self, go: Go) -> None:
+    async def _begin_as_guest(self, go: GoOrder) -> None:
         if go.members is None:
             raise RunFailed("this run ends when a machine is lost", why="members.on_loss is `end`")
         self._roster = dict(enumerate(go.roster))
@@ -250,28 +262,28 @@ class Agent:
         self._elastic.come()
         await self._listen_around(self._elastic)
 
-    async def _listen_around(self, elastic: Elastic) -> None:
+    async def _listen_around(self, elastic: AgentMembership) -> None:
         """For new machines that are invited here, and for word that this one is suspended. A disk that has no sockets
         keeps nobody from training."""
         self._keep(watch_for_sleep(elastic.fall_asleep, elastic.wake))
-        self._sponsor = Sponsor(self._run.door(self._orders.node), elastic, self._mesh.places)
+        self._sponsor = InviteServer(self._run.door(self._orders.node), elastic, self._mesh.places)
         try:
             await self._sponsor.open()
         except OSError as error:
             self._note(f"no new machine can be invited on {self._orders.node}: {error.strerror}")
 
-    def _make_elastic(self, go: Go, members: Membership) -> Elastic:
-        promises = PromiseFile(self._run.votes(self._orders.node))
-        return Elastic(self._orders.member, go, members, promises, self._mesh, self._keys, self._workplace)
+    def _make_elastic(self, go: GoOrder, members: MembershipOrder) -> AgentMembership:
+        promises = VoteFile(self._run.votes(self._orders.node))
+        return AgentMembership(self._orders.member, go, members, promises, self._mesh, self._keys, self._workplace)
 
-    def _start_all(self, go: Go) -> None:
+    def _start_all(self, go: GoOrder) -> None:
         if self._elastic is not None:
             self._elastic.start(self._elastic.crew.hands)
         else:
             alone = not any(map(self._workplace.shares_folder_with, range(self._orders.member)))
             for start in go.starts:
                 self._workplace.start(start, alone)
-        self._roll = LonelyScripts(
+        self._roll = UnjoinedRanks(
             go.starts, lambda met, missing, after_s: self._write("met", met=met, missing=missing, after_s=after_s)
         )
         self._write("started", processes=self._ranks.alive())
@@ -364,7 +376,7 @@ class Agent:
         self._asked_at = boot_clock() if self._asked_at is None else self._asked_at
         await self._mesh.give_up(_asked_too_early())
 
-    async def _on_ended(self, ended: Ended) -> None:
+    async def _on_ended(self, ended: RankExit) -> None:
         self._report(ended)
         if self._elastic is not None and self._elastic.ended(ended):
             return
@@ -373,7 +385,7 @@ class Agent:
         if ended.code not in (0, Interrupted.exit_code) and not is_obeying:
             await self._fail()
 
-    def _report(self, ended: Ended) -> None:
+    def _report(self, ended: RankExit) -> None:
         self._write("ended", name=ended.start.name, code=ended.code, by_us=ended.by_us, starved=ended.starved)
 
     async def _on_message(self, member: int, message: Message) -> None:
@@ -443,7 +455,7 @@ def _asked_too_early() -> Interrupted:
     return Interrupted("asked to stop before the ranks were started")
 
 
-class Abandoned(Exception):
+class LauncherGone(Exception):
     """The launcher was gone before it had said what to start."""
 
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from shoal.agent.mesh import Places
-from shoal.control.orders import Member
+from shoal.agent.mesh import AgentAddresses
+from shoal.control.orders import RosterEntry
 from shoal.errors import ControlError, RunFailed, ShoalError, UsageError, from_dict
 
 WHO = "who"
@@ -29,16 +29,16 @@ _MOST_ANSWER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Answer:
+class InviteReply:
     """`places` is where all agents listen that the sponsor knows of. `full`: no machine is let in before one leaves.
     `member` is the new id, where one was asked for."""
 
-    places: dict[int, Member] = field(default_factory=dict)
+    places: dict[int, RosterEntry] = field(default_factory=dict)
     full: bool = False
     member: int | None = None
 
 
-class Host(Protocol):
+class GuestAdmission(Protocol):
     """What the agent's council says of guests."""
 
     def takes_nobody(self) -> str: ...
@@ -46,10 +46,10 @@ class Host(Protocol):
     def invite(self) -> int: ...
 
 
-class Sponsor:
+class InviteServer:
     """The agent's end."""
 
-    def __init__(self, path: Path, host: Host, places: Places) -> None:
+    def __init__(self, path: Path, host: GuestAdmission, places: AgentAddresses) -> None:
         self._path = path
         self._host = host
         self._places = places
@@ -92,11 +92,11 @@ class Sponsor:
         except (ValueError, KeyError, TypeError, RecursionError):
             return {"refused": ControlError("an agent was asked something that it cannot read").as_dict()}
 
-    def _answer(self, question: str) -> Answer:
+    def _answer(self, question: str) -> InviteReply:
         if why := self._host.takes_nobody():
             raise UsageError("the run takes nobody in", why=why)
         places = {member: self._places[member] for member in self._places}
-        return Answer(places, self._host.is_full(), self._invite() if question == ID else None)
+        return InviteReply(places, self._host.is_full(), self._invite() if question == ID else None)
 
     def _invite(self) -> int:
         try:
@@ -109,7 +109,7 @@ class Sponsor:
             ) from error
 
 
-def ask(path: Path, question: str) -> Answer:
+def ask(path: Path, question: str) -> InviteReply:
     """Raises OSError when nobody answers there, and what the agent says is wrong."""
     with socket.socket(socket.AF_UNIX) as asking, _short(path) as name:
         asking.settimeout(_ANSWER_WITHIN_S)
@@ -121,7 +121,7 @@ def ask(path: Path, question: str) -> Answer:
         document = json.loads(line)
         if "refused" in document:
             raise from_dict(document["refused"])
-        return TypeAdapter(Answer).validate_json(line, strict=True)
+        return TypeAdapter(InviteReply).validate_json(line, strict=True)
     except (ValueError, TypeError):
         raise ControlError(
             f"the agent at {path} answered what cannot be read", why="it ended meanwhile, or is of another version"

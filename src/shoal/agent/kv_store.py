@@ -30,7 +30,7 @@ MOST_REQUEST_BYTES = 16 << 20
 LONGEST_WAIT_S = 0.2
 
 
-class KeyStore:
+class KvStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = asyncio.Condition()
@@ -152,18 +152,18 @@ Tell = Callable[[int, Message], Awaitable[bool]]
 
 @dataclass(frozen=True)
 class _Question:
-    keeper: int
+    supervisor: int
     generation: Ballot | None
     answer: asyncio.Future[Reply]
 
 
-class Keyring:
+class KvStoreClient:
     def __init__(self, me: int, tell: Tell, token: str) -> None:
         self._me = me
         self._token = token
         self._tell = tell
         self._current: Generation | None = None
-        self._stores: dict[Ballot | None, KeyStore] = {None: KeyStore()}
+        self._stores: dict[Ballot | None, KvStore] = {None: KvStore()}
         self._questions: dict[int, _Question] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._asked = 0
@@ -176,23 +176,23 @@ class Keyring:
         self._settle("that generation is over", lambda question: (question.generation or generation.id) < generation.id)
 
     def lose(self, member: int, how: str) -> None:
-        self._settle(f"the agent that keeps the keys is gone: {how}", lambda question: question.keeper == member)
+        self._settle(f"the agent that keeps the keys is gone: {how}", lambda question: question.supervisor == member)
 
     async def ask(self, request: Request) -> Reply:
         """For one of our own ranks."""
         if request.get("op") == "derive":
             return derive_key(self._token, request)
         generation = _generation_asked_for(request)
-        keeper = self._keeper_of(generation)
-        if keeper is None:
+        supervisor = self._supervisor_of(generation)
+        if supervisor is None:
             return {"error": f"nobody keeps the keys of generation {generation}: it is not the one we are in"}
-        if keeper == self._me:
+        if supervisor == self._me:
             return await self.answer(request)
         self._asked += 1
-        number, question = self._asked, _Question(keeper, generation, asyncio.get_running_loop().create_future())
+        number, question = self._asked, _Question(supervisor, generation, asyncio.get_running_loop().create_future())
         self._questions[number] = question
         try:
-            if not await self._tell(keeper, {"type": "ask", "id": number, "request": request}):
+            if not await self._tell(supervisor, {"type": "ask", "id": number, "request": request}):
                 return {"error": "the agent that keeps the keys is gone"}
             return await question.answer
         finally:
@@ -203,7 +203,7 @@ class Keyring:
         generation = _generation_asked_for(request)
         if generation is not None and self._current is not None and generation < self._current.id:
             return {"error": f"generation {generation} is over"}
-        return await self._stores.setdefault(generation, KeyStore()).answer(request)
+        return await self._stores.setdefault(generation, KvStore()).answer(request)
 
     def hear(self, member: int, message: Message) -> None:
         """A question of another agent, or its answer to one of ours."""
@@ -221,7 +221,7 @@ class Keyring:
     async def _answer(self, member: int, number: object, request: Request) -> None:
         await self._tell(member, {"type": "answer", "id": number, "reply": await self.answer(request)})
 
-    def _keeper_of(self, generation: Ballot | None) -> int | None:
+    def _supervisor_of(self, generation: Ballot | None) -> int | None:
         if generation is None:
             return 0
         current = self._current

@@ -10,8 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.control.membership.types import Ballot, Ranks, State
-from shoal.control.orders import Start
-from shoal.control.rank_messages import LENGTH, MOST_BYTES, Enter, Halt, ToAgent, ToRank, read_to_agent, to_frame
+from shoal.control.orders import StartProcess
+from shoal.control.rank_messages import (
+    LENGTH,
+    MOST_BYTES,
+    EnterGeneration,
+    LeaveGeneration,
+    ToAgent,
+    ToRank,
+    read_to_agent,
+    to_frame,
+)
 from shoal.errors import ControlError
 
 # SECTION launch/lines
@@ -22,7 +31,7 @@ from shoal.errors import ControlError
 _MOST_UNREAD = 64 << 10
 
 
-class RankLine:
+class RankConnection:
     def __init__(self, ours: socket.socket, hear: Callable[[ToAgent], None], refuse: Callable[[str], None]) -> None:
         self._socket = ours
         self._hear = hear
@@ -67,12 +76,12 @@ FORGIVEN_S = 600.0
 
 
 @dataclass
-class Hand:
+class LocalRank:
     """One rank. `here`: it has imported everything. `holds`: it has a state of its own. `inside`: the generation it was
     last told to enter; `out`: it has answered a halt of that one. `again_at`: when it is started again."""
 
-    start: Start
-    line: RankLine | None = None
+    start: StartProcess
+    line: RankConnection | None = None
     here: bool = False
     holds: bool = False
     inside: Ballot | None = None
@@ -92,7 +101,7 @@ class Hand:
         if self.line is not None:
             self.line.say(message)
 
-    def begin(self, line: RankLine) -> None:
+    def begin(self, line: RankConnection) -> None:
         self.line, self.again_at = line, None
         self.here = self.holds = self.formed = self.out = self.finished = False
         self.inside = self.state = None
@@ -101,7 +110,7 @@ class Hand:
         self.line = None
         self.here = self.holds = False
 
-    def enter(self, order: Enter) -> None:
+    def enter(self, order: EnterGeneration) -> None:
         self.inside, self.formed, self.out, self.state = order.generation, False, False, None
         self.say(order)
 
@@ -110,31 +119,31 @@ class Hand:
 
 
 @dataclass
-class Crew:
-    hands: Sequence[Hand]
+class LocalRanks:
+    hands: Sequence[LocalRank]
     restarts: int
     _by_name: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._by_name = {hand.start.name: local for local, hand in enumerate(self.hands)}
 
-    def named(self, name: str) -> Hand:
+    def named(self, name: str) -> LocalRank:
         return self.hands[self._by_name[name]]
 
     def ready(self) -> Ranks:
         """The local numbers of those that train or wait."""
         return tuple(local for local, hand in enumerate(self.hands) if hand.alive and (hand.here or hand.inside))
 
-    def inside(self, generation: Ballot) -> list[Hand]:
+    def inside(self, generation: Ballot) -> list[LocalRank]:
         return [hand for hand in self.hands if hand.alive and hand.inside == generation]
 
-    def still_in(self, generation: Ballot) -> list[Hand]:
+    def still_in(self, generation: Ballot) -> list[LocalRank]:
         """Those that were told to enter and have not come out."""
         return [hand for hand in self.inside(generation) if not hand.out]
 
     def halt(self, generation: Ballot, at_edge: bool) -> None:
         for hand in self.still_in(generation):
-            hand.say(Halt(generation=generation, at_edge=at_edge))
+            hand.say(LeaveGeneration(generation=generation, at_edge=at_edge))
 
     def all_formed(self, generation: Ballot) -> bool:
         return _all(hand.formed for hand in self.inside(generation))
@@ -145,7 +154,7 @@ class Crew:
             hand.alive and hand.inside and not hand.finished for hand in self.hands
         )
 
-    def waiting(self) -> list[Hand]:
+    def waiting(self) -> list[LocalRank]:
         """Started again, and not let in yet."""
         return [hand for hand in self.hands if hand.alive and hand.inside is None]
 
@@ -157,7 +166,7 @@ class Crew:
         """Everybody who was started has said so: several that come together are let in together."""
         return _all(hand.here or hand.inside is not None for hand in self.hands if hand.alive)
 
-    def try_again(self, hand: Hand, now: float) -> float | None:
+    def try_again(self, hand: LocalRank, now: float) -> float | None:
         """After how many seconds it is started again; None when that was tried often enough, in short order."""
         if now - hand.tried_at >= FORGIVEN_S:
             hand.attempts = 0
@@ -174,7 +183,7 @@ class Crew:
         for hand in self.hands:
             hand.again_at = None
 
-    def due(self, now: float) -> list[Hand]:
+    def due(self, now: float) -> list[LocalRank]:
         return [hand for hand in self.hands if hand.again_at is not None and now >= hand.again_at]
 
     def is_gone(self) -> bool:

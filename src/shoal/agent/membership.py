@@ -9,20 +9,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.agent.kv_store import Keyring
-from shoal.agent.local_ranks import Crew, Hand
+from shoal.agent.kv_store import KvStoreClient
+from shoal.agent.local_ranks import LocalRank, LocalRanks
 from shoal.agent.mesh import Mesh
-from shoal.agent.rank_processes import Ended, Workplace
+from shoal.agent.rank_processes import RankEnvironment, RankExit
 from shoal.control import rank_messages
 from shoal.control.channel import Message as ChannelMessage
-from shoal.control.membership.messages import Beat, Message, decode, encode
-from shoal.control.membership.settings import Rules
-from shoal.control.membership.state import Abandon, Action, Pause, Send, Start, Stop, Tell
-from shoal.control.membership.state_machine import Council
-from shoal.control.membership.types import MOST_RANKS, NEVER, Ballot, Generation, Seat, founding
-from shoal.control.membership.vote_store import Promises
-from shoal.control.orders import Go, Member, Membership
-from shoal.control.rank_messages import Enter, generation_of
+from shoal.control.membership.messages import Heartbeat, Message, decode, encode
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.membership.state import (
+    AbandonLineage,
+    Action,
+    LogSentence,
+    PauseTraining,
+    SendMessage,
+    StartGeneration,
+    StopGeneration,
+)
+from shoal.control.membership.state_machine import MembershipMachine
+from shoal.control.membership.types import MOST_RANKS, NEVER, Ballot, Generation, MemberRanks, founding
+from shoal.control.membership.vote_store import VoteStore
+from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry
+from shoal.control.rank_messages import EnterGeneration, generation_of
 from shoal.errors import Interrupted, RunFailed, UsageError
 from shoal.events import read_events
 from shoal.host.facts import boot_clock
@@ -32,8 +40,8 @@ from shoal.run_folder import RunFolder
 # Ranks on their way out of a generation: who has answered, and who takes too long.
 
 
-class Halting:
-    def __init__(self, crew: Crew, rules: Rules) -> None:
+class RankHalt:
+    def __init__(self, crew: LocalRanks, rules: MembershipSettings) -> None:
         self._crew = crew
         self._rules = rules
         self._generation: Ballot | None = None
@@ -61,7 +69,7 @@ class Halting:
         self._generation = None
         return generation if self._crew.inside(generation) else None
 
-    def late(self, now: float) -> list[Hand]:
+    def late(self, now: float) -> list[LocalRank]:
         """Those to be ended, once in a while until they are gone."""
         if self._generation is None or now < self._until:
             return []
@@ -86,7 +94,7 @@ _STARTED_WITHIN_S = 600.0
 
 
 @dataclass
-class Farewell:
+class ShutdownTracker:
     """`silent_after_s`: a member that has not been heard of for so long is not awaited. `finished`: our ranks have
     passed the last barrier of the training, or were asked to stop and did."""
 
@@ -105,7 +113,7 @@ class Farewell:
     def heard(self, member: int, message: Message, now: float) -> None:
         """`holders`: who has a state to train on from, by its own last word; `voters` may also be loading one."""
         self.heard_at[member] = now
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             (self.holders.add if message.votes and message.holds else self.holders.discard)(member)
             (self.voters.add if message.votes else self.voters.discard)(member)
 
@@ -159,15 +167,17 @@ def nobody_has_the_state(run: str) -> RunFailed:
 
 
 @dataclass(frozen=True)
-class Seating:
+class RankNumbering:
     """The numbers by which ranks and their files are known: a founder's ranks keep those of the launch, and each later
     member has a range of its own behind them."""
 
     me: int
-    roster: Sequence[Member]
+    roster: Sequence[RosterEntry]
 
-    def founding(self, members: Membership) -> Generation:
-        seats = [Seat(member=member, ranks=tuple(range(len(place.ranks)))) for member, place in enumerate(self.roster)]
+    def founding(self, members: MembershipOrder) -> Generation:
+        seats = [
+            MemberRanks(member=member, ranks=tuple(range(len(place.ranks)))) for member, place in enumerate(self.roster)
+        ]
         return founding(tuple(seats), above=members.above)
 
     @property
@@ -180,12 +190,14 @@ class Seating:
             return self.roster[member].ranks[local]
         return self.launched + (member - len(self.roster)) * MOST_RANKS + local
 
-    def orders(self, generation: Generation, name: Callable[[int], str], keeps_files: bool) -> dict[int, Enter]:
+    def orders(
+        self, generation: Generation, name: Callable[[int], str], keeps_files: bool
+    ) -> dict[int, EnterGeneration]:
         """For each of our ranks in it, by local number. Whether one holds a state is for the caller to say."""
         own = generation.ranks_of(self.me)
         places = [(seat.member, local) for seat in generation.seats for local in seat.ranks]
         return {
-            local: Enter(
+            local: EnterGeneration(
                 generation=generation.id,
                 lineage=generation.lineage,
                 rank=generation.first_rank(self.me) + index,
@@ -209,26 +221,33 @@ class Seating:
 _ASLEEP_WITHIN_S = 30.0
 
 
-class Elastic:
+class AgentMembership:
     def __init__(
-        self, me: int, go: Go, members: Membership, promises: Promises, mesh: Mesh, keys: Keyring, workplace: Workplace
+        self,
+        me: int,
+        go: GoOrder,
+        members: MembershipOrder,
+        promises: VoteStore,
+        mesh: Mesh,
+        keys: KvStoreClient,
+        workplace: RankEnvironment,
     ) -> None:
         self._rules = members.rules
         self._members = members
         self._mesh = mesh
         self._keys = keys
         self._workplace = workplace
-        self._seating = Seating(me, go.roster)
-        self.crew = Crew([Hand(start) for start in go.starts], members.restarts)
-        self.farewell = Farewell(me, len(go.roster), members.rules.silent_after_s)
-        self._council = Council(me, members.rules, promises, boot_clock(), self.name)
+        self._seating = RankNumbering(me, go.roster)
+        self.crew = LocalRanks([LocalRank(start) for start in go.starts], members.restarts)
+        self.farewell = ShutdownTracker(me, len(go.roster), members.rules.silent_after_s)
+        self._council = MembershipMachine(me, members.rules, promises, boot_clock(), self.name)
         # The world that was asked for did not form, or nothing is left of it.
         self.failed = False
         self.may_return = False
         self._todo: deque[Action] = deque()
         self._early: list[tuple[int, ChannelMessage]] | None = []
-        self._halting = Halting(self.crew, members.rules)
-        self._give_up: rank_messages.GiveUp | None = None
+        self._halting = RankHalt(self.crew, members.rules)
+        self._give_up: rank_messages.AbandonCommits | None = None
         # The last step that a rank of this node has in the ledger, as its ranks read it when they started.
         self._found = 0
         self._ticked_at = boot_clock()
@@ -258,7 +277,7 @@ class Elastic:
         """It has still to meet anybody, and the others train: whatever becomes of it is no trouble of theirs."""
         self._founded = True
 
-    def start(self, hands: Iterable[Hand]) -> None:
+    def start(self, hands: Iterable[LocalRank]) -> None:
         for hand in hands:
             self._workplace.start_with_line(hand, self.heard)
 
@@ -384,7 +403,7 @@ class Elastic:
         if generation and now >= self._lease_at and self._council.may_commit(generation.id):
             self._lease_at = now + rank_messages.LEASE_S / 4
             for hand in self.crew.still_in(generation.id):
-                hand.say(rank_messages.Leased(generation=generation.id, at_s=now))
+                hand.say(rank_messages.LeaseRenewed(generation=generation.id, at_s=now))
 
     def _end_the_late(self, now: float) -> None:
         for hand in self._halting.late(now):
@@ -400,34 +419,34 @@ class Elastic:
 
     # From our ranks.
 
-    def heard(self, hand: Hand, message: rank_messages.ToAgent) -> None:
+    def heard(self, hand: LocalRank, message: rank_messages.ToAgent) -> None:
         now = boot_clock()
         match message:
-            case rank_messages.Here():
+            case rank_messages.RankReady():
                 hand.here = True
                 self._found = max(self._found, message.committed)
                 if hand.inside is None and self.crew.all_here():
                     self._do(self._council.ready(self.crew.ready(), now, self._found))
-            case rank_messages.Formed() if hand.inside == message.generation:
+            case rank_messages.GroupFormed() if hand.inside == message.generation:
                 hand.formed = hand.holds = True
                 if self.crew.all_formed(message.generation):
                     self._founded = True
                     self._note_given_up()
                     self._council.formed(message.generation)
-            case rank_messages.Halted() if hand.inside == message.generation:
+            case rank_messages.LeftGeneration() if hand.inside == message.generation:
                 hand.halted(message.state)
                 self._collect()
-            case rank_messages.Broken():
+            case rank_messages.GenerationBroken():
                 self._on_broken(hand, message)
-            case rank_messages.Committed():
+            case rank_messages.StepCommitted():
                 self._council.committed(message.step)
-            case rank_messages.Finished():
+            case rank_messages.TrainingFinished():
                 hand.finished = True
                 self._finish()
             case _:
                 pass  # of a generation that it has left
 
-    def _on_broken(self, hand: Hand, message: rank_messages.Broken) -> None:
+    def _on_broken(self, hand: LocalRank, message: rank_messages.GenerationBroken) -> None:
         name, generation = hand.start.name, message.generation
         self._workplace.write("broken", name=name, generation=str(generation), why=message.why)
         if self._founded:
@@ -435,7 +454,7 @@ class Elastic:
         else:
             self.failed = True
 
-    def ended(self, ended: Ended) -> bool:
+    def ended(self, ended: RankExit) -> bool:
         """Whether the run can go on although this rank has ended."""
         hand = self.crew.named(ended.start.name)
         was_inside, finished = hand.inside, ended.code in (0, Interrupted.exit_code)
@@ -516,23 +535,23 @@ class Elastic:
     def _perform(self, action: Action) -> None:
         write: Callable[..., None] = self._workplace.write
         match action:
-            case Send():
+            case SendMessage():
                 self._mesh.post(action.to, encode(action.message))
-            case Stop():
+            case StopGeneration():
                 self._halting.begin(action.generation, action.at_edge, boot_clock())
                 self._collect()
-            case Start():
+            case StartGeneration():
                 self._enter(action)
-            case Pause():
+            case PauseTraining():
                 write("pause", text=action.text)
-            case Tell():
+            case LogSentence():
                 write("tell", generation=action.generation and str(action.generation), text=action.text)
-            case Abandon():
+            case AbandonLineage():
                 lineage, standing, shared = action.lineage, action.standing, action.shared_step
-                self._give_up = rank_messages.GiveUp(lineage=lineage, standing=standing, shared_step=shared)
+                self._give_up = rank_messages.AbandonCommits(lineage=lineage, standing=standing, shared_step=shared)
                 write("abandon", lineage=str(lineage), standing=str(standing), shared_step=shared, text=action.text)
 
-    def _enter(self, action: Start) -> None:
+    def _enter(self, action: StartGeneration) -> None:
         generation = action.generation
         me, names = self._seating.me, [self.name(member) for member in generation.members]
         self._halting.forget()

@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shoal.control.channel import Channel, Message, dial
-from shoal.control.connection_guard import doorkeeper, receive
+from shoal.control.connection_guard import connection_guard, receive
 from shoal.control.handshake import Hello, refusal, remark
-from shoal.control.orders import MOST_PLACES, Member, read_places
+from shoal.control.orders import MOST_PLACES, RosterEntry, read_places
 from shoal.errors import ControlError, PeerLost, ShoalError
 from shoal.host.facts import boot_clock, can_listen, dial_order
 
@@ -33,14 +33,14 @@ def to_dial(me: int, addresses: Mapping[int, str]) -> list[int]:
     return [member for member, place in order.items() if place < order[me]]
 
 
-class Places:
+class AgentAddresses:
     """`version` grows with every change."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Member] = {}
+        self._known: dict[int, RosterEntry] = {}
         self.version = 0
 
-    def __getitem__(self, member: int) -> Member:
+    def __getitem__(self, member: int) -> RosterEntry:
         return self._known[member]
 
     def __contains__(self, member: int) -> bool:
@@ -52,11 +52,11 @@ class Places:
     def name(self, member: int) -> str:
         return self._known[member].node if member in self._known else f"machine {member}"
 
-    def update(self, roster: Mapping[int, Member]) -> None:
+    def update(self, roster: Mapping[int, RosterEntry]) -> None:
         self._known.update(roster)
         self.version += 1
 
-    def of_others(self, me: int) -> dict[int, Member]:
+    def of_others(self, me: int) -> dict[int, RosterEntry]:
         return {member: place for member, place in self._known.items() if member != me}
 
     def addresses(self) -> list[str]:
@@ -75,7 +75,7 @@ class Places:
         """What a member says of itself is the newest there is."""
         known = self._known.get(theirs.member)
         ranks = known.ranks if known else ()
-        place = Member(theirs.node, theirs.address, theirs.port, theirs.mark, ranks, theirs.life)
+        place = RosterEntry(theirs.node, theirs.address, theirs.port, theirs.mark, ranks, theirs.life)
         self.version += place != known
         self._known[theirs.member] = place
 
@@ -183,7 +183,7 @@ class Mesh:
         note: Callable[[str], None],
         is_ours: Callable[[str], bool] = can_listen,
     ) -> None:
-        self.places = Places()
+        self.places = AgentAddresses()
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_connected: OnConnected | None = None
@@ -198,7 +198,7 @@ class Mesh:
         self._refused: ShoalError | None = None
         self._listeners = Listeners(self._welcome, is_ours)
         self._met = False
-        self._door = doorkeeper(note)
+        self._door = connection_guard(note)
 
     async def listen(self, address: str, me: Hello, token: str, port: int = 0) -> int:
         """On this one address. Whoever comes back listens where it did before: others may have been away as well, and
@@ -212,7 +212,7 @@ class Mesh:
         self._me = replace(me, address=self._listeners.address, port=self._listeners.port)
         self.places.believe(self._me)
 
-    async def meet(self, roster: Mapping[int, Member]) -> None:
+    async def meet(self, roster: Mapping[int, RosterEntry]) -> None:
         """Until every member is connected; who does not come is named."""
         self.places.update(roster)
         self._door.expect(self.places.addresses())
@@ -231,7 +231,7 @@ class Mesh:
         """From now on whoever closes its connection or falls silent is lost, once and for good."""
         self._spawn(self._beat())
 
-    def keep_up(self, roster: Mapping[int, Member], on_connected: OnConnected, dial_all: bool = False) -> None:
+    def keep_up(self, roster: Mapping[int, RosterEntry], on_connected: OnConnected, dial_all: bool = False) -> None:
         """From now on connections come and go. `dial_all`: whoever comes back dials everybody, since nobody knows where
         it listens."""
         self._met = True
@@ -331,7 +331,7 @@ class Mesh:
             self._dialling.add(member)
             self._spawn(self._try_to_dial(member, self.places[member]))
 
-    async def _try_to_dial(self, member: int, place: Member) -> None:
+    async def _try_to_dial(self, member: int, place: RosterEntry) -> None:
         try:
             async with asyncio.timeout(_CONNECT_WITHIN_S):
                 channel = await dial(place.address, place.port, self._token)

@@ -16,16 +16,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.agent.kv_store import Keyring, read_request, to_frame
-from shoal.agent.local_ranks import Hand, RankLine
-from shoal.agent.mesh import Places
+from shoal.agent.kv_store import KvStoreClient, read_request, to_frame
+from shoal.agent.local_ranks import LocalRank, RankConnection
+from shoal.agent.mesh import AgentAddresses
 from shoal.cluster.agent_link import STDIN_FD
 from shoal.cluster.node import start_process
 from shoal.control.membership.types import read_ballot
-from shoal.control.orders import Start
+from shoal.control.orders import StartProcess
 from shoal.control.processes import marks
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, SAFE_PATH, script_store_command, torch_caches
-from shoal.control.rank_messages import LINE_FD, GiveUp, ToAgent
+from shoal.control.rank_messages import LINE_FD, AbandonCommits, ToAgent
 from shoal.cost.memory import RELIEF
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
@@ -33,10 +33,10 @@ from shoal.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExit:
     """`by_us`: we killed it. `starved`: the kernel killed some process for lack of memory while this one ran."""
 
-    start: Start
+    start: StartProcess
     code: int
     by_us: bool
     starved: bool
@@ -44,14 +44,14 @@ class Ended:
 
 @dataclass
 class _Running:
-    start: Start
+    start: StartProcess
     process: subprocess.Popen[bytes]
     clock: LogClock
     starved_before: int
     by_us: bool = False
 
 
-class Ranks:
+class RankProcesses:
     def __init__(self, run: RunFolder, node: str, now: Callable[[], float]) -> None:
         self._run = run
         self._node = node
@@ -59,7 +59,7 @@ class Ranks:
         self._running: list[_Running] = []
 
     def start(
-        self, start: Start, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int | None = None
+        self, start: StartProcess, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int | None = None
     ) -> int:
         log = self._run.log(self._node, start.name)
         # Both before it runs: it may have printed or starved by the time we look.
@@ -72,7 +72,7 @@ class Ranks:
     def alive(self) -> dict[str, int]:
         return {running.start.name: running.process.pid for running in self._running}
 
-    def reap(self) -> Iterator[Ended]:
+    def reap(self) -> Iterator[RankExit]:
         """Those that ended since the last look. The others' logs get their time notes on the way."""
         for running in list(self._running):
             code = running.process.poll()
@@ -82,7 +82,7 @@ class Ranks:
                 # What it started itself and did not wait for goes with it.
                 _kill_session(running.process.pid)
                 starved = code == -signal.SIGKILL and kills_for_memory() > running.starved_before
-                yield Ended(running.start, code, running.by_us, starved)
+                yield RankExit(running.start, code, running.by_us, starved)
 
     def ask_to_stop(self) -> None:
         for running in self._running:
@@ -150,8 +150,10 @@ _STORE_ENDS_S = 3.0
 Write = Callable[..., None]
 
 
-class Workplace:
-    def __init__(self, run: RunFolder, node: str, ranks: Ranks, keys: Keyring, places: Places, write: Write) -> None:
+class RankEnvironment:
+    def __init__(
+        self, run: RunFolder, node: str, ranks: RankProcesses, keys: KvStoreClient, places: AgentAddresses, write: Write
+    ) -> None:
         self._run = run
         self.run_folder = shlex.quote(str(run.path))
         self._node = node
@@ -162,7 +164,7 @@ class Workplace:
         self._store: subprocess.Popen[bytes] | None = None
         self.write = write
 
-    def start(self, start: Start, alone_with_folder: bool) -> None:
+    def start(self, start: StartProcess, alone_with_folder: bool) -> None:
         env = marks(self._run.path, start.name)
         if not alone_with_folder:
             env[KEEPS_FILES] = "0"
@@ -178,7 +180,7 @@ class Workplace:
                 env[AGENT_FD] = str(self._serve_keys(theirs))
             self._ranks.start(start, env, _descriptors(env), stdin)
 
-    def start_with_line(self, hand: Hand, hear: Callable[[Hand, ToAgent], None]) -> None:
+    def start_with_line(self, hand: LocalRank, hear: Callable[[LocalRank, ToAgent], None]) -> None:
         """Whether it keeps files it is told with each generation."""
 
         def refuse(why: str) -> None:
@@ -190,7 +192,7 @@ class Workplace:
             theirs.enter_context(line_end)
             fds = {AGENT_FD: str(self._serve_keys(theirs)), LINE_FD: str(line_end.fileno())}
             self._ranks.start(hand.start, {**marks(self._run.path, hand.start.name), **fds}, _descriptors(fds))
-            line = RankLine(ours, lambda message: hear(hand, message), refuse)
+            line = RankConnection(ours, lambda message: hear(hand, message), refuse)
             hand.begin(line)
             self._keep(line.listen())
 
@@ -256,7 +258,7 @@ class Workplace:
     def kill_all(self) -> None:
         self._ranks.kill()
 
-    def ran_out_of_memory(self, ended: Ended) -> bool:
+    def ran_out_of_memory(self, ended: RankExit) -> bool:
         """Whether the kernel killed for lack of memory, or the rank could say so itself: as good a reason to start it
         again. The user hears of it, since only a smaller batch ends it for good."""
         if ended.starved:
@@ -271,7 +273,7 @@ class Workplace:
             self.write("note", text=f"{event['seen']} ({event['fix']})")
         return bool(said)
 
-    def unsaid_give_up(self) -> GiveUp | None:
+    def unsaid_give_up(self) -> AbandonCommits | None:
         return unsaid_give_up(read_events(self._run.journal(self._node)))
 
     def shares_folder_with(self, member: int) -> bool:
@@ -313,7 +315,7 @@ class Workplace:
         task.add_done_callback(self._serving.discard)
 
     @contextmanager
-    def _starting(self, start: Start) -> Iterator[None]:
+    def _starting(self, start: StartProcess) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -328,10 +330,10 @@ def _descriptors(env: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(env[name]) for name in (AGENT_FD, LINE_FD) if name in env)
 
 
-def unsaid_give_up(journal: Iterable[Event]) -> GiveUp | None:
+def unsaid_give_up(journal: Iterable[Event]) -> AbandonCommits | None:
     """Of an earlier life: a lineage that was given up, and that no ledger has it from us yet."""
     said = deque((event for event in journal if event["event"] in ("abandon", "given-up")), maxlen=1)
     if not said or said[-1]["event"] == "given-up":
         return None
     lineage, standing = (read_ballot(said[-1][name]) for name in ("lineage", "standing"))
-    return GiveUp(lineage=lineage, standing=standing, shared_step=said[-1]["shared_step"])
+    return AbandonCommits(lineage=lineage, standing=standing, shared_step=said[-1]["shared_step"])

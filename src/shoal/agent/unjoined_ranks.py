@@ -5,7 +5,7 @@ rank 0 serves it, it listens there. A rank that has neither is alone, or meets t
 address written in the script), which sockets cannot tell: so this is a warning, never an error. Nor do they show the
 opposite case, a rank that joins the group and then trains without it.
 
-Look every second or so and remember (`RollCall`): a group that was destroyed after the training leaves no socket. A
+Look every second or so and remember (`JoinWatch`): a group that was destroyed after the training leaves no socket. A
 rank that is refused, because rank 0 does not listen, has none either.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.control.orders import Start
+from shoal.control.orders import StartProcess
 from shoal.errors import RunFailed
 
 Address = IPv4Address | IPv6Address
@@ -121,7 +121,7 @@ def left_behind(ended: list[int], running: list[int], after_s: float, run: str) 
 
 
 @dataclass
-class RollCall:
+class JoinWatch:
     """Looks now and then, and remembers who was ever there."""
 
     address: str
@@ -137,19 +137,19 @@ class RollCall:
         return None if sockets is None else is_at(sockets, self.address, self.port)
 
 
-class LonelyScripts:
+class UnjoinedRanks:
     """Reports once, a minute after the start, which of a node's ranks have come to the meeting, and which have not.
     Shoal's own ranks are not asked."""
 
-    def __init__(self, starts: Iterable[Start], report: Callable[[list[int], list[int], float], None]) -> None:
+    def __init__(self, starts: Iterable[StartProcess], report: Callable[[list[int], list[int], float], None]) -> None:
         asked = [start for start in starts if start.is_script_rank]
         self._ranks = {start.name: start.ranks[0] for start in asked}
         self._report = report
-        self._call: RollCall | None = None
+        self._call: JoinWatch | None = None
         self._looked_s = 0.0
         if asked and (world_size := int(asked[0].env["WORLD_SIZE"])) > 1:
             self._world_size = world_size
-            self._call = RollCall(asked[0].env["MASTER_ADDR"], int(asked[0].env["MASTER_PORT"]))
+            self._call = JoinWatch(asked[0].env["MASTER_ADDR"], int(asked[0].env["MASTER_PORT"]))
 
     def look(self, pids: Mapping[str, int], elapsed_s: float) -> None:
         """`elapsed_s` is since the start. A look costs some milliseconds a rank, so there are few."""

@@ -19,13 +19,13 @@ from rich.table import Table
 from shoal.cli.output import make_console, print_json, shown, stdout_console
 from shoal.errors import UsageError
 from shoal.runs.start import default_out
-from shoal.tools.chaos.run import Spread, spreads
-from shoal.tools.chaos.scenario import ROWS, Row, Scenario
+from shoal.tools.chaos.run import Percentiles, spreads
+from shoal.tools.chaos.scenario import ROWS, ChaosScenario, FaultRow
 from shoal.units import format_duration
 
 if TYPE_CHECKING:
     from shoal.tools.chaos.judge import Assertion
-    from shoal.tools.chaos.run import Played
+    from shoal.tools.chaos.run import ScenarioResult
     from shoal.tools.chaos.soak import FaultOutcome, ModeResult, SoakResult, SoakStatus
 
 
@@ -40,7 +40,7 @@ _LEGEND = (
     "one was committed. lost, redone: steps. gens: generations since the fault. equal: replicas, to the bit."
 )
 
-Done = Callable[["Played"], None]
+Done = Callable[["ScenarioResult"], None]
 
 
 @contextlib.contextmanager
@@ -51,12 +51,12 @@ def progress() -> Iterator[tuple[Callable[[str], None], Done]]:
         yield lambda text: status.update(escape(text)), lambda played: _print_done(console, played)
 
 
-def _print_done(console: Console, played: Played) -> None:
+def _print_done(console: Console, played: ScenarioResult) -> None:
     verdict = "[green]passed[/]" if played.ok else "[red]FAILED[/]"
     console.print(f"{verdict} {played.scenario} {played.number}, {played.seconds:.0f} s", soft_wrap=True)
 
 
-def print_list(scenarios: Sequence[Scenario]) -> None:
+def print_list(scenarios: Sequence[ChaosScenario]) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("row", "scenario", "what happens", "where", "target"):
@@ -72,18 +72,18 @@ def print_list(scenarios: Sequence[Scenario]) -> None:
         console.print(f"{row.number:>3}  {row.fault}: {text}", soft_wrap=True)
 
 
-def where(scenario: Scenario) -> str:
+def where(scenario: ChaosScenario) -> str:
     if scenario.cuts_power:
         return f"local:{scenario.nodes}"
     return f"lab:{scenario.nodes}" if scenario.needs_lab else f"lab:{scenario.nodes}, local:{scenario.nodes}"
 
 
-def by_tests_alone(scenarios: Sequence[Scenario]) -> list[Row]:
+def by_tests_alone(scenarios: Sequence[ChaosScenario]) -> list[FaultRow]:
     played = {scenario.row for scenario in scenarios}
     return [row for row in ROWS if row.number not in played]
 
 
-def list_document(scenarios: Sequence[Scenario]) -> dict[str, Any]:
+def list_document(scenarios: Sequence[ChaosScenario]) -> dict[str, Any]:
     return {
         "scenarios": [
             {
@@ -102,7 +102,7 @@ def list_document(scenarios: Sequence[Scenario]) -> dict[str, Any]:
     }
 
 
-def print_played(played: Sequence[Played]) -> None:
+def print_played(played: Sequence[ScenarioResult]) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(_TITLES):
@@ -116,7 +116,7 @@ def print_played(played: Sequence[Played]) -> None:
         _print_words(console, [each for each in played if each.scenario == name])
 
 
-def _rows(runs: Sequence[Played]) -> Iterator[tuple[str, ...]]:
+def _rows(runs: Sequence[ScenarioResult]) -> Iterator[tuple[str, ...]]:
     """One line a scenario; of several runs p50, p95 and the worst, of counts always the worst."""
     found = spreads(runs)
     first = runs[0]
@@ -138,22 +138,22 @@ def _rows(runs: Sequence[Played]) -> Iterator[tuple[str, ...]]:
         yield (*label, *times, *(counts if which == "p50" else ("",) * len(counts)))
 
 
-def _most(runs: Sequence[Played], count: Callable[[Played], int]) -> str:
+def _most(runs: Sequence[ScenarioResult], count: Callable[[ScenarioResult], int]) -> str:
     return str(max(map(count, runs)))
 
 
-def _replicas(runs: Sequence[Played]) -> str:
+def _replicas(runs: Sequence[ScenarioResult]) -> str:
     said = [assertion for each in runs for assertion in each.assertions if assertion.name.startswith("replicas")]
     if not said:
         return "–"
     return "yes" if all(assertion.ok for assertion in said) else "[red]no[/]"
 
 
-def _seconds(found: Spread | None, which: str) -> str:
+def _seconds(found: Percentiles | None, which: str) -> str:
     return "–" if found is None else f"{getattr(found, which):.2f}"
 
 
-def _print_words(console: Console, runs: Sequence[Played]) -> None:
+def _print_words(console: Console, runs: Sequence[ScenarioResult]) -> None:
     """What the user was told in the first run, and of every run each assertion that did not hold."""
     told = next((each.measured.sentences for each in runs if each.measured.sentences), ())
     if told:

@@ -18,7 +18,7 @@ from shoal.tools.doctor.checks import CHECK_IDS_CHECKS
 from shoal.tools.doctor.facts import Finding, Severity
 from shoal.tools.doctor.run import Diagnosis, examine
 from shoal.tools.explain.explain import Evidence, Explanation, Findings, explain_file, explain_run, explain_stream
-from shoal.tools.explain.pattern import Weight
+from shoal.tools.explain.pattern import CauseOrder
 
 app = typer.Typer(add_completion=False)
 
@@ -98,11 +98,11 @@ def _print_one(console: Console, finding: Finding) -> None:
 
 _STDIN = Path("-")
 _TITLES = {
-    Weight.CAUSE: "cause",
-    Weight.LIKELY: "likely cause",
-    Weight.REPORT: "summary",
-    Weight.CONSEQUENCE: "consequence",
-    Weight.HARMLESS: "harmless",
+    CauseOrder.CAUSE: "cause",
+    CauseOrder.LIKELY: "likely cause",
+    CauseOrder.REPORT: "summary",
+    CauseOrder.CONSEQUENCE: "consequence",
+    CauseOrder.HARMLESS: "harmless",
 }
 
 
@@ -154,7 +154,7 @@ def as_lines(found: Findings) -> Iterator[str]:
     elif not found.explanations:
         yield "nothing here looks like an error that shoal knows, or like any other"
     for number, each in enumerate(found.explanations):
-        if number == 0 or each.weight <= Weight.LIKELY:
+        if number == 0 or each.weight <= CauseOrder.LIKELY:
             yield from _in_full(each)
         else:
             yield f"{_TITLES[each.weight]}: {each.id}, {_place(each.evidence)}: {each.cause.partition('. ')[0]}"
@@ -162,7 +162,7 @@ def as_lines(found: Findings) -> Iterator[str]:
 
 def _unknown(found: Findings) -> Evidence | None:
     """Not where a line was found that names the cause: the rest follows from that."""
-    return None if found.best and found.best.weight == Weight.CAUSE else found.unknown
+    return None if found.best and found.best.weight == CauseOrder.CAUSE else found.unknown
 
 
 def _in_full(each: Explanation) -> Iterator[str]:

@@ -31,7 +31,7 @@ from shoal.cli.output import (
 from shoal.cli.progress import make_display
 from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
 from shoal.cluster.hosts.copy import project_of, say_left_out
-from shoal.cluster.hosts.setup import Outcome, make_order, set_up
+from shoal.cluster.hosts.setup import SetupResult, make_order, set_up
 from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
 from shoal.cluster.hosts.ssh import on_each, values_or_raise
 from shoal.cluster.join import parse_invitation
@@ -43,7 +43,7 @@ from shoal.run_folder import RunFolder
 from shoal.runs.invite import invite
 from shoal.runs.join import join as take_part
 from shoal.runs.join import rejoin
-from shoal.runs.start import Display, default_out, refuse_confirm, train_new
+from shoal.runs.start import TrainDisplay, default_out, refuse_confirm, train_new
 
 app = typer.Typer(add_completion=False)
 
@@ -194,7 +194,7 @@ def join(
         )
     else:
         invited = invited.with_code(read_code(code_file, from_environment))
-    show = OwnRank()
+    show = LocalRankDisplay()
     try:
         joined = take_part(invited, out or default_out("joined"), print_note, show)
     finally:
@@ -275,11 +275,11 @@ def read_code_file(file: Path) -> str:
         ) from None
 
 
-class OwnRank:
+class LocalRankDisplay:
     """Progress of the rank on this machine, by its own number, as a host shows that of rank 0."""
 
     def __init__(self) -> None:
-        self._display: Display | None = None
+        self._display: TrainDisplay | None = None
         self._tail: EventTail | None = None
         self._gone = False
 
@@ -310,7 +310,7 @@ class OwnRank:
 # `shoal setup`: make the machines of a hosts file ready, over SSH.
 
 
-Results = Mapping[str, Outcome | ShoalError]
+Results = Mapping[str, SetupResult | ShoalError]
 _COLOURS = {"made": "green", "updated": "green"}
 
 
@@ -359,7 +359,7 @@ def document(results: Results) -> dict[str, Any]:
 
 
 def _changed(results: Results) -> bool:
-    return any(isinstance(result, Outcome) and result.changed for result in results.values())
+    return any(isinstance(result, SetupResult) and result.changed for result in results.values())
 
 
 def _print(spec: HostsSpec, results: Results) -> None:
@@ -377,7 +377,7 @@ def _print(spec: HostsSpec, results: Results) -> None:
     console.print(f"next: {escape(command('train', '--on', shown(spec.path.absolute())))}", soft_wrap=True)
 
 
-def _cells(result: Outcome | ShoalError) -> tuple[str, ...]:
+def _cells(result: SetupResult | ShoalError) -> tuple[str, ...]:
     if isinstance(result, ShoalError):
         return ("[red]failed[/]", "–", "–", escape(result.seen))
     states = (result.environment, result.code, result.project or "–")

@@ -31,7 +31,16 @@ from shoal.cluster.lab.lab import (
     up,
     why_stale,
 )
-from shoal.cluster.lab.spec import DEFAULT_NAME, PROFILES, LabNode, Link, check_name, make_spec, parse_cpu, parse_loss
+from shoal.cluster.lab.spec import (
+    DEFAULT_NAME,
+    PROFILES,
+    LabLink,
+    LabNode,
+    check_name,
+    make_spec,
+    parse_cpu,
+    parse_loss,
+)
 from shoal.cluster.lab.state import LabState
 from shoal.control.processes import find
 from shoal.errors import UsageError
@@ -249,7 +258,7 @@ def link(
     if not wanted:
         raise UsageError("nothing to change", fix=f"shoal lab link {node} 100mbit")
 
-    def changed(before: Link) -> Link:
+    def changed(before: LabLink) -> LabLink:
         return before.model_copy(update=wanted)
 
     _perform(name, lab_lab.set_link(node, changed), dry_run)

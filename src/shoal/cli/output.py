@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shoal.control.processes import Found
+from shoal.control.processes import RunProcess
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.logs import LogLine
 from shoal.run_folder import RunFolder
@@ -312,7 +312,7 @@ class LineDisplay:
             self._drawn = []
 
 
-def process_lines(processes: Iterable[Found]) -> Iterator[str]:
+def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
     for found in processes:
         age = format_duration(found.age_s)
         yield f"{found.pid:>8}  {found.part:<8}  {found.node:<8}  {age:>8}  {found.command}"

@@ -20,11 +20,11 @@ from shoal.cli.simulate import run_simulation
 from shoal.config.profile import Profile
 from shoal.cost.buckets import Lever
 from shoal.cost.machines import LINKS, MACHINES, bytes_per_parameter
-from shoal.cost.predict import Prediction, Setting, predict
+from shoal.cost.predict import ClusterModel, Prediction, predict
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
-from shoal.tools.plan.advise import Advice, Option, Plan, Row, advise, explain, make_plan
-from shoal.tools.plan.compare import Lesson
+from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain, make_plan
+from shoal.tools.plan.compare import CalibrationResult
 from shoal.units import format_count, format_duration, format_si
 
 # SECTION cli/plantext
@@ -82,7 +82,7 @@ def plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Co
     }
 
 
-def describe(workload: Workload, lever: Lever, last: Row) -> str:
+def describe(workload: Workload, lever: Lever, last: PlanRow) -> str:
     """`gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
     sent = bytes_per_parameter(lever, workload) * workload.parameters
     sequences = last.prediction.deal.global_batch
@@ -101,7 +101,7 @@ def _rows(plan: Plan) -> Table:
     return table
 
 
-def _row(row: Row) -> tuple[str, ...]:
+def _row(row: PlanRow) -> tuple[str, ...]:
     step, prediction = row.prediction.step, row.prediction
     memory = format_si(prediction.memory.total, "B")
     return (
@@ -127,13 +127,13 @@ def _options(advice: Advice) -> Table:
     return table
 
 
-def _option_row(option: Option) -> tuple[str, ...]:
+def _option_row(option: PlanOption) -> tuple[str, ...]:
     """What cannot be done today is told from what is merely slow."""
     name = str(option.lever) + ("" if option.lever.is_available else " *")
     return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
 
 
-def _option_document(option: Option, commands: Commands) -> dict[str, Any]:
+def _option_document(option: PlanOption, commands: Commands) -> dict[str, Any]:
     return {
         "lever": str(option.lever),
         "nodes": option.row.nodes,
@@ -174,7 +174,7 @@ def _time(seconds: float) -> str:
 # What a profile learned from runs, for people and for scripts.
 
 
-def print_lessons(profile: Profile, lessons: Sequence[Lesson], path: Path) -> None:
+def print_lessons(profile: Profile, lessons: Sequence[CalibrationResult], path: Path) -> None:
     learned = profile.calibration
     assert learned is not None  # noqa: S101 - it has just been fitted
     console = stdout_console()
@@ -192,16 +192,16 @@ def print_lessons(profile: Profile, lessons: Sequence[Lesson], path: Path) -> No
     console.print(f"saved: {escape(shown(path))}", soft_wrap=True)
 
 
-def _cells(each: Lesson) -> list[str]:
+def _cells(each: CalibrationResult) -> list[str]:
     said = ((format_duration(seconds), f"{seconds / each.measured_s - 1:+.1%}") for seconds in _said(each))
     return [format_duration(each.measured_s), *(cell for pair in said for cell in pair)]
 
 
-def _said(each: Lesson) -> tuple[float, float]:
+def _said(each: CalibrationResult) -> tuple[float, float]:
     return each.before_s, each.after_s
 
 
-def lessons_document(profile: Profile, lessons: Sequence[Lesson]) -> dict[str, Any]:
+def lessons_document(profile: Profile, lessons: Sequence[CalibrationResult]) -> dict[str, Any]:
     learned = profile.calibration
     return {
         "calibration": learned.model_dump(mode="json") if learned else None,
@@ -359,7 +359,7 @@ def refuse_idle(context: typer.Context, calibrate: bool, simulate: bool) -> None
 
 
 def foretell(
-    given: dict[str, Any], workload: Workload, lever: Lever, setting: Setting, nodes: int
+    given: dict[str, Any], workload: Workload, lever: Lever, setting: ClusterModel, nodes: int
 ) -> options.SimulateOptions:
     """The simulator's knobs, with the plan's own prediction for every number of nodes that are left."""
     own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
@@ -408,11 +408,11 @@ def show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
         typer.echo(f"\npicture: {shown(given['output'])}")
 
 
-def _named(advice: Advice) -> list[Option]:
+def _named(advice: Advice) -> list[PlanOption]:
     return [option for option in (*advice.options, advice.best, advice.other_training) if option is not None]
 
 
-def _command(given: dict[str, Any], made: Plan, option: Option) -> str | None:
+def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | None:
     """None for what shoal cannot do: a lever of tomorrow, or a model that is no preset."""
     if given["params"] is not None or not option.is_possible:
         return None

@@ -12,12 +12,12 @@ from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_me
 from shoal.config.schema import ROUND_STEPS, Config, TrainConfig
 from shoal.config.sync_choice import WireName
 from shoal.cost.buckets import Lever, Sync, lever_of
-from shoal.cost.data_sheets import Overrides as Data_sheetsOverrides
+from shoal.cost.data_sheets import SheetOverrides as Data_sheetsOverrides
 from shoal.cost.data_sheets import describe, find_link, find_machines, make_setting, positive, ring, stack_of
-from shoal.cost.predict import Setting, speeds
+from shoal.cost.predict import ClusterModel, speeds
 from shoal.cost.workload import GRADIENT_BYTES, Workload, bare_workload, workload_of
 from shoal.errors import UsageError
-from shoal.tools.plan.advise import Option, Plan
+from shoal.tools.plan.advise import Plan, PlanOption
 from shoal.units import format_si
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def gradient_type(text: str) -> Any:
     return text
 
 
-def train_words(given: dict[str, Any], plan: Plan, option: Option) -> list[str]:
+def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[str]:
     """The command that does what was planned; every flag of the plan that a training has too is in it.
 
     A file with settings may hold any of those that the plan decided. Then all of them are in the command.
@@ -294,7 +294,7 @@ class Basis:
     """`nodes` are those of interest unless the user names others, `on` is where the command to paste would run.
     `known` is how many nodes are known one by one, `how` from where: measured or named. 0: all are alike."""
 
-    setting: Setting
+    setting: ClusterModel
     note: str
     nodes: str
     on: str

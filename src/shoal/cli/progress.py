@@ -13,7 +13,7 @@ from shoal.cli.output import make_console
 from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER
 from shoal.events import Event
-from shoal.runs.start import Display
+from shoal.runs.start import TrainDisplay
 from shoal.tools.report.rank_log import read_entered
 from shoal.units import format_count, format_duration, format_share
 
@@ -56,7 +56,7 @@ class PlainDisplay:
     def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._console = console
         self._line = StepLine(steps)
-        self._teller = Teller(title, rank)
+        self._teller = EventPrinter(title, rank)
         self._said_at: float | None = None
 
     def __call__(self, events: list[Event]) -> None:
@@ -81,7 +81,7 @@ class PlainDisplay:
 class BarDisplay:
     def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._line = StepLine(steps)
-        self._teller = Teller(title, rank)
+        self._teller = EventPrinter(title, rank)
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -109,19 +109,19 @@ class BarDisplay:
         self._progress.update(self._task, completed=event["step"], description=self._line.update(event))
 
 
-def make_plain_display(config: Config) -> Display:
+def make_plain_display(config: Config) -> TrainDisplay:
     """Lines even on a terminal, for a command that prints other lines between them."""
     return PlainDisplay(make_console(stderr=True), config.train.steps, config.run.preset)
 
 
-def make_display(config: Config, quiet: bool = False, rank: int | None = None) -> Display:
+def make_display(config: Config, quiet: bool = False, rank: int | None = None) -> TrainDisplay:
     """`rank`: whose steps are shown; without it those of the first rank that takes part."""
     console = make_console(stderr=True, quiet=quiet)
     kind = BarDisplay if console.is_terminal else PlainDisplay
     return kind(console, config.train.steps, config.run.preset, rank)
 
 
-class Teller:
+class EventPrinter:
     """Says what happens beside the steps, and whose steps are shown.
 
     These are the steps of `rank`, or of the first rank of the newest generation: rank 0 as long as it does not leave.

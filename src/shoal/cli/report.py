@@ -17,11 +17,11 @@ from shoal.config.load import load_config
 from shoal.control.processes import find
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
-from shoal.tools.report.commit_log import Fork, LedgerReport
+from shoal.tools.report.commit_log import ForkedSteps, LedgerReport
 from shoal.tools.report.manifest import finish
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import ReplicaReport
-from shoal.tools.report.verify import Verdict, verify_run
+from shoal.tools.report.verify import VerifyResult, verify_run
 from shoal.units import count, format_spans, join
 
 app = typer.Typer(add_completion=False)
@@ -77,7 +77,7 @@ def _sharding(folder: RunFolder) -> str:
         return "cursor"
 
 
-def _print(verdict: Verdict, sharding: str) -> None:
+def _print(verdict: VerifyResult, sharding: str) -> None:
     console = stdout_console()
     if verdict.replicas is not None:
         for text in replicas_verdict(verdict.replicas):
@@ -179,7 +179,7 @@ def history_of(ledger: LedgerReport) -> str:
     return "".join(f", {part}" for part in parts if part)
 
 
-def fork_verdict(fork: Fork) -> str:
+def fork_verdict(fork: ForkedSteps) -> str:
     one, other = fork.lineages
     return (
         f"[red]forked[/]: the lineages {one} and {other} both trained steps {fork.first} to {fork.last} at the "

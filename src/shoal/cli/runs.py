@@ -33,11 +33,11 @@ from shoal.control.processes import find
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder, user_name
-from shoal.runs.follow import Keeping, RunNews
+from shoal.runs.follow import RunEvents, SupervisorLog
 from shoal.runs.manage import (
     ASK_S,
-    Outcome,
     RunState,
+    StopResult,
     as_json,
     attach_script,
     attach_training,
@@ -142,7 +142,7 @@ def logs(
     folder = RunFolder.find(run)
     display = LineDisplay(make_console(soft_wrap=True))
     follower = LogFollower(folder, rank, shows_current=display.is_live)
-    happenings = Happenings(folder, display, with_progress=rank is None) if follow else None
+    happenings = RunEventPrinter(folder, display, with_progress=rank is None) if follow else None
     count = 0
     with contextlib.closing(display):
         while True:
@@ -171,12 +171,12 @@ def logs(
         )
 
 
-class Happenings:
-    """Prints on stderr what happens to a run: the keeper's notes, and of a training what its ranks' events say."""
+class RunEventPrinter:
+    """Prints on stderr what happens to a run: the supervisor's notes, and of a training what its ranks' events say."""
 
     def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool) -> None:
-        self._keeping = Keeping.from_now(run)
-        self._news = RunNews(run)
+        self._keeping = SupervisorLog.from_now(run)
+        self._news = RunEvents(run)
         self._lines = lines
         self._display = None
         if with_progress and run.config.is_file():
@@ -263,10 +263,10 @@ def stop(
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find(run.resolve()) else RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
-    if not here and outcome is Outcome.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
+    if not here and outcome is StopResult.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
         # Nobody keeps it here, but its agents may well go on there.
-        outcome = Outcome[max(stop_on(hosts, folder, now).values(), key=_FINALITY.index).upper()]
-    if outcome is Outcome.NOT_RUNNING and folder.path.stat().st_uid != os.geteuid() and folder.is_held():
+        outcome = StopResult[max(stop_on(hosts, folder, now).values(), key=_FINALITY.index).upper()]
+    if outcome is StopResult.NOT_RUNNING and folder.path.stat().st_uid != os.geteuid() and folder.is_held():
         owner = user_name(folder.path.stat().st_uid)
         raise UsageError(
             f"{shown(folder.path)} is running, and user {user_name(os.geteuid())} cannot stop it",
@@ -277,14 +277,14 @@ def stop(
         print_json({"run": str(folder.path), "outcome": outcome.name.lower()})
         return
     sys.stdout.write(f"{shown(folder.path)} {_words(outcome, folder)}\n")
-    if not folder.keeper.exists() and outcome is not Outcome.NOT_RUNNING:
+    if not folder.supervisor.exists() and outcome is not StopResult.NOT_RUNNING:
         sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
         return
-    if outcome is not Outcome.NOT_RUNNING and folder.checkpoints.is_dir():
+    if outcome is not StopResult.NOT_RUNNING and folder.checkpoints.is_dir():
         sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")
 
 
-def _words(outcome: Outcome, run: RunFolder) -> str:
+def _words(outcome: StopResult, run: RunFolder) -> str:
     """Of a script nothing is known but that its ranks ended by themselves; only a training has a configuration."""
     is_script = run.job.is_file() and not run.config.is_file()
-    return "stopped when it was asked to" if is_script and outcome is Outcome.STOPPED else outcome.value
+    return "stopped when it was asked to" if is_script and outcome is StopResult.STOPPED else outcome.value

@@ -16,18 +16,18 @@ from shoal.cli.output import print_json, shown, stdout_console
 from shoal.errors import ConfigError, DataError
 from shoal.run_folder import RunFolder
 from shoal.tools.plan.figures import LABELS
-from shoal.tools.plan.scenario import Policy, Scenario, Slowest
+from shoal.tools.plan.scenario import Policy, SimulationScenario, Slowest
 from shoal.tools.plan.simulation import CAUSES, Band, Forecast
 from shoal.units import format_duration, format_si
 
 if TYPE_CHECKING:
     from shoal.tools.plan.scenario import (
         Checkpoints,
-        Cluster,
         Failures,
         Policy,
         Scaling,
-        Scenario,
+        SimulatedCluster,
+        SimulationScenario,
         StepTime,
         Straggling,
     )
@@ -232,7 +232,7 @@ def _why(policy: Policy, found: Forecast) -> str:
     return text + "".join(f"; {LABELS[name]}: {_per_cent(share)} gained" for name, share in gained.items())
 
 
-def _failing(scenario: Scenario) -> str:
+def _failing(scenario: SimulationScenario) -> str:
     if _finite(scenario.failures.mtbf_s) is None:
         failing = "no failures"
     else:
@@ -242,7 +242,7 @@ def _failing(scenario: Scenario) -> str:
     return failing if slowest == 1 else f"{failing}; the slowest of {ranks:,} ranks takes {slowest:.2f}×"
 
 
-def _saving(scenario: Scenario) -> str:
+def _saving(scenario: SimulationScenario) -> str:
     every = scenario.checkpoints.every
     if every is None:
         return "no checkpoints"
@@ -305,8 +305,8 @@ def simulate(options: SimulateOptions) -> dict[Policy, Forecast]:
     return {policy: forecast(scenario, options.seeds, options.seed) for policy, scenario in scenarios(options).items()}
 
 
-def scenarios(options: SimulateOptions) -> dict[Policy, Scenario]:
-    from shoal.tools.plan.scenario import Failures, Recovery, Scenario
+def scenarios(options: SimulateOptions) -> dict[Policy, SimulationScenario]:
+    from shoal.tools.plan.scenario import Failures, RecoveryModel, SimulationScenario
 
     if options.recovery not in _POLICIES:
         raise ConfigError(
@@ -319,15 +319,17 @@ def scenarios(options: SimulateOptions) -> dict[Policy, Scenario]:
     checkpoints = _checkpoints(options, cluster, failures, straggling)
     times = (options.detect_s, options.restart_s, options.regroup_s, options.rejoin_s, 60 * options.repair_minutes)
     return {
-        policy: Scenario(cluster, failures, Recovery(policy, *times), checkpoints, 3600 * options.hours, straggling)
+        policy: SimulationScenario(
+            cluster, failures, RecoveryModel(policy, *times), checkpoints, 3600 * options.hours, straggling
+        )
         for policy in _POLICIES[options.recovery]
     }
 
 
-def _cluster(options: SimulateOptions) -> Cluster:
-    from shoal.tools.plan.scenario import Cluster
+def _cluster(options: SimulateOptions) -> SimulatedCluster:
+    from shoal.tools.plan.scenario import SimulatedCluster
 
-    return Cluster(
+    return SimulatedCluster(
         nodes=options.nodes,
         step_s=_step_time(options, _scaling(options.scaling)),
         tokens_per_step=options.tokens_per_step,
@@ -356,7 +358,9 @@ def _scaling(text: str) -> Scaling:
     return "weak" if text == "weak" else "strong"
 
 
-def _checkpoints(options: SimulateOptions, cluster: Cluster, failures: Failures, straggling: Straggling) -> Checkpoints:
+def _checkpoints(
+    options: SimulateOptions, cluster: SimulatedCluster, failures: Failures, straggling: Straggling
+) -> Checkpoints:
     from shoal.tools.plan.scenario import Checkpoints
     from shoal.tools.plan.simulation import best_every
 

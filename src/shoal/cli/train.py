@@ -29,7 +29,7 @@ from shoal.cli.output import (
 )
 from shoal.cli.progress import make_display
 from shoal.cluster.cluster import planned_nodes
-from shoal.cluster.node import Meeting
+from shoal.cluster.node import Rendezvous
 from shoal.config.load import (
     build_config,
     merge,
@@ -292,7 +292,7 @@ def refuse_with_dry_run(given: dict[str, Any]) -> None:
 def print_plan(config: Config, out: Path, json: bool) -> None:
     """Commands as they could be typed. The port is a placeholder: the real one is found at launch."""
     nodes = planned_nodes(config.run.on)
-    meeting = Meeting(nodes[0].address, 0)
+    meeting = Rendezvous(nodes[0].address, 0)
     commands = plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False)
     if json:
         ranks = [

@@ -30,7 +30,7 @@ def agent_command(run: Path | str, node: str, python: str = sys.executable) -> t
     return ("env", *words, python, "-P", "-m", "shoal.agent.agent")
 
 
-class Link(Protocol):
+class AgentLink(Protocol):
     """Orders go in by `send`; answers come by the agent's journal in the run folder."""
 
     def send(self, line: bytes) -> None:
@@ -139,7 +139,7 @@ _MOST_NOTES = 8
 
 
 @dataclass(frozen=True)
-class Head:
+class FileHeader:
     """What a messenger announces: the end, the sizes from which it sends, or a piece of a file."""
 
     end: bool = False
@@ -149,7 +149,7 @@ class Head:
     size: int = 0
 
 
-def read_head(line: bytes, sender: str) -> Head:
+def read_head(line: bytes, sender: str) -> FileHeader:
     """Raises `ControlError` for a line that no messenger writes."""
     try:
         document = json.loads(line)
@@ -158,11 +158,11 @@ def read_head(line: bytes, sender: str) -> Head:
     if not isinstance(document, dict):
         raise _malformed(sender, "a line that is no JSON object")
     if document.get("end") is True:
-        return Head(end=True)
+        return FileHeader(end=True)
     if "begins" in document:
-        return Head(begins=check_sizes(document["begins"], sender))
+        return FileHeader(begins=check_sizes(document["begins"], sender))
     path, offset, size = (document.get(name) for name in ("path", "offset", "size"))
-    return Head(path=_text(path, sender), offset=_count(offset, sender), size=_count(size, sender, PIECE_BYTES))
+    return FileHeader(path=_text(path, sender), offset=_count(offset, sender), size=_count(size, sender, PIECE_BYTES))
 
 
 def check_sizes(table: object, sender: str) -> dict[str, int]:
@@ -212,7 +212,7 @@ def _encoded(data: object) -> str:
     return data
 
 
-class Homecoming:
+class FileReceiver:
     """Writes what one node sends: its agent's journal and log, and the events and logs of its own `ranks`. With `keeps`
     also the ledger and a checkpoint.
 
@@ -286,7 +286,7 @@ class Homecoming:
         return {name: size for name, size in names.items() if self._limit(name) is not None}
 
 
-class Refusals:
+class RefusedFiles:
     """Notes what of a sender was refused, each kind once. What was refused is left out, and the run goes on."""
 
     def __init__(self, note: Callable[[str], None]) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.agent_link import Link, PipeLink, agent_command
+from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
 from shoal.cluster.hosts.cluster import HostsCluster, hosts_as_nodes, planned
 from shoal.cluster.hosts.cluster import visit as visit_hosts
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.join import Confirm, JoinCluster
 from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, up
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.node import Cargo, Node, Process, Talk, closing_all, local_node, module_command
+from shoal.cluster.node import LocalProgram, Node, RemoteProgram, RunFiles, closing_all, local_node, module_command
 from shoal.cluster.target import JoinSpec, LocalSpec, On, StandingLab, parse_on
 from shoal.errors import ShoalError, UsageError
 
@@ -25,7 +25,7 @@ class Cluster(Protocol):
     @property
     def nodes(self) -> list[Node]: ...
 
-    def start_agent(self, node: Node, run: Path) -> Link:
+    def start_agent(self, node: Node, run: Path) -> AgentLink:
         """An agent on the node, which outlives us, for a run whose folder we have at `run`."""
         ...
 
@@ -42,7 +42,7 @@ class LocalCluster:
         self.nodes = [local_node(ranks)]
         self._stdin = stdin
 
-    def start_agent(self, node: Node, run: Path) -> Link:
+    def start_agent(self, node: Node, run: Path) -> AgentLink:
         return PipeLink(agent_command(run, node.name), run, node.name, self._stdin)
 
     def folder(self, node: Node, run: Path) -> str:
@@ -68,29 +68,31 @@ def planned_nodes(on: str) -> list[Node]:
 
 
 @dataclass(frozen=True)
-class Visit:
+class NodePrograms:
     """The nodes of a cluster with nothing started but a program to talk to on each; or why there is none.
 
     `on` names the same cluster again: a lab that was made for the visit stands until it is over."""
 
     on: str
     nodes: list[Node]
-    talks: dict[str, Talk]
+    talks: dict[str, RemoteProgram]
     unreached: dict[str, ShoalError]
 
 
 @contextmanager
-def visit(on: str, module: str) -> Iterator[Visit]:
+def visit(on: str, module: str) -> Iterator[NodePrograms]:
     """For looking around before a run: a torch-free module of ours, reading JSON lines, on every node at once."""
     with _visited(parse_on(on), on, module) as (settled_on, nodes, found):
-        talks = {name: each for name, each in found.items() if isinstance(each, Talk)}
+        talks = {name: each for name, each in found.items() if isinstance(each, RemoteProgram)}
         with closing_all(talks):
             unreached = {name: each for name, each in found.items() if isinstance(each, ShoalError)}
-            yield Visit(settled_on, nodes, talks, unreached)
+            yield NodePrograms(settled_on, nodes, talks, unreached)
 
 
 @contextmanager
-def _visited(spec: On, on: str, module: str) -> Iterator[tuple[str, list[Node], Mapping[str, Talk | ShoalError]]]:
+def _visited(
+    spec: On, on: str, module: str
+) -> Iterator[tuple[str, list[Node], Mapping[str, RemoteProgram | ShoalError]]]:
     match spec:
         case HostsSpec() as hosts:
             yield on, hosts_as_nodes(hosts), visit_hosts(hosts, module)
@@ -101,7 +103,7 @@ def _visited(spec: On, on: str, module: str) -> Iterator[tuple[str, list[Node], 
                 yield f"lab:{lab.name}", lab.nodes, _talks_in(lab, module)
         case LocalSpec(ranks=ranks):
             node = local_node(ranks)
-            yield on, [node], {node.name: Talk(node.name, Process(module_command(module)))}
+            yield on, [node], {node.name: RemoteProgram(node.name, LocalProgram(module_command(module)))}
         case JoinSpec():
             raise UsageError(
                 "machines that join by themselves cannot be looked at before they have joined",
@@ -109,12 +111,12 @@ def _visited(spec: On, on: str, module: str) -> Iterator[tuple[str, list[Node], 
             )
 
 
-def _talks_in(lab: Lab, module: str) -> dict[str, Talk | ShoalError]:
+def _talks_in(lab: Lab, module: str) -> dict[str, RemoteProgram | ShoalError]:
     """A node that is killed or frozen takes nothing in; the others are still there to be looked at."""
-    found: dict[str, Talk | ShoalError] = {}
+    found: dict[str, RemoteProgram | ShoalError] = {}
     for node in lab.nodes:
         try:
-            found[node.name] = Talk(node.name, Process(lab.command(node.name, module_command(module))))
+            found[node.name] = RemoteProgram(node.name, LocalProgram(lab.command(node.name, module_command(module))))
         except ShoalError as error:
             found[node.name] = error
     return found
@@ -132,7 +134,7 @@ def _own_lab(spec: LabSpec) -> Iterator[Lab]:
 
 @contextmanager
 def open_cluster(
-    on: str, cargo: Cargo, note: Note, confirm: Confirm | None = None, stdin: int | None = None
+    on: str, cargo: RunFiles, note: Note, confirm: Confirm | None = None, stdin: int | None = None
 ) -> Iterator[Cluster]:
     """The cluster that `--on` names. A lab made for this run goes with it, whatever ends the run.
 

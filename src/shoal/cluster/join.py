@@ -18,11 +18,19 @@ from typing import Any
 
 import psutil
 
-from shoal.cluster.agent_link import PIECE_BYTES, Homecoming, Link, PipeLink, Refusals, agent_command, read_piece
-from shoal.cluster.node import Cargo, Node, ranks_of
+from shoal.cluster.agent_link import (
+    PIECE_BYTES,
+    AgentLink,
+    FileReceiver,
+    PipeLink,
+    RefusedFiles,
+    agent_command,
+    read_piece,
+)
+from shoal.cluster.node import Node, RunFiles, ranks_of
 from shoal.cluster.target import JoinSpec
 from shoal.control.channel import Channel, Message, seal
-from shoal.control.connection_guard import doorkeeper, receive
+from shoal.control.connection_guard import connection_guard, receive
 from shoal.control.handshake import Hello, introduce, refusal
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
 from shoal.host.facts import interface_for, physical_cores, source_address
@@ -34,8 +42,9 @@ from shoal.host.facts import interface_for, physical_cores, source_address
 
 
 @dataclass
-class Guest:
-    """A `Link` to a machine that came by itself. `code` is the one it came with, and is of no use to anybody else."""
+class JoinedLink:
+    """A `AgentLink` to a machine that came by itself. `code` is the one it came with, and is of no use to anybody
+    else."""
 
     name: str
     address: str
@@ -76,11 +85,11 @@ class Guest:
 
     def listen(self, run: Path, ranks: Collection[int], note: Callable[[str], None]) -> None:
         """Keep what it sends of its own journal, logs and `ranks`. Anything else is refused, noted and left out."""
-        home = Homecoming(run, self.name, ranks)
+        home = FileReceiver(run, self.name, ranks)
         home.start({})
-        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(home, Refusals(note)), self.loop)
+        self._listening = asyncio.run_coroutine_threadsafe(self._take_home(home, RefusedFiles(note)), self.loop)
 
-    async def _take_home(self, home: Homecoming, refusals: Refusals) -> None:
+    async def _take_home(self, home: FileReceiver, refusals: RefusedFiles) -> None:
         spoke = False
         try:
             while (message := await self.channel.receive()).get("type") != "end":
@@ -217,7 +226,7 @@ _LOOK_S = 1.0
 _MOST_USER_NAME = 32
 
 
-class Doorstep:
+class JoinServer:
     """`late`: a joining machine is told that the run goes on already. With `confirm` the owner of the run is asked
     before a machine that knows the code gets the text, the configuration or the token."""
 
@@ -225,7 +234,7 @@ class Doorstep:
         self,
         address: str,
         port: int,
-        cargo: Cargo,
+        cargo: RunFiles,
         note: Note,
         late: bool = False,
         confirm: Confirm | None = None,
@@ -237,12 +246,12 @@ class Doorstep:
         self._late = late
         self._confirm = confirm
         self._asking = asyncio.Lock()
-        self._door = doorkeeper(note)
+        self._door = connection_guard(note)
         self._code = ""
 
-    async def receive_one(self, taken: Names, look: Callable[[], None]) -> Guest:
+    async def receive_one(self, taken: Names, look: Callable[[], None]) -> JoinedLink:
         """Once it has everything, and has checked it. `look` is called every second meanwhile."""
-        arrived: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
+        arrived: asyncio.Future[JoinedLink] = asyncio.get_running_loop().create_future()
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             code = self._code
@@ -257,7 +266,7 @@ class Doorstep:
                     f"refused {peer}: {error.seen if isinstance(error, ShoalError) else error or 'it went away'}"
                 )
                 channel.close()
-                if isinstance(error, _Unwanted) and code == self._code and not arrived.done():
+                if isinstance(error, _JoinRefused) and code == self._code and not arrived.done():
                     self._invite(port)
                 return
             if arrived.done() or code != self._code:
@@ -296,7 +305,7 @@ class Doorstep:
                 fix="name another port, or none: a free one is found",
             ) from error
 
-    async def _admit(self, channel: Channel, code: str, peer: str, taken: Names) -> Guest:
+    async def _admit(self, channel: Channel, code: str, peer: str, taken: Names) -> JoinedLink:
         facts = await channel.receive()
         hello = Hello.from_dict(facts.get("hello"))
         cores, address = facts.get("cores"), str(facts.get("address"))
@@ -307,20 +316,20 @@ class Doorstep:
             raise error
         name = free_name(safe_name(str(facts.get("name"))[:256]), taken())
         user = printable(facts.get("user"))
-        guest = Guest(name, address, peer, user, cores, channel, code, asyncio.get_running_loop())
+        guest = JoinedLink(name, address, peer, user, cores, channel, code, asyncio.get_running_loop())
         await self._ask_owner(guest)
         texts = self._cargo.texts({digest: digest for digest in self._cargo.files})
         await guest.provide(texts, self._cargo.files, self._late)
         return guest
 
-    async def _ask_owner(self, guest: Guest) -> None:
+    async def _ask_owner(self, guest: JoinedLink) -> None:
         """One question at a time: two machines may come with the same code."""
         if self._confirm is None:
             return
         async with self._asking:
             if guest.code == self._code and await self._confirm(f"may {guest} take part in this run?"):
                 return
-        error = _Unwanted(
+        error = _JoinRefused(
             f"the owner of the run did not let {guest.name} in",
             why="shoal host runs there with --confirm, and the answer was no",
             fix="ask the owner for a new code",
@@ -329,7 +338,7 @@ class Doorstep:
         raise error
 
 
-class _Unwanted(ControlError):
+class _JoinRefused(ControlError):
     """The owner of the run said no: the code is in the wrong hands, and a new one is made."""
 
 
@@ -366,13 +375,13 @@ def _is_address(text: str) -> bool:
 class JoinCluster:
     """Open once all have come; `nodes` begins with this machine."""
 
-    def __init__(self, spec: JoinSpec, cargo: Cargo, note: Note, confirm: Confirm | None = None) -> None:
+    def __init__(self, spec: JoinSpec, cargo: RunFiles, note: Note, confirm: Confirm | None = None) -> None:
         self._spec = spec
         self._confirm = confirm
         self._cargo = cargo
         self._note = note
         self._address = spec.address or own_address()
-        self._guests: dict[str, Guest] = {}
+        self._guests: dict[str, JoinedLink] = {}
         self._loop = asyncio.new_event_loop()
         interface = interface_for(self._address, None, socket.gethostname())
         here = Node(safe_name(socket.gethostname()), self._address, interface, 1, physical_cores())
@@ -380,7 +389,7 @@ class JoinCluster:
 
     @classmethod
     @contextmanager
-    def open(cls, spec: JoinSpec, cargo: Cargo, note: Note, confirm: Confirm | None = None) -> Iterator[JoinCluster]:
+    def open(cls, spec: JoinSpec, cargo: RunFiles, note: Note, confirm: Confirm | None = None) -> Iterator[JoinCluster]:
         cluster = cls(spec, cargo, note, confirm)
         thread = threading.Thread(target=cluster._loop.run_forever, name="reception", daemon=True)
         thread.start()
@@ -395,7 +404,7 @@ class JoinCluster:
             cluster._loop.call_soon_threadsafe(cluster._loop.stop)
             thread.join(timeout=5)
 
-    def start_agent(self, node: Node, run: Path) -> Link:
+    def start_agent(self, node: Node, run: Path) -> AgentLink:
         if node is self.nodes[0]:
             return PipeLink(agent_command(run, node.name), run, node.name)
         guest = self._guests[node.name]
@@ -407,7 +416,7 @@ class JoinCluster:
 
     async def _receive_all(self) -> None:
         """One after another, each with a code of its own."""
-        doorstep = Doorstep(self._address, self._spec.port, self._cargo, self._note, confirm=self._confirm)
+        doorstep = JoinServer(self._address, self._spec.port, self._cargo, self._note, confirm=self._confirm)
         while len(self.nodes) < self._spec.machines:
             guest = await doorstep.receive_one(self._names, self._miss_those_who_left)
             self._guests[guest.name] = guest

@@ -63,7 +63,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a script find each other: the first node's agent serves torch's own store there."""
 
     address: str
@@ -151,7 +151,7 @@ def _no_texts(_: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Cargo:
+class RunFiles:
     """`files` are large and by a digest of their content, so that none is sent twice. `texts` are the small ones of the
     run folder: a function, because one of them says where on that machine the large ones lie. `stays`: what the
     run writes there is kept, as a training's is."""
@@ -176,7 +176,7 @@ _LONGEST_ANSWER = 16 << 20
 Answer = dict[str, Any]
 
 
-class Speaker(Protocol):
+class RemoteEnd(Protocol):
     """What stands at the other end of two pipes: a process here, on an emulated node, or behind SSH."""
 
     stdin: IO[bytes]
@@ -186,8 +186,8 @@ class Speaker(Protocol):
     def close(self) -> None: ...
 
 
-class Talk:
-    def __init__(self, node: str, speaker: Speaker) -> None:
+class RemoteProgram:
+    def __init__(self, node: str, speaker: RemoteEnd) -> None:
         self.node = node
         self._speaker = speaker
         self._heard = bytearray()
@@ -247,7 +247,7 @@ class Talk:
         return line
 
 
-class Process:
+class LocalProgram:
     """A speaker on this machine, or on an emulated node of it; it ends when its stdin does."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -288,17 +288,17 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
 
 
 @contextlib.contextmanager
-def closing_all(talks: Mapping[str, Talk]) -> Iterator[None]:
+def closing_all(talks: Mapping[str, RemoteProgram]) -> Iterator[None]:
     try:
         yield
     finally:
         # At once: to leave a frozen one behind takes seconds.
         with ThreadPoolExecutor(max_workers=max(1, len(talks))) as pool:
-            list(pool.map(Talk.close, talks.values()))
+            list(pool.map(RemoteProgram.close, talks.values()))
 
 
 def ask_each(
-    talks: Mapping[str, Talk], requests: Mapping[str, Answer], deadline_s: float
+    talks: Mapping[str, RemoteProgram], requests: Mapping[str, Answer], deadline_s: float
 ) -> tuple[dict[str, Answer], dict[str, ControlError]]:
     """All at once: what each of them answered, or why not, within one deadline for all."""
     until = time.monotonic() + deadline_s

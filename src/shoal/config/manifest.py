@@ -10,13 +10,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Record(BaseModel):
+class ManifestRecord(BaseModel):
     """Unknown fields are dropped when reading, so that an older shoal reads a newer manifest."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings", extra="ignore", protected_namespaces=())
 
 
-class NodeRecord(Record):
+class NodeRecord(ManifestRecord):
     """One machine; `threads` is what each of its ranks computes with."""
 
     name: str
@@ -32,7 +32,7 @@ class NodeRecord(Record):
     link_mbps: float | None = None
 
 
-class ChoiceRecord(Record):
+class ChoiceRecord(ManifestRecord):
     """What `sync.mode=auto` chose after `step`, by the times that were measured until then, and what it expected of a
     step from then on. `agrees` with what was `planned`, where anything was."""
 
@@ -50,7 +50,7 @@ class ChoiceRecord(Record):
     measured_allreduce_s: float | None = None
 
 
-class Levers(Record):
+class SyncRecord(ManifestRecord):
     """The choices that trade communication against work, as they were at the end. `accumulation` is micro-batches a
     rank does per step, `every` the steps from one exchange to the next, `asked` the configured `sync.mode`."""
 
@@ -63,7 +63,7 @@ class Levers(Record):
     choice: ChoiceRecord | None = None
 
 
-class PredictionRecord(Record):
+class PredictionRecord(ManifestRecord):
     """What was expected of a step before the run: seconds by phase, which add up to `step_s`; `comm_s` is how long the
     exchange would take by itself. `is_measured`: the profile knows this very model, and not only others like it."""
 
@@ -80,7 +80,7 @@ class PredictionRecord(Record):
     is_measured: bool
 
 
-class RecoveryRecord(Record):
+class RecoveryRecord(ManifestRecord):
     """One change of who took part: `generation` went on after `step` with these ranks, `seconds` after the first of
     them had stopped its next step was done. `stands` is false where its lineage was given up later."""
 
@@ -93,7 +93,7 @@ class RecoveryRecord(Record):
     text: str
 
 
-class Manifest(Record):
+class Manifest(ManifestRecord):
     """Times are from the second half of the run: medians. `phases` are the median step divided among its phases, so
     that they add up to it. All-reduce times are None where they were not measured, as with stock DDP. Bytes are
     per step and rank. Where the world changed, they are of the steps that `world_size` ranks did together; `members`
@@ -135,7 +135,7 @@ class Manifest(Record):
     wire: str
     measure: str
     inside: str = "gloo"
-    levers: Levers
+    levers: SyncRecord
 
     final_loss: float | None
     val_loss: float | None

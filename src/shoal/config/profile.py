@@ -175,7 +175,7 @@ class ConnectionTrial(Section):
     seconds: Above
 
 
-class Summary(Section):
+class ProfileSummary(Section):
     """`wire_gbps` is the slowest link of the ring while all of it is used, `bus_gbps` what the largest all-reduce made
     of it; their ratio is the stack's efficiency. None where there is but one rank."""
 
@@ -211,7 +211,7 @@ class Profile(Section):
     collectives: tuple[CollectiveProfile, ...] = ()
     connections: tuple[ConnectionTrial, ...] = ()
     calibration: Calibration | None = None
-    summary: Summary
+    summary: ProfileSummary
 
     def node(self, name: str) -> NodeProfile:
         return next(node for node in self.nodes if node.name == name)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ControlError, Stranger
+from shoal.errors import ControlError, UnknownSender
 
 # SECTION control/token
 # The run's token: whoever knows it belongs to the run. In the run folder, for its owner's eyes only.
@@ -195,7 +195,7 @@ async def dial(address: str, port: int, token: str) -> Channel:
             await asyncio.sleep(_AGAIN_S)
         if (channel := await _dial_once(address, port, token)) is not None:
             return channel
-    raise Stranger(
+    raise UnknownSender(
         f"{address}:{port} refused us: it does not know our token",
         why="what listens there belongs to another run, or ended at this moment",
     )
@@ -233,7 +233,7 @@ def _nonce(message: Message) -> str:
     """Only what we ourselves would send: it becomes part of a text that is signed."""
     nonce = str(message.get("nonce", ""))
     if not _NONCE.fullmatch(nonce):
-        raise Stranger("what answers on the control channel is not shoal", why="it did not send a random number")
+        raise UnknownSender("what answers on the control channel is not shoal", why="it did not send a random number")
     return nonce
 
 
@@ -249,7 +249,7 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
 
 def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
     if not is_same(str(answer.get("proof", "")), nonces.sign(token, purpose).hex()):
-        raise Stranger(
+        raise UnknownSender(
             "a stranger on the control channel: it does not know this run's token",
             why="it belongs to another run, or to nobody",
         )

@@ -18,7 +18,7 @@ from shoal.host.facts import boot_clock
 
 
 @dataclass(frozen=True)
-class Rules:
+class GuardLimits:
     """`failures` of one address within `window_s` shut it out for `shut_s`. `named` addresses are told apart in a
     window; a network that brings more of them is counted as one. An event loop may take in a hundred connections
     before it hears any of them out: an address has more places than that, so that no burst drives out a member."""
@@ -32,19 +32,21 @@ class Rules:
 
 
 @dataclass(eq=False)
-class Knock:
+class PendingConnection:
     """One connection that has proved nothing yet."""
 
     address: str
     turn_away: Callable[[], None] = field(repr=False)
 
 
-class Doorkeeper:
-    def __init__(self, note: Callable[[str], None], clock: Callable[[], float], rules: Rules | None = None) -> None:
+class ConnectionGuard:
+    def __init__(
+        self, note: Callable[[str], None], clock: Callable[[], float], rules: GuardLimits | None = None
+    ) -> None:
         self._note = note
         self._clock = clock
-        self._rules = rules or Rules()
-        self._waiting: dict[Knock, None] = {}  # in the order of their coming
+        self._rules = rules or GuardLimits()
+        self._waiting: dict[PendingConnection, None] = {}  # in the order of their coming
         self._expected: frozenset[str] = frozenset()
         self._shut_until: dict[str, float] = {}
         self._window_began = clock()
@@ -60,7 +62,7 @@ class Doorkeeper:
         """From these members come; what else happens there does not shut them out."""
         self._expected = frozenset(addresses)
 
-    def knock(self, address: str, turn_away: Callable[[], None]) -> Knock | None:
+    def knock(self, address: str, turn_away: Callable[[], None]) -> PendingConnection | None:
         """A place for one greeting, or None: close it. `turn_away` is called when the place is needed by another."""
         self.look()
         if address not in self._expected and self._clock() < self._shut_until.get(address, 0.0):
@@ -71,14 +73,14 @@ class Doorkeeper:
             self._give_way(neighbours[0])
         elif len(self._waiting) >= self._rules.places:
             self._give_way(self._least_welcome())
-        knock = Knock(address, turn_away)
+        knock = PendingConnection(address, turn_away)
         self._waiting[knock] = None
         return knock
 
-    def admit(self, knock: Knock) -> None:
+    def admit(self, knock: PendingConnection) -> None:
         self._waiting.pop(knock, None)
 
-    def refuse(self, knock: Knock, why: str) -> None:
+    def refuse(self, knock: PendingConnection, why: str) -> None:
         """Also for one that was turned away before; it is counted once."""
         if knock in self._waiting:
             del self._waiting[knock]
@@ -102,13 +104,13 @@ class Doorkeeper:
         self._unsaid.clear()
         self._unsaid_others = 0
 
-    def _least_welcome(self) -> Knock:
+    def _least_welcome(self) -> PendingConnection:
         """The longest waiting one from where nobody is expected; among members' addresses, simply the longest."""
         return next(
             (knock for knock in self._waiting if knock.address not in self._expected), next(iter(self._waiting))
         )
 
-    def _give_way(self, knock: Knock) -> None:
+    def _give_way(self, knock: PendingConnection) -> None:
         del self._waiting[knock]
         self._fail(knock.address, "it was slow to greet, and others were waiting")
         knock.turn_away()
@@ -132,15 +134,15 @@ class Doorkeeper:
 
 
 # SECTION control/reception
-# How a port of ours receives whoever connects: past the doorkeeper, then the greeting, and no word to a stranger.
+# How a port of ours receives whoever connects: past the connection_guard, then the greeting, and no word to a stranger.
 
 
-def doorkeeper(note: Callable[[str], None]) -> Doorkeeper:
-    return Doorkeeper(note, boot_clock)
+def connection_guard(note: Callable[[str], None]) -> ConnectionGuard:
+    return ConnectionGuard(note, boot_clock)
 
 
 async def receive(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, door: Doorkeeper
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, door: ConnectionGuard
 ) -> Channel | None:
     """A channel to one who knows the token; anybody else is closed, counted, and spoken of once."""
     # A connection that is already gone again has no address.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from shoal.config.schema import MembersConfig
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.errors import ControlError
 from shoal.run_folder import RANK_LIMIT, is_plain_name
 
@@ -48,7 +48,7 @@ MOST_PLACES = 4096
 
 
 @dataclass(frozen=True)
-class Meet:
+class MeetOrder:
     """`launch` tells this launch of a run from earlier ones; `launched_at` is the launcher's clock, the base of all
     times in the logs. `script_port` is where the agent serves torch's own store for a script: 0 for any.
     `life`: how often this agent was started again; `port`: where it listened before that."""
@@ -69,7 +69,7 @@ class Meet:
 
 
 @dataclass(frozen=True)
-class Member:
+class RosterEntry:
     """Where a member's agent listens. `ranks` are the numbers of the ranks that the launch gave it. `life` counts how
     often its agent was started again: the address of a later life is the one that counts."""
 
@@ -82,7 +82,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProcess:
     """One process for the agent to start. `store`: it meets its peers through the agents' own store."""
 
     name: PlainName
@@ -98,59 +98,59 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Membership:
+class MembershipOrder:
     """How machines may come and go in this run. `restarts`: how often a killed rank is started again. `above`: the
     highest number of a generation in earlier launches, so that none is used twice."""
 
-    rules: Rules
+    rules: MembershipSettings
     restarts: Number = 3
     above: Annotated[int, Field(ge=0, lt=2**53)] = 0
 
 
 @dataclass(frozen=True)
-class Go:
+class GoOrder:
     """`roster` are the founders. Without `members`, whoever is lost ends the run. `guests` are those who came later, as
     far as whoever gave this order knew of them. `grace_s`: how long ranks may take to end once they are asked to stop;
     None: as long as they like, since shoal's own ranks always answer."""
 
-    roster: tuple[Member, ...]
-    starts: tuple[Start, ...]
-    members: Membership | None = None
-    guests: dict[Number, Member] = field(default_factory=dict)
+    roster: tuple[RosterEntry, ...]
+    starts: tuple[StartProcess, ...]
+    members: MembershipOrder | None = None
+    guests: dict[Number, RosterEntry] = field(default_factory=dict)
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
-    def places(self) -> dict[int, Member]:
+    def places(self) -> dict[int, RosterEntry]:
         return {**dict(enumerate(self.roster)), **self.guests}
 
-    def at(self, places: Mapping[int, Member]) -> Go:
+    def at(self, places: Mapping[int, RosterEntry]) -> GoOrder:
         """The same where everybody listens now."""
         roster = tuple(places.get(member, founder) for member, founder in enumerate(self.roster))
         newcomers = {member: place for member, place in places.items() if member >= len(roster)}
         return replace(self, roster=roster, guests=newcomers)
 
 
-def membership(config: MembersConfig, above: int, most_ranks: int) -> Membership:
-    rules = Rules(
+def membership(config: MembersConfig, above: int, most_ranks: int) -> MembershipOrder:
+    rules = MembershipSettings(
         silent_after_s=config.silent_after_s,
         on_silent_tie=config.on_silent_tie,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         most_ranks=most_ranks,
     )
-    return Membership(rules, config.restarts, above)
+    return MembershipOrder(rules, config.restarts, above)
 
 
-def to_line(order: Meet | Go | str) -> bytes:
+def to_line(order: MeetOrder | GoOrder | str) -> bytes:
     document: dict[str, Any] = {"wish": order} if isinstance(order, str) else {type(order).__name__: asdict(order)}
     return json.dumps(document).encode() + b"\n"
 
 
-def read_meet(line: bytes) -> Meet:
-    return _read(Meet, line)
+def read_meet(line: bytes) -> MeetOrder:
+    return _read(MeetOrder, line)
 
 
-def read_go(line: bytes) -> Go:
-    return _read(Go, line)
+def read_go(line: bytes) -> GoOrder:
+    return _read(GoOrder, line)
 
 
 def read_wish(line: bytes) -> str:
@@ -162,12 +162,12 @@ def read_wish(line: bytes) -> str:
     return str(document.get("wish", "")) if isinstance(document, dict) else ""
 
 
-def read_member(said: dict[str, Any]) -> Member:
+def read_member(said: dict[str, Any]) -> RosterEntry:
     """ValueError for what no member is."""
-    return TypeAdapter(Member).validate_json(json.dumps(said), strict=True)
+    return TypeAdapter(RosterEntry).validate_json(json.dumps(said), strict=True)
 
 
-def read_places(said: Mapping[str, Any]) -> dict[int, Member]:
+def read_places(said: Mapping[str, Any]) -> dict[int, RosterEntry]:
     """Members by their ids, as JSON has them: with ids as text. ValueError for what no such table is."""
     if not isinstance(said, dict) or len(said) > MOST_PLACES:
         raise ValueError(f"no table of at most {MOST_PLACES} members")
@@ -179,8 +179,8 @@ def read_places(said: Mapping[str, Any]) -> dict[int, Member]:
     return places
 
 
-def read_membership(said: dict[str, Any] | None) -> Membership | None:
-    return TypeAdapter(Membership).validate_json(json.dumps(said), strict=True) if said else None
+def read_membership(said: dict[str, Any] | None) -> MembershipOrder | None:
+    return TypeAdapter(MembershipOrder).validate_json(json.dumps(said), strict=True) if said else None
 
 
 def _read(kind: type[Order], line: bytes) -> Order:

@@ -90,10 +90,10 @@ def tie_to(parent: int) -> Callable[[], None]:
 # The processes of runs on this machine, found by the marks they carry, whatever their parents are by now.
 
 
-KEEPER = "keeper"
+SUPERVISOR = "supervisor"
 AGENT = "agent"
 MESSENGER = "messenger"
-# Who may have started an agent: a keeper, the messenger at the end of SSH, or a verb that needs no keeper.
+# Who may have started an agent: a supervisor, the messenger at the end of SSH, or a verb that needs no supervisor.
 _MODULES = {"shoal.runs.supervisor", "shoal.cluster.hosts.messenger"}
 _VERBS = {"join", "doctor", "probe"}
 # Of what a process says about itself.
@@ -101,8 +101,9 @@ _LONGEST_NAME, _LONGEST_COMMAND = 100, 2_000
 
 
 @dataclass(frozen=True)
-class Found:
-    """One process of a run. `part` is keeper, agent, messenger (which stands between a keeper elsewhere and the agent)
+class RunProcess:
+    """One process of a run. `part` is supervisor, agent, messenger (which stands between a supervisor elsewhere and
+    the agent)
     or the name of a rank; a rank's own children carry its name too."""
 
     pid: int
@@ -117,19 +118,21 @@ class Found:
         return max(0.0, time.time() - self.started_at)
 
 
-def find(run: Path | None = None) -> list[Found]:
+def find(run: Path | None = None) -> list[RunProcess]:
     """Of this user, and for root also of other users' own runs; those of one run, or of all."""
     return list(_look_at_all(run))
 
 
-def find_keeper(run: Path) -> Found | None:
-    return next((found for found in find(run) if found.part == KEEPER), None)
+def find_supervisor(run: Path) -> RunProcess | None:
+    return next((found for found in find(run) if found.part == SUPERVISOR), None)
 
 
-def is_kept(processes: Iterable[Found]) -> bool:
-    """Whether somebody looks after a run: its keeper, a messenger of one elsewhere, or whoever started the agent."""
+def is_kept(processes: Iterable[RunProcess]) -> bool:
+    """Whether somebody looks after a run: its supervisor, a messenger of one elsewhere, or whoever started the
+    agent."""
     return any(
-        found.part in (KEEPER, MESSENGER) or (found.part == AGENT and _has_launcher(found.pid)) for found in processes
+        found.part in (SUPERVISOR, MESSENGER) or (found.part == AGENT and _has_launcher(found.pid))
+        for found in processes
     )
 
 
@@ -152,21 +155,21 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def is_alive(found: Found) -> bool:
+def is_alive(found: RunProcess) -> bool:
     now = _look_at(found.pid)
     return now is not None and now.started_at == found.started_at
 
 
-def ask(processes: Iterable[Found]) -> None:
+def ask(processes: Iterable[RunProcess]) -> None:
     """To finish the step and save. Asked a second time, they end at once."""
     _signal(processes, signal.SIGINT)
 
 
-def end(processes: Iterable[Found]) -> None:
+def end(processes: Iterable[RunProcess]) -> None:
     _signal(processes, signal.SIGKILL)
 
 
-def await_end(still_there: Callable[[], Iterable[Found]], within_s: float) -> bool:
+def await_end(still_there: Callable[[], Iterable[RunProcess]], within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     while any(True for _ in still_there()):
         if time.monotonic() > deadline:
@@ -175,7 +178,7 @@ def await_end(still_there: Callable[[], Iterable[Found]], within_s: float) -> bo
     return True
 
 
-def _signal(processes: Iterable[Found], signum: signal.Signals) -> None:
+def _signal(processes: Iterable[RunProcess], signum: signal.Signals) -> None:
     for found in processes:
         # Looked at again: in between it may have ended, and its number may be somebody else's.
         if is_alive(found):
@@ -183,14 +186,14 @@ def _signal(processes: Iterable[Found], signum: signal.Signals) -> None:
                 os.kill(found.pid, signum)
 
 
-def _look_at_all(run: Path | None) -> Iterator[Found]:
+def _look_at_all(run: Path | None) -> Iterator[RunProcess]:
     for pid in psutil.pids():
         found = _look_at(pid, run) if pid != os.getpid() else None
         if found is not None:
             yield found
 
 
-def _look_at(pid: int, wanted: Path | None = None) -> Found | None:
+def _look_at(pid: int, wanted: Path | None = None) -> RunProcess | None:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         variables = process.environ()
@@ -201,7 +204,7 @@ def _look_at(pid: int, wanted: Path | None = None) -> Found | None:
             return None
         part, node = (printable_line(variables.get(name, ""), _LONGEST_NAME) for name in (PART_MARK, "SHOAL_NODE"))
         command = printable_line(shlex.join(process.cmdline()), _LONGEST_COMMAND)
-        found = Found(pid, run, part, node, command, process.create_time())
+        found = RunProcess(pid, run, part, node, command, process.create_time())
         # All of the above was read from one process, and not from the next with its number.
         return found if process.is_running() else None
     return None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shoal.control.membership.types import Ballot, Count, Lineage, Plain, State
+from shoal.control.membership.types import Ballot, Count, Lineage, State, StrictModel
 from shoal.errors import ControlError
 
 # The agent hands a rank of an elastic run this descriptor beside that of the store.
@@ -24,7 +24,7 @@ MOST_NUMBERS = 2**31
 Number = Annotated[int, Field(ge=0, lt=MOST_NUMBERS)]
 
 
-class Enter(Plain):
+class EnterGeneration(StrictModel):
     """Form this generation's group as `rank` of `size`, under its own prefix in the store.
 
     `ids` are the ranks' own numbers, by which their files are called, in the order of their ranks; a number is never
@@ -60,7 +60,7 @@ class Enter(Plain):
         return prefix_of(self.generation)
 
 
-class Halt(Plain):
+class LeaveGeneration(StrictModel):
     """Leave this generation, after the step (`at_edge`) or at once, and say where you stand."""
 
     type: Literal["halt"] = "halt"
@@ -68,7 +68,7 @@ class Halt(Plain):
     at_edge: bool
 
 
-class Leased(Plain):
+class LeaseRenewed(StrictModel):
     """This generation was still the newest at `at_s` on this machine's boot clock: commit in it for `LEASE_S`."""
 
     type: Literal["lease"] = "lease"
@@ -76,7 +76,7 @@ class Leased(Plain):
     at_s: float
 
 
-class GiveUp(Plain):
+class AbandonCommits(StrictModel):
     """After the copy: the ledger's entries of `lineage` after `shared_step` that `standing` lacks are abandoned."""
 
     type: Literal["give-up"] = "give-up"
@@ -85,7 +85,7 @@ class GiveUp(Plain):
     shared_step: Count
 
 
-class Here(Plain):
+class RankReady(StrictModel):
     """This rank has imported everything and can take part; `committed`: the last step in the ledger
     that it took part in itself; a folder that several nodes share has the others' steps, too."""
 
@@ -93,7 +93,7 @@ class Here(Plain):
     committed: Count
 
 
-class Formed(Plain):
+class GroupFormed(StrictModel):
     """It is in the group and has the generation's state."""
 
     type: Literal["formed"] = "formed"
@@ -101,7 +101,7 @@ class Formed(Plain):
     copied_s: float = 0.0
 
 
-class Halted(Plain):
+class LeftGeneration(StrictModel):
     """It is out for good. No state: what it had to copy had not arrived."""
 
     type: Literal["halted"] = "halted"
@@ -109,7 +109,7 @@ class Halted(Plain):
     state: State | None
 
 
-class Broken(Plain):
+class GenerationBroken(StrictModel):
     """It cannot go on in this generation: an exchange failed, or the group did not form."""
 
     type: Literal["broken"] = "broken"
@@ -117,19 +117,19 @@ class Broken(Plain):
     why: Annotated[str, Field(max_length=500)]
 
 
-class Committed(Plain):
+class StepCommitted(StrictModel):
     type: Literal["committed"] = "committed"
     step: Count
 
 
-class Finished(Plain):
+class TrainingFinished(StrictModel):
     """The last barrier of the training is passed."""
 
     type: Literal["finished"] = "finished"
 
 
-ToRank = Enter | Halt | Leased | GiveUp
-ToAgent = Here | Formed | Halted | Broken | Committed | Finished
+ToRank = EnterGeneration | LeaveGeneration | LeaseRenewed | AbandonCommits
+ToAgent = RankReady | GroupFormed | LeftGeneration | GenerationBroken | StepCommitted | TrainingFinished
 
 _TO_RANK: TypeAdapter[ToRank] = TypeAdapter(Annotated[ToRank, Field(discriminator="type")])
 _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="type")])

@@ -67,7 +67,7 @@ def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Deal:
+class BatchPlan:
     """One step's global batch in whole micro-batches, dealt over the ranks of a world."""
 
     micro_batch: int
@@ -86,12 +86,12 @@ class Deal:
         return self.micro_batch * sum(self.micro_batches[:rank])
 
 
-def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> Deal:
+def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> BatchPlan:
     """By weight, as nearly as whole micro-batches allow; among equals the first ranks take one more."""
-    return Deal(micro_batch, shares(global_batch // micro_batch, weights))
+    return BatchPlan(micro_batch, shares(global_batch // micro_batch, weights))
 
 
-def deal_anew(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> Deal:
+def deal_anew(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> BatchPlan:
     """The same global batch over other ranks, in the micro-batches up to `most` that leave the busiest the least work.
     What is compiled for one shape keeps it where that gives everybody one: compiling takes longer than many steps."""
     fitting = [size for size in _divisors(global_batch, most) if global_batch // size >= len(weights)]

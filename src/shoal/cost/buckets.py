@@ -26,7 +26,7 @@ _UNKNOWN_TENSORS = 100
 
 
 @dataclass(frozen=True)
-class Gradient:
+class GradientTensor:
     """One tensor's; `ready` is the part of backward's time that has passed when it is complete."""
 
     parameters: int
@@ -34,12 +34,12 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketCost:
     parameters: int
     ready: float
 
 
-def gradients(model: ModelConfig) -> list[Gradient]:
+def gradients(model: ModelConfig) -> list[GradientTensor]:
     """Of our GPT, in the order in which backward completes them.
 
     The tied embedding comes last, although the head, its dense part, was first: the look-up at the input adds to it
@@ -47,12 +47,12 @@ def gradients(model: ModelConfig) -> list[Gradient]:
     """
     whole = _head_flops(model) + model.layers * _block_flops(model)
     done = _head_flops(model)
-    found = [Gradient(size, done / whole) for size in (model.width, model.width)]
+    found = [GradientTensor(size, done / whole) for size in (model.width, model.width)]
     for _ in range(model.layers):
         for size, flops in _block_tensors(model):
             done += flops
-            found.append(Gradient(size, done / whole))
-    found += [Gradient(model.seq_len * model.width, 1.0), Gradient(model.vocab_size * model.width, 1.0)]
+            found.append(GradientTensor(size, done / whole))
+    found += [GradientTensor(model.seq_len * model.width, 1.0), GradientTensor(model.vocab_size * model.width, 1.0)]
     return found
 
 
@@ -62,20 +62,20 @@ def touches_few_rows(vocab_size: int, tokens: int, world_size: int) -> bool:
     return world_size > 1 and tokens * world_size < _FEW_ROWS * vocab_size
 
 
-def split_tied(model: ModelConfig, tokens: int, world_size: int, bucket_mb: float) -> list[Bucket]:
+def split_tied(model: ModelConfig, tokens: int, world_size: int, bucket_mb: float) -> list[BucketCost]:
     """The head's part before everything else, the rows of all ranks' tokens behind it. Those are gathered, not summed:
     half of what as many gradients would be."""
     rest = gradients(model)[:-1]
     rows = tokens * world_size * (model.width + _ROW_NUMBER) // 2
-    return [Bucket(model.vocab_size * model.width, 0.0), *fill_buckets(rest, bucket_mb), Bucket(rows, 1.0)]
+    return [BucketCost(model.vocab_size * model.width, 0.0), *fill_buckets(rest, bucket_mb), BucketCost(rows, 1.0)]
 
 
-def even_gradients(parameters: int) -> list[Gradient]:
+def even_gradients(parameters: int) -> list[GradientTensor]:
     """For a model of which only the size is known: equal tensors, one after another."""
     count = min(_UNKNOWN_TENSORS, parameters)
     ends = [round(parameters * (index + 1) / count) for index in range(count)]
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    return [Gradient(size, (index + 1) / count) for index, size in enumerate(sizes)]
+    return [GradientTensor(size, (index + 1) / count) for index, size in enumerate(sizes)]
 
 
 def bucket_mb_for(gradient_bytes: float) -> float:
@@ -84,23 +84,28 @@ def bucket_mb_for(gradient_bytes: float) -> float:
 
 
 def fill_buckets(
-    found: Sequence[Gradient], bucket_mb: float, first_mb: float | None = None, gradient_bytes: int = _GRADIENT_BYTES
-) -> list[Bucket]:
+    found: Sequence[GradientTensor],
+    bucket_mb: float,
+    first_mb: float | None = None,
+    gradient_bytes: int = _GRADIENT_BYTES,
+) -> list[BucketCost]:
     """As DDP does once it has seen a backward: in order of readiness, each closed by the tensor that fills it. The
     first has a size of its own where nobody set the others'."""
     cap_bytes = int(bucket_mb * 2**20)
     return list(_filled(found, cap_bytes, int((first_mb or bucket_mb) * 2**20), gradient_bytes))
 
 
-def _filled(found: Sequence[Gradient], cap_bytes: int, first_bytes: int, gradient_bytes: int) -> Iterator[Bucket]:
+def _filled(
+    found: Sequence[GradientTensor], cap_bytes: int, first_bytes: int, gradient_bytes: int
+) -> Iterator[BucketCost]:
     limit, held = min(first_bytes, cap_bytes), 0
     for gradient in found:
         held += gradient.parameters
         if gradient_bytes * held >= limit:
-            yield Bucket(held, gradient.ready)
+            yield BucketCost(held, gradient.ready)
             limit, held = cap_bytes, 0
     if held:
-        yield Bucket(held, found[-1].ready)
+        yield BucketCost(held, found[-1].ready)
 
 
 def _head_flops(model: ModelConfig) -> float:

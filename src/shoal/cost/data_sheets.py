@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shoal.config.presets import did_you_mean
-from shoal.cost.machines import GLOO, LINKS, MACHINES, NCCL, Link, Machine, SheetSpeed, Stack
+from shoal.cost.machines import GLOO, LINKS, MACHINES, NCCL, CommStack, LinkSheet, MachineSheet, SheetSpeed
 from shoal.cost.network import NodesNetwork, RingNetwork
-from shoal.cost.predict import Setting
+from shoal.cost.predict import ClusterModel
 from shoal.errors import UsageError
 from shoal.units import format_duration, format_rate, format_si, parse_delay, parse_rate
 
 
 @dataclass(frozen=True)
-class Overrides:
+class SheetOverrides:
     """What the user knows better than the catalogue; None leaves its figure."""
 
     efficiency: float | None = None
@@ -25,7 +25,7 @@ class Overrides:
     memory_gb: float | None = None
 
 
-def find_link(text: str) -> Link:
+def find_link(text: str) -> LinkSheet:
     """By name, or any rate such as `300mbit`, taken for Ethernet."""
     name = text.strip().lower()
     if name in LINKS:
@@ -38,25 +38,27 @@ def find_link(text: str) -> Link:
     return replace(like, name=format_rate(rate_bps), bits_per_s=rate_bps)
 
 
-def find_machines(text: str | None, link: Link) -> tuple[Machine, ...]:
+def find_machines(text: str | None, link: LinkSheet) -> tuple[MachineSheet, ...]:
     """`laptop`, or one name a node: `desktop,laptop,laptop`; unsaid, what such a link usually connects."""
     return tuple(_machine(name) for name in (text or link.usual).split(","))
 
 
-def make_setting(link: Link, machines: tuple[Machine, ...], ranks_per_node: int, given: Overrides) -> Setting:
+def make_setting(
+    link: LinkSheet, machines: tuple[MachineSheet, ...], ranks_per_node: int, given: SheetOverrides
+) -> ClusterModel:
     machines = tuple(_adjusted(machine, given) for machine in machines)
     stack = stack_of(machines)
     speed = SheetSpeed(machines, ranks_per_node)
     names = tuple(machine.name for machine in machines)
     between = ring(link, stack, given)
     if ranks_per_node == 1:
-        return Setting(speed, between, node_names=names)
-    inside = ring(LINKS[machines[0].inside], stack, Overrides())
+        return ClusterModel(speed, between, node_names=names)
+    inside = ring(LINKS[machines[0].inside], stack, SheetOverrides())
     flat = NodesNetwork(ranks_per_node, inside, between)
-    return Setting(speed, flat, replace(flat, hierarchical=True), ranks_per_node, names)
+    return ClusterModel(speed, flat, replace(flat, hierarchical=True), ranks_per_node, names)
 
 
-def describe(link: Link, machines: tuple[Machine, ...], setting: Setting) -> str:
+def describe(link: LinkSheet, machines: tuple[MachineSheet, ...], setting: ClusterModel) -> str:
     """`laptop (…) over 1gbe by gloo: 118 MB/s, 0.7 ms a message`: what a plan without a profile was made from."""
     network = setting.network
     ring_ = network.between if isinstance(network, NodesNetwork) else network
@@ -69,12 +71,12 @@ def describe(link: Link, machines: tuple[Machine, ...], setting: Setting) -> str
     )
 
 
-def stack_of(machines: Iterable[Machine]) -> Stack:
+def stack_of(machines: Iterable[MachineSheet]) -> CommStack:
     """NCCL needs a GPU everywhere."""
     return NCCL if all(machine.kind == "gpu" for machine in machines) else GLOO
 
 
-def ring(link: Link, stack: Stack, given: Overrides) -> RingNetwork:
+def ring(link: LinkSheet, stack: CommStack, given: SheetOverrides) -> RingNetwork:
     """A stated efficiency is what the whole stack makes of the wire: its own limit and message cost are in it."""
     if given.efficiency is None:
         bytes_per_s = min(link.efficiency * link.bits_per_s / 8, stack.most_bytes_per_s)
@@ -112,14 +114,14 @@ def _between_0_and_1(flag: str, value: float) -> float:
     return value
 
 
-def _machine(name: str) -> Machine:
+def _machine(name: str) -> MachineSheet:
     found = MACHINES.get(name.strip().lower())
     if found is None:
         raise _unknown("machine", name, MACHINES, "with --flops and --memory-gb for one of your own")
     return found
 
 
-def _adjusted(machine: Machine, given: Overrides) -> Machine:
+def _adjusted(machine: MachineSheet, given: SheetOverrides) -> MachineSheet:
     if given.flops is not None:
         flops = positive("--flops", given.flops)
         machine = replace(machine, fp32_flops=flops, bf16_flops=flops)

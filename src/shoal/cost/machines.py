@@ -18,7 +18,7 @@ from shoal.units import format_number
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSheet:
     """One direction of a link. `efficiency` is the part of its rate that arrives as payload, `latency_s` what a small
     message waits on the way. `usual` is the machine that is planned with where none is named. `air` is one medium for
     everybody, in both directions."""
@@ -33,7 +33,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Stack:
+class CommStack:
     """What exchanges gradients. `message_s` is what it adds to a message, `most_bytes_per_s` what it cannot exceed,
     `cores_per_byte_s` what copying and adding up takes a core."""
 
@@ -46,7 +46,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSheet:
     """The shares are the parts of the matrix peaks that training reaches. `inside` is the link between ranks on it,
     `layer_s` what starting the operations of one layer takes, which a small model cannot hide; `spread` how much a
     step's time varies from one to the next (standard deviation, relative)."""
@@ -76,15 +76,15 @@ _FRAMES = "TCP payload of 1,500-byte frames is 94.1% of the rate (1,448 of 1,538
 _NCCL_NET = "latency: NCCL's own estimate for a network message, 14 µs (tuning.cc)"
 
 _LINKS = (
-    Link("wifi", 150e6, 1.0, 2e-3, "what iperf3 and ping show in an ordinary flat, as the lab's wifi", air=True),
-    Link("100mbit", 100e6, 0.966, 1e-4, "payload measured in the lab: 96.6 Mbit/s"),
-    Link("1gbe", 1e9, 0.94, 1e-4, "bus bandwidth of gloo measured in the lab: 0.92–0.97 Gbit/s"),
-    Link("2.5gbe", 2.5e9, 0.94, 1e-4, _FRAMES),
-    Link("10gbe", 10e9, 0.94, 3e-5, _FRAMES),
-    Link("25gbe", 25e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
-    Link("100gbe", 100e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
-    Link("400gbe", 400e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
-    Link(
+    LinkSheet("wifi", 150e6, 1.0, 2e-3, "what iperf3 and ping show in an ordinary flat, as the lab's wifi", air=True),
+    LinkSheet("100mbit", 100e6, 0.966, 1e-4, "payload measured in the lab: 96.6 Mbit/s"),
+    LinkSheet("1gbe", 1e9, 0.94, 1e-4, "bus bandwidth of gloo measured in the lab: 0.92–0.97 Gbit/s"),
+    LinkSheet("2.5gbe", 2.5e9, 0.94, 1e-4, _FRAMES),
+    LinkSheet("10gbe", 10e9, 0.94, 3e-5, _FRAMES),
+    LinkSheet("25gbe", 25e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
+    LinkSheet("100gbe", 100e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
+    LinkSheet("400gbe", 400e9, 0.94, 1.4e-5, f"{_FRAMES}; {_NCCL_NET}", "h100"),
+    LinkSheet(
         "nvlink",
         3600e9,
         0.82,
@@ -92,7 +92,7 @@ _LINKS = (
         "NVLink 4: 450 GB/s each way, 370 with its protocol (nccl-tests issue 212)",
         "h100",
     ),
-    Link(
+    LinkSheet(
         "xgmi",
         3584e9,
         0.75,
@@ -100,7 +100,7 @@ _LINKS = (
         "MI300X: seven links of 64 GB/s, 48 usable (AMD, ROCm blog on RCCL and xGMI)",
         "mi300x",
     ),
-    Link(
+    LinkSheet(
         "pcie",
         252e9,
         0.8,
@@ -108,11 +108,11 @@ _LINKS = (
         "PCIe 4.0 ×16: 31.5 GB/s each way; 0.8 assumed; latency: NCCL's tuning.cc",
         "rtx4070",
     ),
-    Link("loopback", 100e9, 1.0, 1e-5, "no wire: what moves the bytes is the limit"),
+    LinkSheet("loopback", 100e9, 1.0, 1e-5, "no wire: what moves the bytes is the limit"),
 )
 LINKS = {link.name: link for link in _LINKS}
 
-GLOO = Stack(
+GLOO = CommStack(
     "gloo",
     message_s=6e-4,
     most_bytes_per_s=7e9 / 8,
@@ -120,26 +120,28 @@ GLOO = Stack(
     trees=False,
     source="measured on two cores: 0.5–1 ms a message, 7 Gbit/s over loopback, 0.6–0.8 ns of a core for a byte",
 )
-NCCL = Stack("nccl", 0.0, float("inf"), 0.0, trees=True, source="its latency is in the links; it uses no core of note")
+NCCL = CommStack(
+    "nccl", 0.0, float("inf"), 0.0, trees=True, source="its latency is in the links; it uses no core of note"
+)
 
 _CPU_SHARE = 0.5
 _H200 = "share and layer measured on an H200: fp32 0.69 (46 TFLOP/s), bf16 0.38 (374 TFLOP/s), 1.4 ms a layer"
 _GPU_LAYER_S = 1.4e-3
 
 
-def _cpu(name: str, cores: int, gflops: float, memory_gb: float, gbytes_per_s: float, source: str) -> Machine:
+def _cpu(name: str, cores: int, gflops: float, memory_gb: float, gbytes_per_s: float, source: str) -> MachineSheet:
     """A processor without instructions for halves computes in floats."""
     flops, share = 1e9 * gflops, _CPU_SHARE
     memory, rate = 1e9 * memory_gb, 1e9 * gbytes_per_s
     told = f"{source}; training reaches half of the peak (measured: 52% on a Neoverse-N1, 60% on x86)"
-    return Machine(name, "cpu", cores, flops, flops, share, share, memory, rate, "loopback", told)
+    return MachineSheet(name, "cpu", cores, flops, flops, share, share, memory, rate, "loopback", told)
 
 
 def _gpu(
     name: str, fp32: float, bf16: float, memory_gb: float, gbytes_per_s: float, inside: str, source: str
-) -> Machine:
+) -> MachineSheet:
     memory, rate = 1e9 * memory_gb, 1e9 * gbytes_per_s
-    return Machine(
+    return MachineSheet(
         name, "gpu", 1, 1e12 * fp32, 1e12 * bf16, 0.69, 0.38, memory, rate, inside, f"{source}; {_H200}", _GPU_LAYER_S
     )
 
@@ -245,13 +247,13 @@ class SheetSpeed:
     """From the catalogue. Node k is `machines[k]`, and the last one repeats; a CPU is shared by its node's ranks, a
     GPU is not."""
 
-    machines: tuple[Machine, ...]
+    machines: tuple[MachineSheet, ...]
     ranks_per_node: int = 1
 
     def in_world(self, world_size: int) -> SheetSpeed:
         return self
 
-    def machine(self, rank: int) -> Machine:
+    def machine(self, rank: int) -> MachineSheet:
         return self.machines[self.kind(rank)]
 
     def kind(self, rank: int) -> int:

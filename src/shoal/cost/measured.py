@@ -11,8 +11,8 @@ from shoal.config.schema import ModelConfig
 from shoal.cost.buckets import Lever
 from shoal.cost.machines import cpu_encode_s
 from shoal.cost.model_size import flops_per_token, parameter_count
-from shoal.cost.network import Line, MeasuredNetwork, Network, NoNetwork
-from shoal.cost.predict import Setting
+from shoal.cost.network import LinearFit, MeasuredNetwork, Network, NoNetwork
+from shoal.cost.predict import ClusterModel
 from shoal.cost.workload import RankWork, Workload
 from shoal.errors import ConfigError
 
@@ -24,7 +24,7 @@ Times = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class Pace:
+class ModelSpeed:
     """One model on one rank. `is_measured`: this very model was, and not only others like it."""
 
     forward: Times
@@ -34,7 +34,7 @@ class Pace:
     threads: int
     is_measured: bool
 
-    def slower(self, factor: float) -> Pace:
+    def slower(self, factor: float) -> ModelSpeed:
         def scaled(times: Times) -> Times:
             return tuple((size, factor * seconds) for size, seconds in times)
 
@@ -61,7 +61,7 @@ class MeasuredSpeed:
         ranks = [node for node in self.profile.nodes for _ in range(node.ranks)]
         return ranks[min(rank, len(ranks) - 1)]
 
-    def pace(self, model: ModelConfig, rank: int) -> Pace:
+    def pace(self, model: ModelConfig, rank: int) -> ModelSpeed:
         node = self.node(rank)
         return pace_of(node.paces, model).slower(self._crowding(node) / crowding(self.profile, node))
 
@@ -102,7 +102,7 @@ class MeasuredSpeed:
         return 1 + (crowding(self.profile, node) - 1) * (used - 1) / (len(here) - 1)
 
 
-def setting_of(profile: Profile) -> Setting:
+def setting_of(profile: Profile) -> ClusterModel:
     if not all(node.paces for node in profile.nodes):
         raise ConfigError(
             "the profile does not say how fast a model trains on these machines",
@@ -110,7 +110,7 @@ def setting_of(profile: Profile) -> Setting:
             fix=f"measure them again: shoal probe --on {profile.on}",
         )
     names = tuple(node.name for node in profile.nodes)
-    return Setting(MeasuredSpeed(profile, profile.world_size), measured_network(profile), node_names=names)
+    return ClusterModel(MeasuredSpeed(profile, profile.world_size), measured_network(profile), node_names=names)
 
 
 def measured_network(profile: Profile) -> Network:
@@ -121,12 +121,14 @@ def measured_network(profile: Profile) -> Network:
     learned = (profile.calibration or NOTHING_LEARNED).comm
     return MeasuredNetwork(
         world_size=entries[4].world_size,
-        lines={size: Line(learned * entry.alpha_s, learned * entry.beta_s_per_byte) for size, entry in entries.items()},
+        lines={
+            size: LinearFit(learned * entry.alpha_s, learned * entry.beta_s_per_byte) for size, entry in entries.items()
+        },
         cores={size: entry.cores for size, entry in entries.items()},
     )
 
 
-def pace_of(paces: Sequence[ModelPace], model: ModelConfig) -> Pace:
+def pace_of(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
     """A vocabulary of another size is another head, and the same model otherwise: one tokenizer finds 65 characters
     where 96 were expected."""
     own = next((pace.name for pace in paces if _body(pace.model) == _body(model)), None)
@@ -170,9 +172,9 @@ def _body(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"dropout": 0.0, "vocab_size": 0})
 
 
-def _measured(paces: Sequence[ModelPace]) -> Pace:
+def _measured(paces: Sequence[ModelPace]) -> ModelSpeed:
     ordered = sorted(paces, key=lambda pace: pace.micro_batch)
-    return Pace(
+    return ModelSpeed(
         forward=tuple((pace.micro_batch, pace.forward_s) for pace in ordered),
         backward=tuple((pace.micro_batch, pace.backward_s) for pace in ordered),
         optimizer_s=ordered[-1].optimizer_s,
@@ -182,7 +184,7 @@ def _measured(paces: Sequence[ModelPace]) -> Pace:
     )
 
 
-def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> Pace:
+def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
     """From the measured models that are nearest in width, each scaled by the arithmetic it does."""
     shapes = {pace.name: pace.model for pace in paces}
     ordered = sorted(shapes, key=lambda name: shapes[name].width)
@@ -191,7 +193,7 @@ def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> Pace:
     low, high = (_scaled(paces, name, model) for name in (below[-1], above[0]))
     widths = shapes[below[-1]].width, shapes[above[0]].width
     part = 0.0 if widths[0] == widths[1] else math.log(model.width / widths[0]) / math.log(widths[1] / widths[0])
-    return Pace(
+    return ModelSpeed(
         forward=_blend(low.forward, high.forward, part),
         backward=_blend(low.backward, high.backward, part),
         optimizer_s=_mean(low.optimizer_s, high.optimizer_s, part),
@@ -201,7 +203,7 @@ def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> Pace:
     )
 
 
-def _scaled(paces: Sequence[ModelPace], name: str, model: ModelConfig) -> Pace:
+def _scaled(paces: Sequence[ModelPace], name: str, model: ModelConfig) -> ModelSpeed:
     """As if `model` computed at the speed of the one called `name`; a micro-batch of as many tokens stands for it."""
     own = [pace for pace in paces if pace.name == name]
     known, pace = own[0].model, _measured(own)

@@ -20,7 +20,7 @@ USABLE = 0.9
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryNeed:
     """`copies` is what a lever adds: error feedback, a master copy of halves, the outer optimizer's weights."""
 
     weights: float
@@ -34,11 +34,11 @@ class Memory:
         return PROCESS_BYTES + sum(float(getattr(self, field.name)) for field in fields(self))
 
 
-def needed(workload: Workload, lever: Lever, micro_batch: int, world_size: int) -> Memory:
+def needed(workload: Workload, lever: Lever, micro_batch: int, world_size: int) -> MemoryNeed:
     """By DDP every rank keeps everything, however many there are; only sharding divides it."""
     size, element = workload.parameters, workload.gradient_bytes
     part = 1 / world_size if lever.sync == "sharded" else 1.0
-    return Memory(
+    return MemoryNeed(
         weights=part * element * size,
         gradients=part * element * size,
         moments=part * 2 * _FLOAT_BYTES * size,
@@ -47,7 +47,7 @@ def needed(workload: Workload, lever: Lever, micro_batch: int, world_size: int) 
     )
 
 
-def fits(memory: Memory, available_bytes: float) -> bool:
+def fits(memory: MemoryNeed, available_bytes: float) -> bool:
     return memory.total <= USABLE * available_bytes
 
 

@@ -23,7 +23,7 @@ Algorithm = Literal["ring", "tree"]
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkSpeed:
     """One link, one direction: every message waits `latency_s`, every byte takes its part of `bytes_per_s`."""
 
     bytes_per_s: float
@@ -68,7 +68,7 @@ def bus_gbps(op: Op, world_size: int, buffer_bytes: int, seconds: float) -> floa
     return bus_factor(op, world_size) * algorithm_gbps(buffer_bytes, seconds)
 
 
-def collective_s(op: Op, world_size: int, buffer_bytes: float, wire: Wire, algorithm: Algorithm = "ring") -> float:
+def collective_s(op: Op, world_size: int, buffer_bytes: float, wire: LinkSpeed, algorithm: Algorithm = "ring") -> float:
     """All ranks at once over equal links, one message after another."""
     if world_size == 1:
         return 0.0
@@ -76,7 +76,9 @@ def collective_s(op: Op, world_size: int, buffer_bytes: float, wire: Wire, algor
     return timed(op, world_size, buffer_bytes, wire)
 
 
-def hierarchical_s(nodes: int, ranks_per_node: int, buffer_bytes: float, inside: Wire, between: Wire) -> float:
+def hierarchical_s(
+    nodes: int, ranks_per_node: int, buffer_bytes: float, inside: LinkSpeed, between: LinkSpeed
+) -> float:
     """An all-reduce in three: scattered sums inside each node, those all-reduced between the nodes, and gathered again.
 
     Between nodes each rank sends its part only, so that a node's link carries the buffer once and not once a rank.
@@ -85,7 +87,7 @@ def hierarchical_s(nodes: int, ranks_per_node: int, buffer_bytes: float, inside:
     return inner_s + collective_s("all-reduce", nodes, buffer_bytes, between)
 
 
-def _ring_s(op: Op, world_size: int, buffer_bytes: float, wire: Wire) -> float:
+def _ring_s(op: Op, world_size: int, buffer_bytes: float, wire: LinkSpeed) -> float:
     """Round by round to the neighbour, one N-th of the buffer in each; a broadcast in as many pieces as ranks."""
     rounds = world_size - 1
     match op:
@@ -97,7 +99,7 @@ def _ring_s(op: Op, world_size: int, buffer_bytes: float, wire: Wire) -> float:
             return wire.seconds(2 * rounds, 2 * rounds * buffer_bytes / world_size)
 
 
-def _tree_s(op: Op, world_size: int, buffer_bytes: float, wire: Wire) -> float:
+def _tree_s(op: Op, world_size: int, buffer_bytes: float, wire: LinkSpeed) -> float:
     """As many messages one after another as the tree is deep.
 
     The all-reduce is NCCL's pair of trees, in which every rank sends the buffer up once and down once; halving and
@@ -129,7 +131,7 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """`alpha_s` is what an empty message would take, `beta_s_per_byte` what each byte adds."""
 
     alpha_s: float
@@ -143,7 +145,7 @@ class Line:
         return self.seconds(sample[0]) / sample[1] - 1
 
 
-def fit(samples: Sequence[Sample]) -> Line:
+def fit(samples: Sequence[Sample]) -> LinearFit:
     """Least squares on the *relative* error: 4 kB and 256 MB count alike.
 
     A disturbed sample is left out: which one it is shows the line of least absolute errors, which a minority cannot
@@ -160,15 +162,15 @@ def fit(samples: Sequence[Sample]) -> Line:
         line = _weighted(kept, [1 / seconds**2 for _, seconds in kept])
     if line.alpha_s == 0.0:
         size, seconds = min(samples)
-        line = Line(max(0.0, seconds - line.seconds(size)), line.beta_s_per_byte)
+        line = LinearFit(max(0.0, seconds - line.seconds(size)), line.beta_s_per_byte)
     return line
 
 
-def median_error(line: Line, samples: Sequence[Sample]) -> float:
+def median_error(line: LinearFit, samples: Sequence[Sample]) -> float:
     return statistics.median(abs(line.error(sample)) for sample in samples)
 
 
-def _least_absolute(samples: Sequence[Sample]) -> Line:
+def _least_absolute(samples: Sequence[Sample]) -> LinearFit:
     """By least squares again and again, each time weighing a sample by the inverse of its last error.
 
     Errors are relative to the line, not to the sample: one that was measured far too small would outweigh all others.
@@ -185,7 +187,7 @@ def _weight(expected_s: float, seconds: float) -> float:
     return 1 / (expected_s**2 * max(abs(seconds / expected_s - 1), _TINY))
 
 
-def _weighted(samples: Sequence[Sample], weights: Sequence[float]) -> Line:
+def _weighted(samples: Sequence[Sample], weights: Sequence[float]) -> LinearFit:
     """Minimises the sum of `weight · (alpha + beta·bytes − seconds)²`; neither may be negative."""
     rows = [(size, seconds, weight) for (size, seconds), weight in zip(samples, weights, strict=True)]
     n = sum(weight for _, _, weight in rows)
@@ -196,12 +198,12 @@ def _weighted(samples: Sequence[Sample], weights: Sequence[float]) -> Line:
     determinant = n * xx - x * x
     alpha, beta = (xx * y - x * xy), (n * xy - x * y)
     if alpha <= 0 or determinant <= 0:
-        return Line(0.0, xy / xx)
-    return Line(alpha / determinant, beta / determinant) if beta > 0 else Line(y / n, 0.0)
+        return LinearFit(0.0, xy / xx)
+    return LinearFit(alpha / determinant, beta / determinant) if beta > 0 else LinearFit(y / n, 0.0)
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """`cores` is how many cores of a node it keeps busy while it lasts. For `latency_s` of its seconds messages wait,
     however small they are; the rest is bandwidth."""
 
@@ -209,15 +211,15 @@ class Exchange:
     cores: float = 0.0
     latency_s: float = 0.0
 
-    def times(self, factor: float) -> Exchange:
+    def times(self, factor: float) -> ExchangeCost:
         return replace(self, seconds=factor * self.seconds, latency_s=factor * self.latency_s)
 
 
-NOTHING = Exchange(0.0)
+NOTHING = ExchangeCost(0.0)
 
 
 class Network(Protocol):
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
         """Of one buffer; `element_bytes` because adding up halves costs a CPU more than adding up floats."""
         ...
 
@@ -237,10 +239,10 @@ class RingNetwork:
     air: bool = False
     trees: bool = False
 
-    def wire(self, world_size: int) -> Wire:
-        return Wire(self.bytes_per_s / (2 * world_size if self.air else 1), self.latency_s)
+    def wire(self, world_size: int) -> LinkSpeed:
+        return LinkSpeed(self.bytes_per_s / (2 * world_size if self.air else 1), self.latency_s)
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
         if world_size == 1:
             return NOTHING
         wire = self.wire(world_size)
@@ -249,7 +251,7 @@ class RingNetwork:
         fastest = min(algorithms, key=lambda each: by_algorithm[each])
         seconds = by_algorithm[fastest]
         latency_s = collective_s("all-reduce", world_size, 0, wire, fastest)
-        return Exchange(seconds, min(1.0, self.cores_per_byte_s * buffer_bytes / seconds), latency_s)
+        return ExchangeCost(seconds, min(1.0, self.cores_per_byte_s * buffer_bytes / seconds), latency_s)
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ class NodesNetwork:
     between: RingNetwork
     hierarchical: bool = False
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
         nodes = world_size // self.ranks_per_node
         if nodes <= 1:
             return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
@@ -277,7 +279,7 @@ class NodesNetwork:
         outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)
         seconds = inner.seconds + outer.seconds
         busy_s = inner.cores * inner.seconds + outer.cores * outer.seconds
-        return Exchange(seconds, busy_s / seconds, inner.latency_s + outer.latency_s)
+        return ExchangeCost(seconds, busy_s / seconds, inner.latency_s + outer.latency_s)
 
 
 @dataclass(frozen=True)
@@ -288,10 +290,10 @@ class MeasuredNetwork:
     """
 
     world_size: int
-    lines: dict[int, Line]
+    lines: dict[int, LinearFit]
     cores: dict[int, float]
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
         if world_size == 1:
             return NOTHING
         line = self.lines.get(element_bytes, self.lines[4])
@@ -299,13 +301,13 @@ class MeasuredNetwork:
         payload = payload_factor(world_size) / payload_factor(self.world_size)
         latency_s = rounds * line.alpha_s
         seconds = latency_s + payload * line.beta_s_per_byte * buffer_bytes
-        return Exchange(seconds, self.cores.get(element_bytes, self.cores.get(4, 0.0)), latency_s)
+        return ExchangeCost(seconds, self.cores.get(element_bytes, self.cores.get(4, 0.0)), latency_s)
 
 
 class NoNetwork:
     """Of a profile with a single rank: what a second one would cost, nobody has measured."""
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> Exchange:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
         if world_size > 1:
             raise ConfigError(
                 f"the profile knows nothing about exchanges between {world_size} ranks",

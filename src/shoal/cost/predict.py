@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shoal.config.schema import SyncConfig
-from shoal.cost.batch_plan import MICRO_BATCH_CAP, Deal
-from shoal.cost.buckets import Bucket, Lever, bucket_mb_for, fill_buckets, split_tied, touches_few_rows
+from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan
+from shoal.cost.buckets import BucketCost, Lever, bucket_mb_for, fill_buckets, split_tied, touches_few_rows
 from shoal.cost.machines import Speed, bytes_per_parameter, element_bytes, is_encoded, rank_kinds
-from shoal.cost.memory import Memory, fits, largest_micro_batch, needed
-from shoal.cost.network import Exchange, Network, payload_factor
+from shoal.cost.memory import MemoryNeed, fits, largest_micro_batch, needed
+from shoal.cost.network import ExchangeCost, Network, payload_factor
 from shoal.cost.workload import RankWork, StepTime, Workload, exposed_s
 
 # SECTION cost/slowest
@@ -75,7 +75,7 @@ _MESSAGES = {"powersgd": 2}
 
 
 @dataclass(frozen=True)
-class Setting:
+class ClusterModel:
     """Where it runs. `hierarchical` is the same network used by summing up inside each node first. `node_names` are
     those that are known one by one; further nodes are like the last of them."""
 
@@ -92,10 +92,10 @@ class Prediction:
 
     world_size: int
     step: StepTime
-    deal: Deal
+    deal: BatchPlan
     tokens: int
     wire_bytes: float
-    memory: Memory
+    memory: MemoryNeed
     fits: bool
 
     @property
@@ -114,7 +114,7 @@ class _Exchanges:
 
 
 def predict(
-    workload: Workload, lever: Lever, setting: Setting, world_size: int, weights: Sequence[float] | None = None
+    workload: Workload, lever: Lever, setting: ClusterModel, world_size: int, weights: Sequence[float] | None = None
 ) -> Prediction:
     """`weights` are the ranks' shares as configured; without them they are equal, or by speed for a balanced lever."""
     workload = workload.accumulated(lever.accumulation)
@@ -159,7 +159,7 @@ def _one_of_each(kinds: Sequence[int]) -> list[int]:
     return list({kind: rank for rank, kind in enumerate(kinds)}.values())
 
 
-def _works(workload: Workload, speed: Speed, dealt: Deal, kinds: Sequence[int]) -> list[RankWork]:
+def _works(workload: Workload, speed: Speed, dealt: BatchPlan, kinds: Sequence[int]) -> list[RankWork]:
     found: dict[tuple[int, int], RankWork] = {}
     for rank, key in enumerate(zip(kinds, dealt.micro_batches, strict=True)):
         if key not in found:
@@ -193,7 +193,7 @@ def _busy_s(work: RankWork) -> float:
 
 
 def _exchanges(
-    workload: Workload, lever: Lever, setting: Setting, dealt: Deal, work: RankWork, rank: int
+    workload: Workload, lever: Lever, setting: ClusterModel, dealt: BatchPlan, work: RankWork, rank: int
 ) -> _Exchanges:
     world_size = len(dealt.micro_batches)
     if world_size == 1:
@@ -206,7 +206,7 @@ def _exchanges(
     return replace(found, encode_s=encode_s / lever.every)
 
 
-def _buckets(workload: Workload, lever: Lever, tokens: int, world_size: int) -> list[Bucket]:
+def _buckets(workload: Workload, lever: Lever, tokens: int, world_size: int) -> list[BucketCost]:
     """Stock DDP has a first bucket of its own; ours sends the two parts of a tied weight apart where that pays."""
     each_mb = lever.bucket_mb or bucket_mb_for(workload.gradient_bytes * workload.parameters)
     model, is_ours = workload.model, lever.sync == "ddp" and lever.first_bucket_mb is None and lever.overlap
@@ -215,12 +215,14 @@ def _buckets(workload: Workload, lever: Lever, tokens: int, world_size: int) -> 
     return fill_buckets(workload.gradients(), each_mb, lever.first_bucket_mb, workload.gradient_bytes)
 
 
-def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: int) -> Callable[[Bucket], Exchange]:
+def _exchange(
+    workload: Workload, lever: Lever, setting: ClusterModel, world_size: int
+) -> Callable[[BucketCost], ExchangeCost]:
     network = setting.hierarchical if lever.hierarchical and setting.hierarchical else setting.network
     each, element = bytes_per_parameter(lever, workload), element_bytes(lever, workload)
     messages = _MESSAGES.get(lever.wire, 1)
 
-    def exchange(bucket: Bucket) -> Exchange:
+    def exchange(bucket: BucketCost) -> ExchangeCost:
         once = network.all_reduce(world_size, each * bucket.parameters / messages, element)
         return once.times(messages)
 
@@ -228,25 +230,25 @@ def _exchange(workload: Workload, lever: Lever, setting: Setting, world_size: in
 
 
 def _every_step(
-    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+    lever: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost]
 ) -> _Exchanges:
     comm_s, latency_s = _alone(buckets, exchange)
     return _Exchanges(comm_s, exposed_s(work, buckets, exchange, lever.overlap), latency_s)
 
 
-def _alone(buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]) -> tuple[float, float]:
+def _alone(buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost]) -> tuple[float, float]:
     """How long all of them take one after another, and how much of that is latency."""
     exchanges = [exchange(bucket) for bucket in buckets]
     return sum(each.seconds for each in exchanges), sum(each.latency_s for each in exchanges)
 
 
 def _sharded(
-    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+    lever: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost]
 ) -> _Exchanges:
     """Weights are gathered for forward and again for backward, which scatters the gradients: an all-gather and a
     reduce-scatter are an all-reduce's two halves. All of it for each micro-batch, because nobody has room to wait."""
 
-    def gather(bucket: Bucket) -> Exchange:
+    def gather(bucket: BucketCost) -> ExchangeCost:
         return exchange(bucket).times(0.5)
 
     both = _every_step(lever, work, buckets, exchange)
@@ -259,7 +261,7 @@ def _sharded(
 
 
 def _blocking(
-    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+    lever: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost]
 ) -> _Exchanges:
     """Everybody stands still for the exchange of the weights, but only so often."""
     comm_s, latency_s = _alone(buckets, exchange)
@@ -267,7 +269,7 @@ def _blocking(
 
 
 def _streaming(
-    lever: Lever, work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange]
+    lever: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost]
 ) -> _Exchanges:
     """Fragment by fragment, each behind the computing of the steps for which it may be on its way."""
     comm_s, latency_s = _alone(buckets, exchange)
@@ -278,6 +280,6 @@ def _streaming(
     return _Exchanges(comm_s / lever.every, shown_s / lever.every, latency_s / lever.every)
 
 
-def _early(buckets: Sequence[Bucket]) -> list[Bucket]:
+def _early(buckets: Sequence[BucketCost]) -> list[BucketCost]:
     """Nothing has to be computed before they can travel."""
     return [replace(bucket, ready=0.0) for bucket in buckets]

@@ -83,13 +83,13 @@ WIRES = ("fp32", "fp16", "int8")
 
 
 @dataclass(frozen=True)
-class Option:
+class SyncOption:
     choice: SyncChoice
     step_s: float
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class MeasuredExchange:
     """What was exchanged in the measured steps: gradients of these `shapes`, by `choice`. `last_bytes` is what was sent
     behind them, where the two parts of the embedding's gradient went apart (`sync/tied.py`)."""
 
@@ -123,7 +123,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SyncLimits:
     """What can be chosen: these formats, in a training of so many `steps`, with so much memory left on every rank."""
 
     wires: Sequence[str]
@@ -132,7 +132,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SyncDecision:
     """`step_s` is what is expected of a step from now on; `agrees` with the plan, where there was one."""
 
     choice: SyncChoice
@@ -141,19 +141,19 @@ class Decision:
     agrees: bool | None
 
 
-def decide(measured: FirstSteps, exchanged: Exchanged, sync: SyncConfig, limits: Limits) -> Decision:
+def decide(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, limits: SyncLimits) -> SyncDecision:
     """`sync` is what was asked for."""
     choices = candidates(sync, limits.wires, limits.steps)
     fitting = [each for each in choices if exchanged.extra_bytes(each) <= limits.spare_bytes]
     options = [expected(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
     best = pick(options)
-    why = say_why(best, options, Option(exchanged.choice, measured.step_s), measured.exposed_s)
+    why = say_why(best, options, SyncOption(exchanged.choice, measured.step_s), measured.exposed_s)
     if sync.planned is None:
-        return Decision(best.choice, best.step_s, why, None)
+        return SyncDecision(best.choice, best.step_s, why, None)
     planned = parse_choice(sync.planned)
     agrees = planned == best.choice
     said = "as planned" if agrees else f"the plan had chosen {planned}{_at(sync.planned_step_s)}: measurement disagrees"
-    return Decision(best.choice, best.step_s, f"{why}; {said}", agrees)
+    return SyncDecision(best.choice, best.step_s, f"{why}; {said}", agrees)
 
 
 def candidates(sync: SyncConfig, wires: Sequence[str], steps: int) -> Iterator[SyncChoice]:
@@ -172,7 +172,7 @@ def as_lever(choice: SyncChoice) -> Lever:
     return Lever(sync=choice.mode, wire=wire.name, rank=wire.rank, every=choice.every)
 
 
-def pick(options: Sequence[Option]) -> Option:
+def pick(options: Sequence[SyncOption]) -> SyncOption:
     """Options come from the plainest on; the first one needs no reason."""
     best = options[0]
     for option in options[1:]:
@@ -182,20 +182,20 @@ def pick(options: Sequence[Option]) -> Option:
     return best
 
 
-def expected(measured: FirstSteps, exchanged: Exchanged, sync: SyncConfig, choice: SyncChoice) -> Option:
+def expected(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, choice: SyncChoice) -> SyncOption:
     """The measured step with another exchange. How long that is under way is in proportion to its bytes."""
     under_way_s = exchanged.bytes_as(choice) * measured.allreduce_s
     encode_s = exchanged.encode_s(choice)
     encoded_s = exchanged.encode_s(exchanged.choice)
     if not choice.is_outer:
         together_s = measured.step_s - measured.exposed_s - encoded_s
-        return Option(choice, together_s + encode_s + _shown_s(measured, exchanged.last, under_way_s))
+        return SyncOption(choice, together_s + encode_s + _shown_s(measured, exchanged.last, under_way_s))
     alone_s, chosen = measured.own_s - encoded_s, sync.settled(choice)
     in_time_s = chosen.fragments * chosen.overlap_steps * alone_s if choice.mode == "streaming" else 0.0
-    return Option(choice, alone_s + (encode_s + max(0.0, under_way_s - in_time_s)) / choice.every)
+    return SyncOption(choice, alone_s + (encode_s + max(0.0, under_way_s - in_time_s)) / choice.every)
 
 
-def say_why(best: Option, options: Sequence[Option], base: Option, exposed_s: float | None = None) -> str:
+def say_why(best: SyncOption, options: Sequence[SyncOption], base: SyncOption, exposed_s: float | None = None) -> str:
     """One sentence: what was chosen, and by which times. `base` is what others are compared with."""
     shows = "" if exposed_s is None else f", {format_duration(exposed_s)} of it the exchange"
     takes = f"a step takes {format_duration(base.step_s)}"
@@ -218,7 +218,7 @@ def _shown_s(measured: FirstSteps, last: float, under_way_s: float) -> float:
     return min(in_proportion_s, max(shown_s, last * under_way_s))
 
 
-def _next_best(best: Option, options: Sequence[Option]) -> str:
+def _next_best(best: SyncOption, options: Sequence[SyncOption]) -> str:
     others = [option for option in options if option.choice != best.choice]
     if not others:
         return "nothing else can be chosen here"

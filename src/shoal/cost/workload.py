@@ -10,10 +10,10 @@ from typing import Literal
 
 from shoal.config.presets import HEAD_WIDTH
 from shoal.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from shoal.cost.batch_plan import MICRO_BATCH_CAP, Deal, deal, micro_batch, world_batch
-from shoal.cost.buckets import Bucket, Gradient, even_gradients, gradients
+from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan, deal, micro_batch, world_batch
+from shoal.cost.buckets import BucketCost, GradientTensor, even_gradients, gradients
 from shoal.cost.model_size import flops_per_token, parameter_count
-from shoal.cost.network import Exchange
+from shoal.cost.network import ExchangeCost
 
 GradientType = Literal["fp32", "bf16"]
 GRADIENT_BYTES: dict[GradientType, int] = {"fp32": 4, "bf16": 2}
@@ -53,10 +53,10 @@ class Workload:
         """Of one step of the whole world."""
         return self.seq_len * self.sequences(world_size)
 
-    def gradients(self) -> list[Gradient]:
+    def gradients(self) -> list[GradientTensor]:
         return even_gradients(self.parameters) if self.model is None else gradients(self.model)
 
-    def deal(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> Deal:
+    def deal(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> BatchPlan:
         """In micro-batches of `most` sequences at most, where none are stated."""
         return deal(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
 
@@ -168,7 +168,7 @@ class StepTime:
 
 
 def exposed_s(
-    work: RankWork, buckets: Sequence[Bucket], exchange: Callable[[Bucket], Exchange], overlap: bool
+    work: RankWork, buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost], overlap: bool
 ) -> float:
     """How much later backward ends because of the exchange.
 
@@ -195,7 +195,7 @@ def exposed_s(
     return now + (work.backward_s - computed) - work.backward_s
 
 
-def _rates(work: RankWork, cost: Exchange) -> tuple[float, float]:
+def _rates(work: RankWork, cost: ExchangeCost) -> tuple[float, float]:
     """How fast the exchange and backward go on while both are under way, each against being alone."""
     missing = cost.cores - work.spare_cores
     if missing <= 0 or not cost.cores:

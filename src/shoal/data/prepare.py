@@ -166,7 +166,7 @@ _SHORTEST_USEFUL = 8
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Encoded text, ready to map. `digest` is the same on every node that has the same data and tokenizer."""
 
     folder: Path
@@ -181,7 +181,7 @@ class Prepared:
     sentences: int | None
 
 
-def prepare(config: DataConfig) -> Prepared:
+def prepare(config: DataConfig) -> PreparedData:
     root = cache_root(config.cache_dir)
     if config.path is None and config.builtin == "grammar":
         entry = root / _key(config, f"grammar {GRAMMAR_VERSION} {config.sentences} {config.seed}")
@@ -207,8 +207,8 @@ def _describe(path: Path, seen: Sequence[tuple[int, int]]) -> str:
     return f"{path} ({size})" if len(seen) == 1 else f"{path} ({len(seen)} files, {size})"
 
 
-def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> Prepared:
-    return Prepared(
+def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> PreparedData:
+    return PreparedData(
         folder=entry,
         train=entry / TRAIN,
         val=entry / VAL,
@@ -276,7 +276,7 @@ def _write_parts(tokenizer: Tokenizer, folder: Path, train: str, val: str) -> In
 
 
 def digest_of(tokenizer: Tokenizer, train: Path, val: Path) -> str:
-    """What `Prepared.digest` is for these files, from their own bytes: for a machine that was sent them.
+    """What `PreparedData.digest` is for these files, from their own bytes: for a machine that was sent them.
 
     The digest is of the payloads and the tokenizer. What the headers say besides must follow from the tokenizer, else
     the same payload could be read as other numbers.
@@ -299,7 +299,7 @@ def _identity(tokenizer: str, headers: list[TokenHeader]) -> str:
 
 
 def check_enough(
-    prepared: Prepared,
+    prepared: PreparedData,
     seq_len: int,
     global_batch: int,
     batch_unit: int = 1,
@@ -322,7 +322,7 @@ def check_enough(
 
 
 def _what_fits(
-    prepared: Prepared, seq_len: int, global_batch: int, batch_unit: int, can_deal: Callable[[int], bool]
+    prepared: PreparedData, seq_len: int, global_batch: int, batch_unit: int, can_deal: Callable[[int], bool]
 ) -> str:
     """The settings with which both parts of this text suffice, if there are any that teach a model something.
 
@@ -406,7 +406,8 @@ def reopen_run(path: Path, config: Config | None = None, lineage: str = "", chan
 
 
 def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -> None:
-    """Writes other settings into a run folder and records that in `keeper.jsonl`; does nothing where they are the same.
+    """Writes other settings into a run folder and records that in `supervisor.jsonl`; does nothing where they are the
+    same.
 
     `shoal verify` compares the file with the digest that the ranks recorded when they started. A resume may end before
     any rank has started, and a newer version may format the same settings in another way: neither is damage.
@@ -414,9 +415,9 @@ def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -
     if config == load_config(run.config):
         return
     text, before = to_toml(config), run.config.read_bytes()
-    # A run that torchrun started has no keeper; there the ranks start at once.
-    if run.keeper.exists():
-        log = EventLog(run.keeper, 0, private=True)
+    # A run that torchrun started has no supervisor; there the ranks start at once.
+    if run.supervisor.exists():
+        log = EventLog(run.supervisor, 0, private=True)
         log.write(
             "config",
             before=hashlib.sha256(before).hexdigest(),
@@ -483,5 +484,5 @@ def _with_vocabulary(config: Config, needed: int) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
 
 
-def _facts(prepared: Prepared) -> DataFacts:
+def _facts(prepared: PreparedData) -> DataFacts:
     return DataFacts(str(prepared.train), str(prepared.val), prepared.digest, prepared.source)

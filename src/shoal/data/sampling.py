@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.config.schema import Config
-from shoal.cost.batch_plan import Deal, deal, micro_batch, rank_weights, world_batch
+from shoal.cost.batch_plan import BatchPlan, deal, micro_batch, rank_weights, world_batch
 from shoal.errors import DataError, UsageError
 
 Indices = npt.NDArray[np.int64]
@@ -115,7 +115,7 @@ def check_rank(rank: int, world_size: int) -> None:
         )
 
 
-def deal_for(config: Config, world_size: int) -> Deal:
+def deal_for(config: Config, world_size: int) -> BatchPlan:
     """Accumulated batches are dealt as one, in micro-batches of the size that a single one would have."""
     weights = rank_weights(config.run, world_size)
     batch = config.sync.accumulate * world_batch(config.train, world_size)
@@ -127,7 +127,7 @@ class CursorShard:
     """This rank's samples when one global order is dealt over the world."""
 
     rank: int
-    deal: Deal
+    deal: BatchPlan
     count: int
     seed: int
 
@@ -153,7 +153,7 @@ class ModuloShard:
     """This rank's samples when it owns every `world_size`-th one."""
 
     rank: int
-    deal: Deal
+    deal: BatchPlan
     count: int
     seed: int
 

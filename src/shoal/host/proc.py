@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-# SECTION net/scout/reading
+# SECTION net/collector/reading
 # Small files of the kernel and of /etc, which may be missing or closed to us: then there is nothing to say.
 
 
@@ -123,7 +123,7 @@ def user_name(number: int) -> str:
         return str(number)
 
 
-# SECTION net/scout/ports
+# SECTION net/collector/ports
 # Who listens at a port of this machine.
 
 

@@ -27,7 +27,7 @@ _COMMENT_WIDTH = 118
 
 
 @dataclass(frozen=True)
-class Job:
+class EmitJob:
     """`out` is the run folder, `python` the interpreter with shoal in it, both as the machines of the job see them."""
 
     config: Config
@@ -47,9 +47,9 @@ class Job:
         return self.out.parent / ".cache"
 
 
-def make_job(config: Config, nodes: Iterable[Node], out: Path, python: str) -> Job:
+def make_job(config: Config, nodes: Iterable[Node], out: Path, python: str) -> EmitJob:
     """Refuses here what every rank would refuse there, after a wait in somebody's queue."""
-    job = Job(config, tuple(nodes), out, python)
+    job = EmitJob(config, tuple(nodes), out, python)
     try:
         micro_batch(config.train, rank_weights(config.run, job.ranks))
     except ConfigError as error:
@@ -58,7 +58,7 @@ def make_job(config: Config, nodes: Iterable[Node], out: Path, python: str) -> J
     return job
 
 
-def worker_words(job: Job) -> list[str]:
+def worker_words(job: EmitJob) -> list[str]:
     """Preset and settings, from which `shoal.train.worker` builds this very configuration. Placement is not in them."""
     wanted = _settings(job.config)
     if job.cache_dir is not None:
@@ -94,19 +94,19 @@ def quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def threads_on(job: Job, node: Node) -> int | None:
+def threads_on(job: EmitJob, node: Node) -> int | None:
     """Threads of each rank there; None where nobody has counted the node's cores yet."""
     if job.config.run.threads or not node.cores:
         return job.config.run.threads
     return max(1, node.cores // node.slots)
 
 
-def cores_per_node(job: Job) -> int:
+def cores_per_node(job: EmitJob) -> int:
     """A scheduler gives every node the same, so this is what the largest needs."""
     return max(node.slots * (threads_on(job, node) or 1) for node in job.nodes)
 
 
-def summary(job: Job) -> str:
+def summary(job: EmitJob) -> str:
     return f"{job.config.run.preset}: {_count(job.ranks, 'rank')} on {_count(len(job.nodes), 'node')}"
 
 
@@ -114,7 +114,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def needs(job: Job, first: str, shared: str) -> list[str]:
+def needs(job: EmitJob, first: str, shared: str) -> list[str]:
     """What must be true before this can work. `first` is where rank 0 runs, `shared` what all nodes can write to."""
     wanted = [f"the same shoal and torch on every node, in {job.python}"]
     if len(job.nodes) > 1:
@@ -163,7 +163,7 @@ FIND_INTERFACE = (
 )
 
 
-def node_script(job: Job, number: str, count: str, shape: list[str]) -> str:
+def node_script(job: EmitJob, number: str, count: str, shape: list[str]) -> str:
     """`number` and `count` are how a node learns its own number and how many there are, `shape` the lines that set
     `ranks` and `threads`.
     """
@@ -187,7 +187,7 @@ def node_script(job: Job, number: str, count: str, shape: list[str]) -> str:
     )
 
 
-def _worker(job: Job) -> list[str]:
+def _worker(job: EmitJob) -> list[str]:
     preset, *settings = worker_words(job)
     pairs = [shlex.join(settings[i : i + 2]) for i in range(0, len(settings), 2)]
     words = [shlex.quote(preset), '--out "$SHOAL_OUT"', *pairs, '--set run.threads="$threads"']
@@ -323,7 +323,7 @@ class Pods:
     memory: str = DEFAULT_MEMORY
 
 
-def k8s_text(job: Job, pods: Pods) -> str:
+def k8s_text(job: EmitJob, pods: Pods) -> str:
     check_inside(job)
     name = k8s_name(job)
     about = (
@@ -335,11 +335,11 @@ def k8s_text(job: Job, pods: Pods) -> str:
     return "\n".join([*head, Template(_SERVICE).substitute(name=name) + "---", _job(job, pods, name)])
 
 
-def k8s_name(job: Job) -> str:
+def k8s_name(job: EmitJob) -> str:
     return f"shoal-{slug(job.out.name)}"
 
 
-def check_inside(job: Job) -> None:
+def check_inside(job: EmitJob) -> None:
     """What a pod writes anywhere else goes with it, and no other pod can read it."""
     for path in (job.out, job.config.data.cache_dir):
         if path is not None and not Path(os.path.normpath(MOUNT / path)).is_relative_to(MOUNT):
@@ -350,14 +350,14 @@ def check_inside(job: Job) -> None:
             )
 
 
-def _needs(job: Job, pods: Pods) -> list[str]:
+def _needs(job: EmitJob, pods: Pods) -> list[str]:
     volume = f"the volume claim {pods.claim}, mounted at {MOUNT}"
     alone = [f"{volume}, for the run folder"] if len(job.nodes) == 1 else []
     shared = f"{volume}, with access mode ReadWriteMany"
     return [f"the image {pods.image}, with shoal in it", *alone, *needs(job, "the first pod", shared)]
 
 
-def _job(job: Job, pods: Pods, name: str) -> str:
+def _job(job: EmitJob, pods: Pods, name: str) -> str:
     gpus = {"nvidia.com/gpu": _slots(job)} if job.config.train.device == "cuda" else {}
     return Template(_JOB).substitute(
         name=name,
@@ -373,11 +373,11 @@ def _job(job: Job, pods: Pods, name: str) -> str:
     )
 
 
-def _slots(job: Job) -> int:
+def _slots(job: EmitJob) -> int:
     return max(node.slots for node in job.nodes)
 
 
-def _script(job: Job) -> str:
+def _script(job: EmitJob) -> str:
     shape = by_number([f"ranks={node.slots} threads={threads_on(job, node) or 1}" for node in job.nodes])
     return node_script(job, "$JOB_COMPLETION_INDEX", str(len(job.nodes)), [*shape, _WAIT_FOR_FIRST_POD])
 
@@ -395,7 +395,7 @@ _SHARED = "the folder you submit from, on a file system that all nodes share, at
 _NODE_END = "END_OF_NODE_SCRIPT"
 
 
-def slurm_text(job: Job, new_folder: bool) -> str:
+def slurm_text(job: EmitJob, new_folder: bool) -> str:
     """`new_folder`: every submission gets a run folder of its own, named after the job."""
     name = f"shoal-{slug(job.config.run.preset)}"
     return "\n".join(
@@ -420,7 +420,7 @@ def slurm_text(job: Job, new_folder: bool) -> str:
     )
 
 
-def _options(job: Job, name: str) -> list[str]:
+def _options(job: EmitJob, name: str) -> list[str]:
     options = [
         f"job-name={name}",
         f"nodes={len(job.nodes)}",
@@ -434,7 +434,7 @@ def _options(job: Job, name: str) -> list[str]:
     return options
 
 
-def _head(job: Job) -> list[str]:
+def _head(job: EmitJob) -> list[str]:
     about = [
         f"{summary(job)}. One task a node runs torchrun, which "
         "starts the node's ranks: Slurm then need not know how ranks share its CPUs and GPUs, and a rank sees all GPUs "
@@ -454,7 +454,7 @@ def _run_folder(out: Path, new_folder: bool) -> list[str]:
     return ["export SHOAL_OUT=${SHOAL_RESUME:-}", f'[ -n "$SHOAL_OUT" ] || SHOAL_OUT={where}']
 
 
-def _meeting(job: Job) -> list[str]:
+def _meeting(job: EmitJob) -> list[str]:
     """The first node's address; a port below those that the kernel hands out, not the one of another job there."""
     return [
         'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -467,7 +467,7 @@ def _meeting(job: Job) -> list[str]:
     ]
 
 
-def _shape(job: Job) -> list[str]:
+def _shape(job: EmitJob) -> list[str]:
     ranks = by_number([f"ranks={node.slots}" for node in job.nodes])
     if job.config.run.threads:
         threads = [f"threads={job.config.run.threads}"]
@@ -490,7 +490,7 @@ class NodeCommand:
     command: str
 
 
-def torchrun_commands(job: Job, port: int) -> list[NodeCommand]:
+def torchrun_commands(job: EmitJob, port: int) -> list[NodeCommand]:
     """Static rendezvous: c10d looks for its own address under names that mean something else in a namespace or on a
     Debian host, and ignores the order of the nodes. Torchrun counts ranks through unequal nodes by itself.
     """
@@ -500,7 +500,7 @@ def torchrun_commands(job: Job, port: int) -> list[NodeCommand]:
     ]
 
 
-def torchrun_text(job: Job, port: int) -> str:
+def torchrun_text(job: EmitJob, port: int) -> str:
     first = job.nodes[0]
     lines = [
         comment(f"{summary(job)}, started by torchrun."),
@@ -516,7 +516,7 @@ def _port_need(first: Node, port: int) -> str:
     return f"port {port} free on {first.name} (who has it: ss -ltnp 'sport = :{port}'), or choose another with --port"
 
 
-def _command(job: Job, port: int, node_rank: int, node: Node) -> str:
+def _command(job: EmitJob, port: int, node_rank: int, node: Node) -> str:
     threads = threads_on(job, node)
     flags = {
         "nnodes": len(job.nodes),
@@ -538,7 +538,7 @@ def _command(job: Job, port: int, node_rank: int, node: Node) -> str:
     return f"{_variables(job, node_rank, node)} {shlex.join([*torchrun, *worker, *limit])}"
 
 
-def _variables(job: Job, node_rank: int, node: Node) -> str:
+def _variables(job: EmitJob, node_rank: int, node: Node) -> str:
     threads = threads_on(job, node)
     env = {
         **SAFE_PATH,
@@ -552,7 +552,7 @@ def _variables(job: Job, node_rank: int, node: Node) -> str:
     return " ".join([_interface(job, node), *words])
 
 
-def _interface(job: Job, node: Node) -> str:
+def _interface(job: EmitJob, node: Node) -> str:
     """The node's own, or, where nobody has looked yet, a search for it in the same command."""
     if node.interface:
         name = shlex.quote(node.interface)

@@ -31,7 +31,7 @@ LOG_TAIL = "the end of its log:"
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessEnd:
     """How one process ended; `order` counts the endings as the launcher saw them. `starved`: the kernel killed for lack
     of memory meanwhile. `lost`: how its whole node was lost, so that nobody knows the process's own end."""
 
@@ -47,7 +47,7 @@ class Ending:
 
 
 def failure(
-    endings: Iterable[Ending], faults: Mapping[int, Event], log_tail: Mapping[str, str], relief: str = RELIEF
+    endings: Iterable[ProcessEnd], faults: Mapping[int, Event], log_tail: Mapping[str, str], relief: str = RELIEF
 ) -> ShoalError | None:
     """The error that explains the run's failure, or None when every process ended well. `relief` is what helps against
     a lack of memory."""
@@ -68,7 +68,7 @@ def failure(
     return error
 
 
-def outlived(endings: Iterable[Ending]) -> list[Ending]:
+def outlived(endings: Iterable[ProcessEnd]) -> list[ProcessEnd]:
     """Where machines come and go: if ranks ended well, those that were killed or lost on the way were done without."""
     found = list(endings)
     if not any(ending.code in (0, Interrupted.exit_code) for ending in found):
@@ -76,7 +76,7 @@ def outlived(endings: Iterable[Ending]) -> list[Ending]:
     return [ending for ending in found if ending.code >= 0]
 
 
-def first_to_fail(endings: Iterable[Ending], faults: Mapping[int, Event]) -> Ending | None:
+def first_to_fail(endings: Iterable[ProcessEnd], faults: Mapping[int, Event]) -> ProcessEnd | None:
     """A lost node is noticed last and was first; a rank that only lost its peer comes after everybody else."""
     return min(
         _failed(endings),
@@ -85,18 +85,18 @@ def first_to_fail(endings: Iterable[Ending], faults: Mapping[int, Event]) -> End
     )
 
 
-def _failed(endings: Iterable[Ending]) -> list[Ending]:
+def _failed(endings: Iterable[ProcessEnd]) -> list[ProcessEnd]:
     return [ending for ending in endings if ending.code not in (0, Interrupted.exit_code) and not ending.by_us]
 
 
-def _says_why(ending: Ending, fault: Event | None) -> bool:
+def _says_why(ending: ProcessEnd, fault: Event | None) -> bool:
     """A fault may bring its own explanation; a process that was killed from outside has none in its log."""
     if fault is None:
         return bool(ending.lost) or ending.code == -signal.SIGKILL
     return bool(fault.get("why") or fault.get("fix"))
 
 
-def _others(failed: list[Ending], faults: Mapping[int, Event], first: Event | None) -> Iterator[str]:
+def _others(failed: list[ProcessEnd], faults: Mapping[int, Event], first: Event | None) -> Iterator[str]:
     """Those that failed after the first: most only lost a peer; some met the same trouble themselves."""
     suffered = [rank for ending in failed if _is_consequence(ending, faults) for rank in ending.ranks]
     alike = [rank for ending in failed if not _is_consequence(ending, faults) for rank in ending.ranks]
@@ -121,18 +121,18 @@ def caused(faults: Mapping[int, Event]) -> bool:
     return any(fault.get("error") != PeerLost.__name__ for fault in faults.values())
 
 
-def _is_consequence(ending: Ending, faults: Mapping[int, Event]) -> bool:
+def _is_consequence(ending: ProcessEnd, faults: Mapping[int, Event]) -> bool:
     fault = _fault_of(ending, faults)
     return fault is not None and fault.get("error") == PeerLost.__name__
 
 
-def _fault_of(ending: Ending, faults: Mapping[int, Event]) -> Event | None:
+def _fault_of(ending: ProcessEnd, faults: Mapping[int, Event]) -> Event | None:
     """A process that stands for several ranks: the first fault that is nobody else's consequence."""
     own = [faults[rank] for rank in ending.ranks if rank in faults]
     return min(own, key=lambda fault: (fault.get("error") == PeerLost.__name__, fault.get("time", 0)), default=None)
 
 
-def _explain(ending: Ending, fault: Event | None, relief: str) -> ShoalError:
+def _explain(ending: ProcessEnd, fault: Event | None, relief: str) -> ShoalError:
     who = f"rank {ending.ranks[0]}" if len(ending.ranks) == 1 else ending.name
     log = f"read its log: less {shlex.quote(ending.log)}"
     if fault is not None:
@@ -161,7 +161,7 @@ def _how(code: int) -> str:
 
 
 @dataclass(frozen=True)
-class Raised:
+class RaisedException:
     """The exception that ended a Python program. `place` is the innermost line of the program's own code."""
 
     text: str
@@ -172,13 +172,13 @@ class Raised:
         return f"{short} ({self.place})" if self.place else short
 
 
-def last_exception(log: str, is_consequence: Callable[[str], bool] = lambda text: False) -> Raised | None:
+def last_exception(log: str, is_consequence: Callable[[str], bool] = lambda text: False) -> RaisedException | None:
     """The exception that ended the program. Of a chain the last, which the program did not handle, unless it only
     follows from a lost peer: then the last one before it that does not.
 
     None where other output follows the last traceback: the program has gone on after it.
     """
-    chain: list[Raised] = []
+    chain: list[RaisedException] = []
     frames: list[tuple[str, str]] | None = None
     is_chained, after = False, 0
     for line in (_RANK_PREFIX.sub("", line, count=1) for line in log.splitlines()):
@@ -191,7 +191,7 @@ def last_exception(log: str, is_consequence: Callable[[str], bool] = lambda text
         if frame and frames is not None:
             frames.append((frame["file"], frame["line"]))
         elif frames is not None and line and not line.startswith(" ") and not line.endswith(_TRACEBACK):
-            chain.append(Raised(line.strip(), _place(frames)))
+            chain.append(RaisedException(line.strip(), _place(frames)))
             frames, after = None, 0
         elif line in _CHAINED:
             is_chained = True
@@ -211,7 +211,7 @@ def _place(frames: list[tuple[str, str]]) -> str:
 
 
 def script_faults(
-    endings: Iterable[Ending], read_log: Callable[[Ending], str], is_consequence: Callable[[str], bool]
+    endings: Iterable[ProcessEnd], read_log: Callable[[ProcessEnd], str], is_consequence: Callable[[str], bool]
 ) -> dict[int, Event]:
     """What the ranks of a script would have said of themselves, told from the exceptions in their logs.
 
@@ -233,7 +233,7 @@ def script_faults(
     return faults
 
 
-def left_early(endings: Iterable[Ending], faults: Mapping[int, Event]) -> str:
+def left_early(endings: Iterable[ProcessEnd], faults: Mapping[int, Event]) -> str:
     """Where the first failure is a lost peer that had ended well: the ranks did not exchange equally often."""
     all_endings = list(endings)
     first = first_to_fail(all_endings, faults)

@@ -16,20 +16,29 @@ from types import FrameType
 
 from shoal.agent.membership import highest_generation
 from shoal.agent.unjoined_ranks import awaited, left_behind, lonely, never_met
-from shoal.cluster.agent_link import Link
+from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.node import Meeting, Node
+from shoal.cluster.node import Node, Rendezvous
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.control.channel import make_token
-from shoal.control.orders import END, STOP, Meet, Member, Membership, membership, to_line
+from shoal.control.orders import END, STOP, MeetOrder, MembershipOrder, RosterEntry, membership, to_line
 from shoal.control.processes import AGENT, find, is_running
 from shoal.cost.batch_plan import world_batch
 from shoal.cost.memory import relief
 from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
-from shoal.launch.failure import LOG_TAIL, Ending, caused, failure, first_to_fail, left_early, outlived, script_faults
-from shoal.launch.plan import Command, make_go, plan_module, plan_ranks, plan_script, settings_notes
+from shoal.launch.failure import (
+    LOG_TAIL,
+    ProcessEnd,
+    caused,
+    failure,
+    first_to_fail,
+    left_early,
+    outlived,
+    script_faults,
+)
+from shoal.launch.plan import RankCommand, make_go, plan_module, plan_ranks, plan_script, settings_notes
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration
 
@@ -38,14 +47,14 @@ from shoal.units import format_duration
 
 
 @dataclass
-class Post:
+class AgentHandle:
     """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
     another agent lost it. `finished`: another agent heard that all its ranks have ended well. `left`:
     we stopped waiting for it. `again`: the process of its agent's later life, which is no child of ours; 0 when
     it cannot be seen from here."""
 
     node: Node
-    link: Link
+    link: AgentLink
     tail: EventTail
     ready: Event | None = None
     started: bool = False
@@ -93,20 +102,20 @@ _END_WITHIN_S = 5.0
 # Ranks of a script that run so much longer than the first that ended are mentioned.
 LEFT_AFTER_S = 60.0
 
-Plan = Callable[[list[Node], Meeting], list[Command]]
+Plan = Callable[[list[Node], Rendezvous], list[RankCommand]]
 
 
 @dataclass
-class World:
+class Launch:
     """The agents of one run. Leaving the `with` block leaves none of them, and so none of their ranks."""
 
     run: RunFolder
     cluster: Cluster
     log: EventLog
     launch_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    posts: list[Post] = field(default_factory=list)
-    commands: list[Command] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
+    posts: list[AgentHandle] = field(default_factory=list)
+    commands: list[RankCommand] = field(default_factory=list)
+    endings: list[ProcessEnd] = field(default_factory=list)
     refused: ShoalError | None = None
     interrupts: int = 0
     is_elastic: bool = False
@@ -119,7 +128,7 @@ class World:
     # Whether the user was told that ranks have not met.
     noted_absence: bool = False
     _met: dict[str, Event] = field(default_factory=dict)
-    _meeting: Meeting | None = None
+    _meeting: Rendezvous | None = None
     _left_at: float | None = None
     _noted_left: bool = False
     _said: set[str] = field(default_factory=set)
@@ -134,11 +143,11 @@ class World:
         config: str,
         data: str,
         script_port: int | None = None,
-        members: Callable[[int, int], Membership] | None = None,
+        members: Callable[[int, int], MembershipOrder] | None = None,
     ) -> None:
         """With `members`, machines may come and go: by which rules, it says for so many ranks and when told the highest
         number of a generation so far."""
-        common = Meet(
+        common = MeetOrder(
             folder="",
             node="",
             member=0,
@@ -153,7 +162,7 @@ class World:
         for member, node in enumerate(self.cluster.nodes):
             tail = EventTail(self.run.journal(node.name))
             tail.skip_to_end()
-            post = Post(node, self.cluster.start_agent(node, self.run.path), tail)
+            post = AgentHandle(node, self.cluster.start_agent(node, self.run.path), tail)
             self.posts.append(post)
             folder, port = self.cluster.folder(node, self.run.path), script_port if member == 0 else None
             named = replace(common, node=node.name, address=node.address, interface=node.interface)
@@ -175,7 +184,7 @@ class World:
                 )
             time.sleep(POLL_S)
 
-    def _send_off(self, plan: Plan, members: Callable[[int, int], Membership] | None) -> None:
+    def _send_off(self, plan: Plan, members: Callable[[int, int], MembershipOrder] | None) -> None:
         nodes = []
         for post in self.posts:
             said = post.ready or {}
@@ -183,7 +192,7 @@ class World:
             post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
             nodes.append(post.node)
         head = self.posts[0].ready or {}
-        meeting = self._meeting = Meeting(nodes[0].address, head["script_port"] or head["port"])
+        meeting = self._meeting = Rendezvous(nodes[0].address, head["script_port"] or head["port"])
         if head["script_port"] and len(nodes) > 1:
             self._note(
                 f"the script's store is torch's own and asks for no token: any program that reaches {meeting.address} "
@@ -196,17 +205,17 @@ class World:
         for post in self.posts:
             post.link.send(to_line(make_go(roster, self.commands, post.node.name, order, self.grace_s)))
 
-    def _as_member(self, post: Post) -> Member:
+    def _as_member(self, post: AgentHandle) -> RosterEntry:
         said, node = post.ready or {}, post.node
         ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
-        return Member(node.name, node.address, said["port"], said["mark"], tuple(ranks))
+        return RosterEntry(node.name, node.address, said["port"], said["mark"], tuple(ranks))
 
     def _highest_generation(self) -> int:
         """Of all earlier launches, as far as any machine knows of it: no number is used twice."""
         promised = [int((post.ready or {})["highest"]) for post in self.posts]
         return max(highest_generation(self.run), *promised)
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -282,12 +291,12 @@ class World:
         for post in self.posts:
             self._look_after(post)
 
-    def _is_of(self, post: Post, event: Event) -> bool:
+    def _is_of(self, post: AgentHandle, event: Event) -> bool:
         """Whether the process that a line of a journal names is one that the node was told to start."""
         own = {command.name for command in self.commands if command.node.name == post.node.name}
         return event["event"] not in ("ended", "restart", "broken") or event["name"] in own
 
-    def _note_bad_lines(self, post: Post) -> None:
+    def _note_bad_lines(self, post: AgentHandle) -> None:
         """Once for each node: a journal with many such lines must not fill the user's screen."""
         if post.node.name not in self._noted_journals:
             self._noted_journals.add(post.node.name)
@@ -296,7 +305,7 @@ class World:
                 f"version, or the file was damaged ({self.run.journal(post.node.name)})"
             )
 
-    def _take(self, post: Post, event: Event) -> None:
+    def _take(self, post: AgentHandle, event: Event) -> None:
         match event["event"]:
             case "ready" if event["life"]:
                 self._welcome_back(post, event)
@@ -376,7 +385,7 @@ class World:
             self._said.add(key)
             self._note(event["text"])
 
-    def _welcome_back(self, post: Post, event: Event) -> None:
+    def _welcome_back(self, post: AgentHandle, event: Event) -> None:
         """Its agent was started again, by somebody else than us: what became of its ranks before is history."""
         # Its own number of itself may be one of an emulated node.
         agents = (found.pid for found in find(self.run.path) if (found.part, found.node) == (AGENT, post.node.name))
@@ -387,7 +396,7 @@ class World:
     def _note(self, text: str) -> None:
         self.log.write("note", text=text)
 
-    def _refuse(self, post: Post, error: ShoalError) -> None:
+    def _refuse(self, post: AgentHandle, error: ShoalError) -> None:
         """Before the run began. Those who wait for the refusing one need wait no longer."""
         if self.refused is None:
             self._tell(END)
@@ -396,11 +405,11 @@ class World:
         if not self.commands:
             raise self.refused
 
-    def _end(self, post: Post, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
+    def _end(self, post: AgentHandle, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
         command = next(command for command in self.commands if command.name == name)
         log = str(self.run.log(post.node.name, name))
         order = len(self.endings)
-        self.endings.append(Ending(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
+        self.endings.append(ProcessEnd(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
 
     def _lost(self, node: str, how: str) -> None:
         """A machine that came later by itself is nobody's to wait for."""
@@ -415,7 +424,7 @@ class World:
         for post in self.posts:
             post.finished |= post.node.name == node and not failed
 
-    def _look_after(self, post: Post) -> None:
+    def _look_after(self, post: AgentHandle) -> None:
         """An agent that ended without a word was killed, or its machine is gone."""
         if post.finished and not post.link.is_reachable():
             post.done = True
@@ -427,7 +436,7 @@ class World:
             post.done = True
             self._lose(post, how)
 
-    def _lose(self, post: Post, how: str) -> None:
+    def _lose(self, post: AgentHandle, how: str) -> None:
         if not self.commands:
             raise ControlError(
                 f"{post.node.name} did not start: {how}",
@@ -453,7 +462,7 @@ def asked_to_stop(grace_s: float | None) -> str:
 
 
 @contextlib.contextmanager
-def interruptible(world: World) -> Iterator[None]:
+def interruptible(world: Launch) -> Iterator[None]:
     """Only counted: a handler that did more would do it in the middle of anything."""
     before = {signum: signal.signal(signum, world.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -490,11 +499,11 @@ def run_ranks(
     def folder_of(node: Node) -> str:
         return cluster.folder(node, run.path)
 
-    def rules(ranks: int, above: int) -> Membership:
+    def rules(ranks: int, above: int) -> MembershipOrder:
         return membership(members, above, most_ranks=world_batch(load_config(run.config).train, ranks))
 
     news = _news_of_ranks(run, cluster)
-    world = World(run, cluster, log)
+    world = Launch(run, cluster, log)
     with interruptible(world), world:
         world.launch(
             lambda nodes, meeting: plan_ranks(config, folder_of, nodes, meeting, resume),
@@ -527,7 +536,7 @@ def run_module(
         return cluster.folder(node, run.path)
 
     news = _news_of_ranks(run, cluster)
-    world = World(run, cluster, log)
+    world = Launch(run, cluster, log)
     with interruptible(world), world:
         digest = hashlib.sha256("\0".join((module, *words)).encode()).hexdigest()
         world.launch(
@@ -558,12 +567,12 @@ def run_script(
     ranks have `grace_s` for it. `python` runs the script, where it is not each machine's own; the variables of
     `user_env` stay as the user set them."""
 
-    def plan(nodes: list[Node], meeting: Meeting) -> list[Command]:
+    def plan(nodes: list[Node], meeting: Rendezvous) -> list[RankCommand]:
         for text in settings_notes(config, nodes, user_env or {}):
             log.write("note", text=text)
         return plan_script(config, argv, nodes, meeting, python, user_env)
 
-    world = World(run, cluster, log, grace_s=grace_s)
+    world = Launch(run, cluster, log, grace_s=grace_s)
     with interruptible(world), world:
         digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
         world.launch(plan, config=digest, data="", script_port=port)
@@ -586,7 +595,7 @@ def run_script(
         log.write("note", text=never_met(world.ranks))
 
 
-def _fell_apart(world: World) -> ShoalError | None:
+def _fell_apart(world: Launch) -> ShoalError | None:
     """Agents ended their ranks: nobody had the state any more, or they could not even meet."""
     if any(ending.code in (0, Interrupted.exit_code) for ending in world.endings):
         return None
@@ -599,7 +608,7 @@ def _fell_apart(world: World) -> ShoalError | None:
     )
 
 
-def _refuse_a_violent_end(endings: Iterable[Ending]) -> None:
+def _refuse_a_violent_end(endings: Iterable[ProcessEnd]) -> None:
     """Ranks that an agent killed, and nobody here asked for it: somebody told the agent itself, on its machine."""
     if nodes := {ending.node for ending in endings if ending.by_us}:
         names = ", ".join(sorted(nodes))
@@ -637,7 +646,7 @@ def _faults(news: list[EventTail]) -> dict[int, Event]:
     return faults
 
 
-def _log_tails(world: World, run: RunFolder) -> dict[str, str]:
+def _log_tails(world: Launch, run: RunFolder) -> dict[str, str]:
     return {command.name: tail_of(run.log(command.node.name, command.name)) for command in world.commands}
 
 

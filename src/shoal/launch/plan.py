@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.cluster.node import LOOPBACK, Meeting, Node
+from shoal.cluster.node import LOOPBACK, Node, Rendezvous
 from shoal.config.schema import RunConfig
-from shoal.control.orders import Go, Member, Membership, Start
+from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry, StartProcess
 from shoal.control.rank_env import SAFE_PATH, Placement
 from shoal.errors import ConfigError
 
@@ -25,7 +25,7 @@ FolderOf = Callable[[Node], str]
 
 
 @dataclass(frozen=True)
-class Command:
+class RankCommand:
     """One process to start. `ranks` are those it stands for: one, or all of a node's under torchrun and spawn.
 
     `uses_agent_store`: its agent hands it a connection, by which it meets the others."""
@@ -38,7 +38,9 @@ class Command:
     uses_agent_store: bool = False
 
 
-def plan_ranks(run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Meeting, resume: bool) -> list[Command]:
+def plan_ranks(
+    run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Rendezvous, resume: bool
+) -> list[RankCommand]:
     """The commands that make one world of all slots of all nodes; ranks count through the nodes in their order."""
     if run.launcher == "torchrun":
         return [_torchrun(run, folder, _only(nodes, run.launcher), resume)]
@@ -49,18 +51,18 @@ def plan_ranks(run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Mee
 
 
 def plan_module(
-    run: RunConfig, module: str, words: Sequence[str], folder: FolderOf, nodes: list[Node], meeting: Meeting
-) -> list[Command]:
+    run: RunConfig, module: str, words: Sequence[str], folder: FolderOf, nodes: list[Node], meeting: Rendezvous
+) -> list[RankCommand]:
     """One of our own worker programs on every slot; its ranks meet like those of a training."""
     return [
         _own_rank(run, node, place, module, "--folder", folder(node), *words) for node, place in _places(nodes, meeting)
     ]
 
 
-def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[Command]:
+def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[RankCommand]:
     """The ranks of a machine that comes while others train, numbered from `first`. Which world they are in, they are
     told with each generation; until then they are the last of all that could be."""
-    meeting = Meeting(node.address, 0)
+    meeting = Rendezvous(node.address, 0)
     places = [_placement(first + slot, first + node.slots, slot, 0, node, meeting) for slot in range(node.slots)]
     return [_own_rank(run, node, place, TRAINING, "--folder", folder) for place in places]
 
@@ -69,10 +71,10 @@ def plan_script(
     run: RunConfig,
     words: Sequence[str],
     nodes: list[Node],
-    meeting: Meeting,
+    meeting: Rendezvous,
     python: str = "",
     user_env: Mapping[str, str] | None = None,
-) -> list[Command]:
+) -> list[RankCommand]:
     """Anybody's script on every slot, with the variables it would get from torchrun; `words` are what Python gets.
 
     `python` runs it, or each node's own where that is empty. What the user has set in `user_env` stays as it is.
@@ -98,7 +100,7 @@ def plan_script(
             env["ACCELERATE_USE_CPU"] = "true"
         first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
         argv = (python or node.python, first, *words[1:])
-        commands.append(Command(f"rank-{place.rank}", node, (place.rank,), argv, env))
+        commands.append(RankCommand(f"rank-{place.rank}", node, (place.rank,), argv, env))
     return commands
 
 
@@ -113,7 +115,7 @@ def _role_env(place: Placement, nodes: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class VariableChoice:
     """A variable that shoal would set and the user may have set: `ours`, `theirs` and which of them the ranks get."""
 
     ours: str
@@ -121,7 +123,7 @@ class Setting:
     chosen: str
 
 
-def script_settings(run: RunConfig, node: Node, user_env: Mapping[str, str]) -> dict[str, Setting]:
+def script_settings(run: RunConfig, node: Node, user_env: Mapping[str, str]) -> dict[str, VariableChoice]:
     """The user's own value wins, as under torchrun, but for an option of this command line or the hosts file.
 
     The name of an interface holds for one machine: on others, and on emulated nodes, each has its own.
@@ -133,7 +135,7 @@ def script_settings(run: RunConfig, node: Node, user_env: Mapping[str, str]) -> 
     for name in ours.keys() - {"PYTHONUNBUFFERED"}:
         theirs = user_env.get(name)
         is_theirs = theirs is not None and name not in asked | elsewhere
-        settings[name] = Setting(ours[name], theirs, theirs if is_theirs and theirs is not None else ours[name])
+        settings[name] = VariableChoice(ours[name], theirs, theirs if is_theirs and theirs is not None else ours[name])
     return settings
 
 
@@ -155,8 +157,8 @@ def settings_notes(run: RunConfig, nodes: Sequence[Node], user_env: Mapping[str,
             )
 
 
-def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words: str) -> Command:
-    return Command(
+def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words: str) -> RankCommand:
+    return RankCommand(
         f"rank-{place.rank}",
         node,
         (place.rank,),
@@ -166,7 +168,7 @@ def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words:
     )
 
 
-def _places(nodes: list[Node], meeting: Meeting) -> list[tuple[Node, Placement]]:
+def _places(nodes: list[Node], meeting: Rendezvous) -> list[tuple[Node, Placement]]:
     slots = [(node_rank, node, slot) for node_rank, node in enumerate(nodes) for slot in range(node.slots)]
     return [
         (node, _placement(rank, len(slots), slot, node_rank, node, meeting))
@@ -178,7 +180,7 @@ def threads_per_rank(run: RunConfig, node: Node) -> int:
     return run.threads or node.threads or max(1, (node.cores or 1) // node.slots)
 
 
-def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, meeting: Meeting) -> Placement:
+def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, meeting: Rendezvous) -> Placement:
     return Placement(
         rank=rank,
         world_size=ranks,
@@ -205,19 +207,19 @@ def _only(nodes: list[Node], launcher: str) -> Node:
     return nodes[0]
 
 
-def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
+def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> RankCommand:
     worker = ("-m", TRAINING, *_arguments(folder(node), resume))
     flags = ("--standalone", f"--nproc-per-node={node.slots}")
     argv = (node.python, "-P", "-m", "torch.distributed.run", *flags, *worker)
     env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
-    return Command("torchrun", node, tuple(range(node.slots)), argv, env)
+    return RankCommand("torchrun", node, tuple(range(node.slots)), argv, env)
 
 
-def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> Command:
+def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> RankCommand:
     flags = ("--ranks", str(node.slots), *_arguments(folder(node), resume))
     argv = (node.python, "-P", "-m", "shoal.train.spawn", *flags)
     env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH}
-    return Command("spawn", node, tuple(range(node.slots)), argv, env)
+    return RankCommand("spawn", node, tuple(range(node.slots)), argv, env)
 
 
 def _arguments(folder: str, resume: bool) -> tuple[str, ...]:
@@ -233,17 +235,17 @@ def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
     return env
 
 
-def as_start(command: Command) -> Start:
-    return Start(command.name, command.ranks, command.argv, command.env, command.uses_agent_store)
+def as_start(command: RankCommand) -> StartProcess:
+    return StartProcess(command.name, command.ranks, command.argv, command.env, command.uses_agent_store)
 
 
 def make_go(
-    roster: Sequence[Member],
-    commands: Sequence[Command],
+    roster: Sequence[RosterEntry],
+    commands: Sequence[RankCommand],
     node: str,
-    members: Membership | None = None,
+    members: MembershipOrder | None = None,
     grace_s: float | None = None,
-) -> Go:
+) -> GoOrder:
     """The part of the plan that one node carries out."""
     starts = tuple(as_start(command) for command in commands if command.node.name == node)
-    return Go(tuple(roster), starts, members, grace_s=grace_s)
+    return GoOrder(tuple(roster), starts, members, grace_s=grace_s)

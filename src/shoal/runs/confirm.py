@@ -1,7 +1,7 @@
 """`--confirm`: the owner of a run is asked at the terminal before a machine that joins gets anything.
 
-`shoal host RUN` asks by itself. For a run that starts, the keeper has no terminal: it writes the question into
-`keeper.jsonl`, the command at the terminal asks, and the answer goes back through the keeper's standard input.
+`shoal host RUN` asks by itself. For a run that starts, the supervisor has no terminal: it writes the question into
+`supervisor.jsonl`, the command at the terminal asks, and the answer goes back through the supervisor's standard input.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def ask_at_terminal(question: str) -> bool:
 
 
 class PipeConfirm:
-    """The keeper's side: questions to its log, answers from its standard input."""
+    """The supervisor's side: questions to its log, answers from its standard input."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -81,8 +81,8 @@ class PipeConfirm:
         return False
 
 
-class Answering:
-    """The terminal's side: asks what the keeper wants to know, and writes the answers to it."""
+class ConfirmPrompt:
+    """The terminal's side: asks what the supervisor wants to know, and writes the answers to it."""
 
     def __init__(self, answers: IO[bytes] | None) -> None:
         self._answers = answers

@@ -20,18 +20,18 @@ from shoal.runs.supervisor import ENDING, held_back
 POLL_S = 0.05
 
 
-class Keeping:
-    """The keeper's own words, from this launch on."""
+class SupervisorLog:
+    """The supervisor's own words, from this launch on."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._tail = EventTail(run.keeper)
+        self._tail = EventTail(run.supervisor)
         self.running = False
         self.ended: Event | None = None
         self._questions: list[Event] = []
 
     @classmethod
-    def from_now(cls, run: RunFolder) -> Keeping:
+    def from_now(cls, run: RunFolder) -> SupervisorLog:
         keeping = cls(run)
         keeping._tail.skip_to_end()
         return keeping
@@ -55,20 +55,20 @@ class Keeping:
         return notes
 
     def take_questions(self) -> list[Event]:
-        """What the keeper wants to know of the owner, each once."""
+        """What the supervisor wants to know of the owner, each once."""
         questions, self._questions = self._questions, []
         return questions
 
     def raise_error(self) -> None:
         if self.ended is None:
-            raise keeper_lost(self._run) if self._run.keeper.exists() else self._run.removed()
+            raise supervisor_lost(self._run) if self._run.supervisor.exists() else self._run.removed()
         if self.ended["code"]:
             error = from_dict(self.ended)
             error.exit_code = int(self.ended["code"])
             raise error
 
 
-def keeper_lost(run: RunFolder) -> ShoalError:
+def supervisor_lost(run: RunFolder) -> ShoalError:
     folder = shlex.quote(str(run.path))
     return RunFailed(
         f"whoever kept the run {run.path} was killed",
@@ -78,11 +78,11 @@ def keeper_lost(run: RunFolder) -> ShoalError:
 
 
 def follow(
-    run: RunFolder, keeper: subprocess.Popen[bytes], keeping: Keeping, look: Callable[[list[Event]], None]
+    run: RunFolder, supervisor: subprocess.Popen[bytes], keeping: SupervisorLog, look: Callable[[list[Event]], None]
 ) -> None:
-    """Until the keeper has ended; Ctrl-C is passed on to it. Raises what it said went wrong."""
-    with contextlib.closing(confirm.Answering(keeper.stdin)) as answering:
-        while keeper.poll() is None:
+    """Until the supervisor has ended; Ctrl-C is passed on to it. Raises what it said went wrong."""
+    with contextlib.closing(confirm.ConfirmPrompt(supervisor.stdin)) as answering:
+        while supervisor.poll() is None:
             look(keeping.poll())
             answering.look(keeping.take_questions())
             time.sleep(POLL_S)
@@ -90,10 +90,12 @@ def follow(
     keeping.raise_error()
 
 
-def await_running(keeper: subprocess.Popen[bytes], keeping: Keeping, look: Callable[[list[Event]], None]) -> None:
+def await_running(
+    supervisor: subprocess.Popen[bytes], keeping: SupervisorLog, look: Callable[[list[Event]], None]
+) -> None:
     """For `--detach`: until the ranks have been started, so that what goes wrong before is still said here."""
-    with contextlib.closing(confirm.Answering(keeper.stdin)) as answering:
-        while keeper.poll() is None and not keeping.running:
+    with contextlib.closing(confirm.ConfirmPrompt(supervisor.stdin)) as answering:
+        while supervisor.poll() is None and not keeping.running:
             look(keeping.poll())
             answering.look(keeping.take_questions())
             time.sleep(POLL_S)
@@ -101,24 +103,24 @@ def await_running(keeper: subprocess.Popen[bytes], keeping: Keeping, look: Calla
     if not keeping.running or keeping.ended is not None:
         keeping.raise_error()
     # It is nobody's child to wait for from here on.
-    keeper.returncode = keeper.returncode or 0
+    supervisor.returncode = supervisor.returncode or 0
 
 
 @contextlib.contextmanager
 def kept(start: Callable[[], subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
-    """The keeper, from its first moment on: a signal that comes while it is being started is passed on, too."""
+    """The supervisor, from its first moment on: a signal that comes while it is being started is passed on, too."""
     with contextlib.ExitStack() as stack:
         with held_back(ENDING):
-            keeper = start()
-            stack.enter_context(_passing_on(keeper))
-        yield keeper
+            supervisor = start()
+            stack.enter_context(_passing_on(supervisor))
+        yield supervisor
 
 
 @contextlib.contextmanager
-def _passing_on(keeper: subprocess.Popen[bytes]) -> Iterator[None]:
+def _passing_on(supervisor: subprocess.Popen[bytes]) -> Iterator[None]:
     def pass_on(signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(keeper.pid, signal.SIGINT)
+            os.kill(supervisor.pid, signal.SIGINT)
 
     before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -128,7 +130,7 @@ def _passing_on(keeper: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-class RunNews:
+class RunEvents:
     """What the ranks of a training write from now on; however many there are, and whenever they come."""
 
     def __init__(self, run: RunFolder) -> None:

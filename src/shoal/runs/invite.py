@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.agent.agent import read_orders
-from shoal.agent.invite import ID, WHO, Answer, ask
-from shoal.cluster.join import Confirm, Doorstep, Guest
+from shoal.agent.invite import ID, WHO, InviteReply, ask
+from shoal.cluster.join import Confirm, JoinedLink, JoinServer
 from shoal.config.load import load_config
 from shoal.control.channel import seal
-from shoal.control.orders import Go, Meet
+from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.processes import AGENT, find
 from shoal.errors import ControlError, ShoalError, UsageError
 from shoal.events import Event, EventTail
@@ -35,14 +35,14 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Sponsor:
+class Inviter:
     """The agent on this machine that gives out an id, and the orders it has itself."""
 
     run: RunFolder
-    meet: Meet
-    go: Go
+    meet: MeetOrder
+    go: GoOrder
 
-    def ask(self, question: str) -> Answer:
+    def ask(self, question: str) -> InviteReply:
         try:
             return ask(self.run.door(self.meet.node), question)
         except OSError as error:
@@ -65,7 +65,7 @@ def invite(path: Path, address: str | None, port: int, note: Note, confirm: bool
     return asyncio.run(_invite(sponsor, address or sponsor.meet.address, port, note, asking))
 
 
-def find_sponsor(run: RunFolder) -> Sponsor:
+def find_sponsor(run: RunFolder) -> Inviter:
     """An agent of the run that works here. Of several, as in a lab, the one whose address is this machine's."""
     nodes = [found.node for found in find(run.path) if found.part == AGENT]
     shown = shlex.quote(str(run.path))
@@ -82,7 +82,7 @@ def find_sponsor(run: RunFolder) -> Sponsor:
             why="members.on_loss is `end`, or it was launched by torchrun or spawn",
             fix="machines can come into one that is started without these settings",
         )
-    known = [Sponsor(run, *read_orders(run, node)) for node in sorted(nodes) if run.orders(node).exists()]
+    known = [Inviter(run, *read_orders(run, node)) for node in sorted(nodes) if run.orders(node).exists()]
     here = [sponsor for sponsor in known if can_listen(sponsor.meet.address)]
     if not here:
         raise UsageError(
@@ -94,7 +94,7 @@ def find_sponsor(run: RunFolder) -> Sponsor:
     return here[0]
 
 
-def _refuse_one_that_nobody_reaches(sponsor: Sponsor, on: str) -> None:
+def _refuse_one_that_nobody_reaches(sponsor: Inviter, on: str) -> None:
     if on.startswith("local") and ipaddress.ip_address(sponsor.meet.address).is_loopback:
         raise UsageError(
             f"{sponsor.run.path} can be reached from this machine only",
@@ -103,8 +103,8 @@ def _refuse_one_that_nobody_reaches(sponsor: Sponsor, on: str) -> None:
         )
 
 
-async def _invite(sponsor: Sponsor, address: str, port: int, note: Note, confirm: Confirm | None) -> str:
-    doorstep = Doorstep(address, port, training_cargo(sponsor.run), note, late=True, confirm=confirm)
+async def _invite(sponsor: Inviter, address: str, port: int, note: Note, confirm: Confirm | None) -> str:
+    doorstep = JoinServer(address, port, training_cargo(sponsor.run), note, late=True, confirm=confirm)
     guest = await doorstep.receive_one(lambda: _names(sponsor.ask(WHO)), lambda: None)
     try:
         note(f"{guest} has come; the others let it in at the end of a step")
@@ -122,11 +122,11 @@ async def _invite(sponsor: Sponsor, address: str, port: int, note: Note, confirm
         guest.channel.close()
 
 
-def _names(answer: Answer) -> set[str]:
+def _names(answer: InviteReply) -> set[str]:
     return {place.node for place in answer.places.values()}
 
 
-def orders_for(guest: Guest, sponsor: Sponsor, answer: Answer) -> tuple[dict[str, Any], dict[str, Any]]:
+def orders_for(guest: JoinedLink, sponsor: Inviter, answer: InviteReply) -> tuple[dict[str, Any], dict[str, Any]]:
     """Who it is, and whom it meets: of the founders the newest that is known, since their agents may have moved."""
     meet, go, founders = sponsor.meet, sponsor.go, range(len(sponsor.go.roster))
     same = {name: getattr(meet, name) for name in ("launch", "launched_at", "config", "data")}
@@ -139,7 +139,7 @@ def orders_for(guest: Guest, sponsor: Sponsor, answer: Answer) -> tuple[dict[str
     )
 
 
-async def _until_let_in(guest: Guest, tail: EventTail, sponsor: Sponsor) -> str:
+async def _until_let_in(guest: JoinedLink, tail: EventTail, sponsor: Inviter) -> str:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _LET_IN_WITHIN_S
     while loop.time() < deadline:

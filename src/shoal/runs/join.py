@@ -28,11 +28,11 @@ from typing import Annotated, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shoal.agent.membership import Seating
+from shoal.agent.membership import RankNumbering
 from shoal.cluster.agent_link import PIECE_BYTES, PipeLink, agent_command
-from shoal.cluster.hosts.messenger import Freight, send_while
+from shoal.cluster.hosts.messenger import FileSender, send_while
 from shoal.cluster.join import Invitation, safe_name
-from shoal.cluster.node import Meeting, Node
+from shoal.cluster.node import Node, Rendezvous
 from shoal.config.load import load_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.control.channel import Channel, Message, dial, unseal
@@ -41,12 +41,12 @@ from shoal.control.orders import (
     END,
     MOST_PLACES,
     STOP,
-    Go,
-    Meet,
-    Member,
-    Membership,
+    GoOrder,
+    MeetOrder,
+    MembershipOrder,
     Number,
     PlainName,
+    RosterEntry,
     read_member,
     read_membership,
     read_places,
@@ -55,7 +55,16 @@ from shoal.control.orders import (
 from shoal.control.processes import AGENT, find
 from shoal.data.prepare import DataFacts, cache_root, digest_of, to_json
 from shoal.data.tokenizer import Tokenizer, parse_tokenizer
-from shoal.errors import ControlError, DataError, Interrupted, RunFailed, ShoalError, Stranger, UsageError, from_dict
+from shoal.errors import (
+    ControlError,
+    DataError,
+    Interrupted,
+    RunFailed,
+    ShoalError,
+    UnknownSender,
+    UsageError,
+    from_dict,
+)
 from shoal.events import Event, EventTail, read_events
 from shoal.host.facts import interface_for, physical_cores, source_address
 from shoal.launch.launcher import tail_of
@@ -124,12 +133,12 @@ class _LatePlace(_Place):
     data: Digest
 
 
-class _Piece(_Message):
+class _FilePiece(_Message):
     data: Annotated[str, Field(min_length=1, max_length=2 * PIECE_BYTES)]
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedRun:
     """A place in somebody's run: our name there, our folder of it, and digests of what it trains and on which text.
     `late`: the run goes on already."""
 
@@ -141,7 +150,9 @@ class Joined:
     late: bool
 
 
-def join(invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]) -> Joined:
+def join(
+    invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]
+) -> JoinedRun:
     """To the end of the run. Raises what went wrong here; what the run is, is told to `said` and shown by `watch`."""
     try:
         return asyncio.run(_join(invitation, out, said, watch))
@@ -151,7 +162,7 @@ def join(invitation: Invitation, out: Path, said: Callable[[str], None], watch: 
 
 async def _join(
     invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]
-) -> Joined:
+) -> JoinedRun:
     _end_in_order_on_signals()
     channel = await _reach(invitation)
     try:
@@ -178,7 +189,7 @@ async def _reach(invitation: Invitation) -> Channel:
     try:
         async with asyncio.timeout(10):
             return await dial(invitation.address, invitation.port, invitation.code)
-    except Stranger:
+    except UnknownSender:
         raise ControlError(
             f"{where} did not accept the code", why="it was used before, or mistyped", fix="ask there for a new code"
         ) from None
@@ -191,7 +202,7 @@ async def _reach(invitation: Invitation) -> Channel:
         ) from None
 
 
-async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined:
+async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> JoinedRun:
     address = source_address(invitation.address)
     name = safe_name(socket.gethostname())
     hello = introduce(0, name, "", "", "").as_dict()
@@ -213,7 +224,7 @@ def _user() -> str:
         return f"uid {os.getuid()}"
 
 
-async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path) -> Joined:
+async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path) -> JoinedRun:
     """Fetch the text and make the run folder, which is removed again if anything is wrong with what was sent."""
     with _understood():
         tokenizer = parse_tokenizer(welcome.texts[RunFolder(out).tokenizer.name], "the host's tokenizer")
@@ -230,7 +241,7 @@ async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path)
             run.path.mkdir()
         raise
     await channel.send({"type": "prepared"})
-    return Joined(run, welcome.node, address, config, welcome.digest, welcome.late)
+    return JoinedRun(run, welcome.node, address, config, welcome.digest, welcome.late)
 
 
 def _read(kind: type[Said], message: Message) -> Said:
@@ -316,7 +327,7 @@ async def _fetch_text(channel: Channel, places: Mapping[str, Path], welcome: _We
 
 async def _receive_file(channel: Channel, file: BinaryIO, name: str, size: int) -> None:
     while file.tell() < size:
-        message = _read(_Piece, await _hear(channel, "piece"))
+        message = _read(_FilePiece, await _hear(channel, "piece"))
         with _understood():
             piece = base64.b64decode(message.data, validate=True)
         if not 0 < len(piece) <= size - file.tell():
@@ -389,7 +400,7 @@ async def _hear(channel: Channel, kind: str) -> Message:
 
 
 async def _take_part(
-    channel: Channel, code: str, joined: Joined, said: Callable[[str], None], watch: Callable[[RunFolder], None]
+    channel: Channel, code: str, joined: JoinedRun, said: Callable[[str], None], watch: Callable[[RunFolder], None]
 ) -> None:
     meet = await _hear(channel, "meet")
     joined = _in_the_run(_read(_LatePlace, meet), joined) if joined.late else joined
@@ -419,9 +430,9 @@ async def _take_part(
     _raise_failure(joined)
 
 
-def _order(place: _Place, token: str, joined: Joined) -> Meet:
+def _order(place: _Place, token: str, joined: JoinedRun) -> MeetOrder:
     """Everything but its place in the run is this machine's own knowledge."""
-    return Meet(
+    return MeetOrder(
         folder=str(joined.run.path),
         node=joined.node,
         member=place.member,
@@ -435,7 +446,7 @@ def _order(place: _Place, token: str, joined: Joined) -> Meet:
     )
 
 
-def _plan(message: Message, order: Meet, joined: Joined) -> Go:
+def _plan(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
     """One rank here, as on every machine that joined: more entries with our name would start more."""
     roster, members = _read_roster(message)
     if [member.node for member in roster].count(joined.node) != 1 or order.member >= len(roster):
@@ -445,19 +456,19 @@ def _plan(message: Message, order: Meet, joined: Joined) -> Go:
     interface = interface_for(joined.address, None, joined.node)
     nodes = [Node(member.node, member.address, interface, 1, physical_cores()) for member in roster]
     config = load_config(joined.run.config)
-    meeting = Meeting(roster[0].address, roster[0].port)
+    meeting = Rendezvous(roster[0].address, roster[0].port)
     commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, meeting, message["resume"] is True)
     return make_go(roster, commands, joined.node, members)
 
 
-def _read_roster(message: Message) -> tuple[list[Member], Membership | None]:
+def _read_roster(message: Message) -> tuple[list[RosterEntry], MembershipOrder | None]:
     roster = [read_member(entry) for entry in message["roster"]]
     if not 0 < len(roster) <= MOST_PLACES:
         raise ControlError(f"the host's list has {len(roster)} machines")
     return roster, read_membership(message["members"])
 
 
-def _in_the_run(place: _LatePlace, joined: Joined) -> Joined:
+def _in_the_run(place: _LatePlace, joined: JoinedRun) -> JoinedRun:
     """Whoever invited us may have joined itself, and then its configuration differs from the run's in where it runs."""
     if place.data != joined.data:
         raise ControlError(
@@ -468,22 +479,23 @@ def _in_the_run(place: _LatePlace, joined: Joined) -> Joined:
     return replace(joined, config=place.config)
 
 
-def _plan_late(message: Message, order: Meet, joined: Joined) -> Go:
+def _plan_late(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
     """One rank, whose number nobody else has."""
     roster, members = _read_roster(message)
     guests = read_places(message["guests"])
     if order.member < len(roster) or joined.node in {place.node for place in (*roster, *guests.values())}:
         raise ControlError(f"the host gave {joined.node} the place of another machine")
     here = Node(joined.node, joined.address, order.interface, 1, physical_cores())
-    first = check_rank(Seating(order.member, roster).number(order.member, 0))
+    first = check_rank(RankNumbering(order.member, roster).number(order.member, 0))
     commands = plan_guest(load_config(joined.run.config).run, str(joined.run.path), here, first)
     return replace(make_go(roster, commands, joined.node, members), guests=guests)
 
 
 def _ship(
-    channel: Channel, joined: Joined, ranks: Collection[int], agent: PipeLink, loop: asyncio.AbstractEventLoop
+    channel: Channel, joined: JoinedRun, ranks: Collection[int], agent: PipeLink, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """In a thread of its own. A host that is gone is told nothing; the run may go on without its keeper. Whoever comes
+    """In a thread of its own. A host that is gone is told nothing; the run may go on without its supervisor. Whoever
+    comes
     late keeps what it writes: its host does not stay to the end. `ranks` are filled in when the host has said them."""
     if joined.late:
         return
@@ -495,7 +507,7 @@ def _ship(
         tell({"type": "piece", "path": name, "offset": offset, "data": base64.b64encode(piece).decode()})
 
     try:
-        send_while(lambda: agent.ended() is None, Freight(joined.run, joined.node, ranks, {}, False, put))
+        send_while(lambda: agent.ended() is None, FileSender(joined.run, joined.node, ranks, {}, False, put))
         tell({"type": "end"})
     except (OSError, RuntimeError):
         return
@@ -524,7 +536,7 @@ def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def _raise_failure(joined: Joined) -> None:
+def _raise_failure(joined: JoinedRun) -> None:
     journal = list(read_events(joined.run.journal(joined.node)))
     if refused := [event for event in journal if event["event"] in ("refused", "gave-up")]:
         raise from_dict(refused[0])

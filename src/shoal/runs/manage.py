@@ -16,16 +16,27 @@ from shoal.cluster.hosts.cluster import HostsCluster
 from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.hosts.ssh import on_each, run_script, values_or_raise
-from shoal.cluster.node import Cargo
+from shoal.cluster.node import RunFiles
 from shoal.cluster.target import On, parse_on
 from shoal.config.load import load_config
-from shoal.control.processes import AGENT, KEEPER, Found, ask, await_end, end, find, find_keeper, is_alive, is_kept
+from shoal.control.processes import (
+    AGENT,
+    SUPERVISOR,
+    RunProcess,
+    ask,
+    await_end,
+    end,
+    find,
+    find_supervisor,
+    is_alive,
+    is_kept,
+)
 from shoal.errors import HostError, RunFailed, ShoalError
 from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
 from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder
-from shoal.runs.follow import POLL_S, Keeping, RunNews
-from shoal.runs.start import MakeDisplay, ScriptsDisplay
+from shoal.runs.follow import POLL_S, RunEvents, SupervisorLog
+from shoal.runs.start import MakeDisplay, ScriptDisplay
 from shoal.runs.supervisor import read_job
 from shoal.terminal import printable_json
 from shoal.tools.report.membership import last_members
@@ -46,7 +57,7 @@ class RunState:
     state: str
     step: int | None
     steps: int | None
-    processes: tuple[Found, ...]
+    processes: tuple[RunProcess, ...]
 
     @property
     def age_s(self) -> float:
@@ -54,17 +65,17 @@ class RunState:
 
 
 def running_runs() -> list[RunState]:
-    by_run: dict[Path, list[Found]] = {}
+    by_run: dict[Path, list[RunProcess]] = {}
     for found in find():
         by_run.setdefault(found.run, []).append(found)
     return [describe(run, processes) for run, processes in sorted(by_run.items())]
 
 
-def leftovers(states: Iterable[RunState]) -> list[Found]:
+def leftovers(states: Iterable[RunState]) -> list[RunProcess]:
     return [found for state in states if state.state != "running" for found in state.processes]
 
 
-def describe(path: Path, processes: list[Found]) -> RunState:
+def describe(path: Path, processes: list[RunProcess]) -> RunState:
     run = RunFolder(path)
     parts = {found.part for found in processes}
     state = "running" if is_kept(processes) else "unkept" if AGENT in parts else "left over"
@@ -138,7 +149,7 @@ _END_S = 8.0
 _LAST_BYTES = 1 << 16
 
 
-class Outcome(Enum):
+class StopResult(Enum):
     """How a run came to its end, in the words of `shoal stop`."""
 
     NOT_RUNNING = "was not running"
@@ -146,21 +157,22 @@ class Outcome(Enum):
     ENDED = "was ended"
 
 
-def stop(run: RunFolder, wait_s: float | None = None) -> Outcome:
-    """Asks the keeper, or the agents where there is none. `wait_s` None: as long as a step and a checkpoint may take,
+def stop(run: RunFolder, wait_s: float | None = None) -> StopResult:
+    """Asks the supervisor, or the agents where there is none. `wait_s` None: as long as a step and a checkpoint may
+    take,
     or as the ranks of a script were given to end."""
     if not find(run.path):
-        return Outcome.NOT_RUNNING
+        return StopResult.NOT_RUNNING
     if wait_s is None:
         wait_s = max(ASK_S, grace_of(run) + _END_S)
     ask(_heads(run))
     if wait_s and await_end(lambda: find(run.path), wait_s):
         is_script = not run.config.is_file()
-        return Outcome.ENDED if is_script and _had_to_be_killed(run) else Outcome.STOPPED
+        return StopResult.ENDED if is_script and _had_to_be_killed(run) else StopResult.STOPPED
     ask(_heads(run))
     if not await_end(lambda: find(run.path), _END_S):
         end_processes(find(run.path))
-    return Outcome.ENDED
+    return StopResult.ENDED
 
 
 def grace_of(run: RunFolder) -> float:
@@ -170,7 +182,7 @@ def grace_of(run: RunFolder) -> float:
     return 0.0
 
 
-def end_processes(processes: list[Found]) -> None:
+def end_processes(processes: list[RunProcess]) -> None:
     end(processes)
     if not await_end(lambda: filter(is_alive, processes), _END_S):
         left = ", ".join(f"{found.pid} ({found.command})" for found in processes if is_alive(found))
@@ -187,9 +199,9 @@ def _had_to_be_killed(run: RunFolder) -> bool:
     return False
 
 
-def _heads(run: RunFolder) -> list[Found]:
+def _heads(run: RunFolder) -> list[RunProcess]:
     found = find(run.path)
-    for part in (KEEPER, AGENT):
+    for part in (SUPERVISOR, AGENT):
         if heads := [each for each in found if each.part == part]:
             return heads
     return found
@@ -206,7 +218,7 @@ def ask_each(spec: HostsSpec, words_for: Callable[[HostsCluster], Sequence[str]]
     """What `shoal … --json` says on each host, by its name. One that is off keeps no other from being asked."""
 
     def ask(host: Host) -> Any:
-        alone = HostsCluster.prepare(spec.model_copy(update={"hosts": (host,)}), Cargo(), lambda text: None)
+        alone = HostsCluster.prepare(spec.model_copy(update={"hosts": (host,)}), RunFiles(), lambda text: None)
         return _ask(alone.ready[host.name], spec, words_for(alone))
 
     return on_each(spec.hosts, ask)
@@ -251,20 +263,20 @@ _OPENING = (b'{"event":"start"', b'{"event":"shard"', _ENTERED)
 def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     """Raises what the run says went wrong. A run that is over already is told the same way."""
     config = load_config(run.config)
-    keeping, keeper = Keeping(run), find_keeper(run.path)
-    news = RunNews(run)
+    keeping, supervisor = SupervisorLog(run), find_supervisor(run.path)
+    news = RunEvents(run)
     with contextlib.closing(watch(config)) as display:
         display(opening(run))
-        for notes in _until_over(keeping, keeper):
+        for notes in _until_over(keeping, supervisor):
             display([*notes, *news.poll()])
     keeping.raise_error()
 
 
-def attach_script(run: RunFolder, display: ScriptsDisplay) -> None:
-    keeping, keeper = Keeping(run), find_keeper(run.path)
+def attach_script(run: RunFolder, display: ScriptDisplay) -> None:
+    keeping, supervisor = SupervisorLog(run), find_supervisor(run.path)
     logs = LogFollower(run, shows_current=display.is_live)
     with contextlib.closing(display):
-        for notes in _until_over(keeping, keeper):
+        for notes in _until_over(keeping, supervisor):
             for note in notes:
                 display.note(note["text"])
             display.lines(logs.poll(), logs.current())
@@ -272,9 +284,9 @@ def attach_script(run: RunFolder, display: ScriptsDisplay) -> None:
     keeping.raise_error()
 
 
-def _until_over(keeping: Keeping, keeper: Found | None) -> Iterator[list[Event]]:
-    """The keeper's notes, look by look; once more after its end."""
-    while keeper is not None and is_alive(keeper):
+def _until_over(keeping: SupervisorLog, supervisor: RunProcess | None) -> Iterator[list[Event]]:
+    """The supervisor's notes, look by look; once more after its end."""
+    while supervisor is not None and is_alive(supervisor):
         yield keeping.poll()
         time.sleep(POLL_S)
     yield keeping.poll()

@@ -35,8 +35,8 @@ from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
-from shoal.runs.follow import Keeping, RunNews, await_running, follow, kept
-from shoal.runs.supervisor import Job, read_job, start_keeper
+from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, kept
+from shoal.runs.supervisor import RunJob, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
 from shoal.tools.report.rank_log import RankLog, collect
@@ -44,14 +44,14 @@ from shoal.tools.report.verify import verify_run
 from shoal.units import count, format_si
 
 
-class Display(Protocol):
+class TrainDisplay(Protocol):
     """Shows events as they come, until it is closed."""
 
     def __call__(self, events: list[Event]) -> None: ...
     def close(self) -> None: ...
 
 
-MakeDisplay = Callable[[Config], Display]
+MakeDisplay = Callable[[Config], TrainDisplay]
 
 # shoal's own flags take no secret on the command line but the code of `join`; a script's or a later one's may.
 _SECRET = re.compile(r"token(?!s|izer)|passw|secret|credential|api.?key|^-*code$", re.IGNORECASE)
@@ -76,7 +76,7 @@ def train_new(
     config = _with_cluster(config)
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     before(run)
-    return run, _train(run, watch, Job(confirm=confirm), detach)
+    return run, _train(run, watch, RunJob(confirm=confirm), detach)
 
 
 def refuse_confirm(on: str) -> None:
@@ -128,7 +128,7 @@ def train_on(
         reopen_run(path, config, lineage, changed)
         return notes
 
-    return run, _train(run, watch, Job(resume=True, confirm=confirm), detach, prepare)
+    return run, _train(run, watch, RunJob(resume=True, confirm=confirm), detach, prepare)
 
 
 def refuse_finished(run: RunFolder, steps: int) -> int:
@@ -187,24 +187,24 @@ def rate_note(before: Config, after: Config, world_size: int, done: int | None) 
 
 
 def _train(
-    run: RunFolder, watch: MakeDisplay, job: Job, detach: bool, prepare: Callable[[], list[str]] = list
+    run: RunFolder, watch: MakeDisplay, job: RunJob, detach: bool, prepare: Callable[[], list[str]] = list
 ) -> Manifest | None:
-    """The lock on the folder is the keeper's once it has started; ours goes at once. `prepare` returns notes."""
+    """The lock on the folder is the supervisor's once it has started; ours goes at once. `prepare` returns notes."""
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(contextlib.ExitStack())
         lock = held.enter_context(run.held())
         job = replace(job, commands=(*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv)))
         notes = prepare()
         config = load_config(run.config)
-        news, keeping = RunNews(run), Keeping.from_now(run)
+        news, keeping = RunEvents(run), SupervisorLog.from_now(run)
         stack.enter_context(contextlib.closing(display := watch(config)))
         display([{"event": "note", "rank": None, "text": text} for text in notes])
-        keeper = stack.enter_context(kept(lambda: start_keeper(run, job, lock)))
+        supervisor = stack.enter_context(kept(lambda: start_supervisor(run, job, lock)))
         held.close()
         if detach:
-            await_running(keeper, keeping, display)
+            await_running(supervisor, keeping, display)
             return None
-        follow(run, keeper, keeping, lambda notes: display([*notes, *news.poll()]))
+        follow(run, supervisor, keeping, lambda notes: display([*notes, *news.poll()]))
     return the_manifest(run)
 
 
@@ -254,7 +254,7 @@ def default_out(name: str) -> Path:
 # Anybody's script from its start to its end: what `shoal run` does.
 
 
-class ScriptsDisplay(Protocol):
+class ScriptDisplay(Protocol):
     """Where the lines of ranks and notes about the run are shown. `is_live`: it shows unfinished lines too."""
 
     is_live: bool
@@ -264,15 +264,15 @@ class ScriptsDisplay(Protocol):
     def close(self) -> None: ...
 
 
-def run_anything(job: Job, out: Path, detach: bool, display: ScriptsDisplay) -> RunFolder:
+def run_anything(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -> RunFolder:
     """Raises with the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
     source, about_stdin = choose_stdin(job.on, detach)
-    job = replace(job, on=settled(job.on), python=python, has_stdin=source is not Source.NONE)
+    job = replace(job, on=settled(job.on), python=python, has_stdin=source is not StdinSource.NONE)
     run = RunFolder.create(out, is_training=False)
     for text in filter(None, (about_python, about_stdin)):
         display.note(text)
-    keeping = Keeping.from_now(run)
+    keeping = SupervisorLog.from_now(run)
     logs = LogFollower(run, shows_current=display.is_live)
 
     def look(notes: list[Event]) -> None:
@@ -283,16 +283,16 @@ def run_anything(job: Job, out: Path, detach: bool, display: ScriptsDisplay) -> 
 
     with contextlib.ExitStack() as held, contextlib.ExitStack() as relayed:
         lock = held.enter_context(run.held())
-        stdin = relayed.enter_context(relay_terminal()) if source is Source.TERMINAL else None
-        with kept(lambda: start_keeper(run, job, lock, stdin)) as keeper:
+        stdin = relayed.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
+        with kept(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
             held.close()
             if stdin is not None:
                 os.close(stdin)
             if detach:
-                await_running(keeper, keeping, look)
+                await_running(supervisor, keeping, look)
                 return run
             try:
-                follow(run, keeper, keeping, look)
+                follow(run, supervisor, keeping, look)
             finally:
                 display.lines(logs.last_words())
                 display.close()
@@ -367,7 +367,7 @@ def has_torch(python: str) -> bool:
     return done.returncode == 0
 
 
-class Source(Enum):
+class StdinSource(Enum):
     """What rank 0 reads as its standard input."""
 
     NONE = "nothing"
@@ -378,19 +378,19 @@ class Source(Enum):
     TERMINAL = "the terminal"
 
 
-def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[Source, str]:
+def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[StdinSource, str]:
     """Whether rank 0 gets our standard input, as it would under torchrun, and a note where it cannot have it."""
     try:
         kind = os.fstat(fd).st_mode
     except OSError:
-        return Source.NONE, ""
+        return StdinSource.NONE, ""
     if detach or not isinstance(parse_on(on), LocalSpec):
         why = "the run is detached" if detach else "only rank 0 of local:N can read it"
         note = f"what is piped into shoal run is not passed on: {why}. Let the script read a file"
-        return Source.NONE, note if _has_waiting_input(fd, kind) else ""
+        return StdinSource.NONE, note if _has_waiting_input(fd, kind) else ""
     if os.isatty(fd):
-        return Source.TERMINAL if is_in_foreground(fd) else Source.NONE, ""
-    return Source.NONE if stat.S_ISCHR(kind) else Source.OURS, ""
+        return StdinSource.TERMINAL if is_in_foreground(fd) else StdinSource.NONE, ""
+    return StdinSource.NONE if stat.S_ISCHR(kind) else StdinSource.OURS, ""
 
 
 def is_in_foreground(terminal: int) -> bool:

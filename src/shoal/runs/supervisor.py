@@ -1,8 +1,8 @@
-"""The keeper of a run: `python -P -m shoal.runs.supervisor FOLDER`.
+"""The supervisor of a run: `python -P -m shoal.runs.supervisor FOLDER`.
 
 A process of its own on the machine that launched, in a session of its own, so that neither a closed terminal nor a lost
 connection ends the run. It opens the cluster, sees the ranks through and sums up. What it has to say stands in
-`keeper.jsonl`; `shoal train` itself is only somebody who reads there, like `shoal attach`.
+`supervisor.jsonl`; `shoal train` itself is only somebody who reads there, like `shoal attach`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from shoal.cluster.cluster import open_cluster
 from shoal.cluster.hosts.copy import project_of
-from shoal.cluster.node import Cargo
+from shoal.cluster.node import RunFiles
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
 from shoal.control.processes import marks, restore_signals, unmark
@@ -42,7 +42,7 @@ ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """`script` empty: the training whose configuration the folder holds. `on` up to `has_stdin` are a script's:
     `python` runs it, where it is not each machine's own; rank 0 reads the user's standard input if `has_stdin`.
     `confirm`: the owner is asked, through standard input, before a machine that joins gets anything. `commands`: what
@@ -60,14 +60,14 @@ class Job:
     commands: tuple[str, ...] = ()
 
 
-def start_keeper(run: RunFolder, job: Job, lock: int, stdin: int | None = None) -> subprocess.Popen[bytes]:
+def start_supervisor(run: RunFolder, job: RunJob, lock: int, stdin: int | None = None) -> subprocess.Popen[bytes]:
     """It inherits the lock on the folder, so that the run is never without an owner. Call it with signals `held_back`.
     `stdin` is what a script's rank 0 reads, where that is not our own standard input."""
     write_atomically(run.job, json.dumps(asdict(job)) + "\n")
-    with run.keeper.with_suffix(".log").open("ab") as output:
+    with run.supervisor.with_suffix(".log").open("ab") as output:
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.runs.supervisor", str(run.path)),
-            env={**os.environ, **marks(run.path, "keeper")},
+            env={**os.environ, **marks(run.path, "supervisor")},
             stdin=subprocess.PIPE if job.confirm else stdin if job.has_stdin else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -86,9 +86,9 @@ def held_back(signals: set[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def read_job(run: RunFolder) -> Job:
+def read_job(run: RunFolder) -> RunJob:
     try:
-        return TypeAdapter(Job).validate_json(run.job.read_bytes(), strict=True)
+        return TypeAdapter(RunJob).validate_json(run.job.read_bytes(), strict=True)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{run.job} cannot be used: {str(error).splitlines()[0]}",
@@ -102,11 +102,11 @@ def main(folder: Path) -> int:
     unmark()
     restore_signals(signal.valid_signals() - ENDING)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Both end a keeper in good order, also while it still builds a lab, and also where a shell had them ignored.
+    # Both end a supervisor in good order, also while it still builds a lab, and also where a shell had them ignored.
     for signum in ENDING:
         signal.signal(signum, signal.default_int_handler)
     # The code of an invitation is in it.
-    log = EventLog(run.keeper, 0, private=True)
+    log = EventLog(run.supervisor, 0, private=True)
     log.write("keeping", pid=os.getpid())
     error: ShoalError | None = None
     with _said_in_words() as said:
@@ -123,7 +123,7 @@ def main(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _said_in_words() -> Iterator[list[ShoalError]]:
-    """Whatever goes wrong, as one of our errors; a bug's traceback is in the keeper's log."""
+    """Whatever goes wrong, as one of our errors; a bug's traceback is in the supervisor's log."""
     said: list[ShoalError] = []
     try:
         yield said
@@ -135,20 +135,20 @@ def _said_in_words() -> Iterator[list[ShoalError]]:
         traceback.print_exc()
         said.append(
             RunFailed(
-                f"the keeper of the run failed: {type(error).__name__}: {error}",
+                f"the supervisor of the run failed: {type(error).__name__}: {error}",
                 why="that is a bug in shoal, or the machine is in trouble",
-                fix="its log has the traceback: keeper.log in the run folder",
+                fix="its log has the traceback: supervisor.log in the run folder",
             )
         )
 
 
-def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
+def _keep(run: RunFolder, job: RunJob, log: EventLog) -> None:
     def note(text: str) -> None:
         log.write("note", text=text)
 
     if job.script:
         stdin = sys.stdin.fileno() if job.has_stdin and sys.stdin is not None else None
-        with open_cluster(job.on, Cargo(project=_project(job)), note, stdin=stdin) as cluster:
+        with open_cluster(job.on, RunFiles(project=_project(job)), note, stdin=stdin) as cluster:
             run_script(
                 RunConfig(on=job.on, threads=job.threads),
                 python_words(job.script, Path.cwd(), note),
@@ -176,7 +176,7 @@ def _keep(run: RunFolder, job: Job, log: EventLog) -> None:
     finish(run, judge_replicas(run))
 
 
-def training_cargo(run: RunFolder) -> Cargo:
+def training_cargo(run: RunFolder) -> RunFiles:
     """The encoded text, and the files that say what to do with it."""
     facts = read_facts(run)
     names = {"train": f"{facts.digest}-train", "val": f"{facts.digest}-val"}
@@ -186,7 +186,7 @@ def training_cargo(run: RunFolder) -> Cargo:
         whole = (run.config, run.tokenizer)
         return {path.name: path.read_text(encoding="utf-8") for path in whole} | {run.data.name: to_json(there)}
 
-    return Cargo(files={names["train"]: Path(facts.train), names["val"]: Path(facts.val)}, texts=texts)
+    return RunFiles(files={names["train"]: Path(facts.train), names["val"]: Path(facts.val)}, texts=texts)
 
 
 def python_words(script: tuple[str, ...], folder: Path, note: Callable[[str], None]) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def python_words(script: tuple[str, ...], folder: Path, note: Callable[[str], No
     return ("-P", *script)
 
 
-def _project(job: Job) -> Path:
+def _project(job: RunJob) -> Path:
     """What the script may need beside itself: the git project it is in, or its folder; a module's is where we stand."""
     place = Path.cwd() if job.script[0] == "-m" else Path(job.script[0]).parent
     return project_of(place) or place

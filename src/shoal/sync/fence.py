@@ -16,11 +16,11 @@ from shoal.control.rank_messages import LEASE_S
 from shoal.host.facts import boot_clock
 
 
-class Over(Exception):
+class GenerationEnded(Exception):
     """This generation is over for us; nothing is wrong with the training."""
 
 
-class AtEdge(Over):
+class StepBoundary(GenerationEnded):
     """All ranks have ended the same step, because somebody wants to come in."""
 
 
@@ -190,4 +190,4 @@ class GenerationFence:
 
     def _refuse(self) -> None:
         if self._is_over:
-            raise Over(f"generation {self._generation} is over")
+            raise GenerationEnded(f"generation {self._generation} is over")

@@ -29,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for, touches_few_rows
 from shoal.sync.compression import make_wire
-from shoal.sync.compression.base import Bucket, State, Stateless, Wire, WithWire
-from shoal.sync.interruptible import Release, await_work
+from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState, State
+from shoal.sync.interruptible import GroupInterrupt, await_work
 from shoal.sync.shared_memory import open_inside
-from shoal.sync.shared_memory.ddp import SharedDDP, SharedWire
-from shoal.sync.shared_memory.group import GLOO, Inside
+from shoal.sync.shared_memory.ddp import SharedCompressor, SharedDDP
+from shoal.sync.shared_memory.group import GLOO, InsideChoice
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World, barrier
 
@@ -55,7 +55,7 @@ def freeable(world: World) -> dist.ProcessGroup:
 class _FreeableGroup(dist.ProcessGroup):
     """What DDP asks of a group, and no more. Whoever hands it to C++ has to keep it as well: C++ has only its half."""
 
-    def __init__(self, group: dist.ProcessGroup, release: Release) -> None:
+    def __init__(self, group: dist.ProcessGroup, release: GroupInterrupt) -> None:
         # The one that torch's stubs leave out: it alone makes an object whose methods C++ calls.
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
@@ -79,7 +79,7 @@ class _FreeableGroup(dist.ProcessGroup):
 
 
 class _FreeableWork(dist.Work):
-    def __init__(self, work: dist.Work, release: Release) -> None:
+    def __init__(self, work: dist.Work, release: GroupInterrupt) -> None:
         super().__init__()
         self._work = work
         self._release = release
@@ -122,7 +122,7 @@ def pays(weight: Tensor, tokens: int, world: World) -> bool:
 
 
 class TiedHead:
-    def __init__(self, weight: nn.Parameter, tokens: int, world: World, wire: Wire) -> None:
+    def __init__(self, weight: nn.Parameter, tokens: int, world: World, wire: Compressor) -> None:
         self._weight = weight
         self._world = world
         self._wire = wire
@@ -178,7 +178,7 @@ class TiedHead:
             await_work(work, self._world.release)
 
 
-def take_over(model: nn.Module, tokens: int | None, world: World, wire: Wire) -> TiedHead | None:
+def take_over(model: nn.Module, tokens: int | None, world: World, wire: Compressor) -> TiedHead | None:
     """DDP is told to leave the weight to us: it would wait for the embedding's part of its gradient."""
     if tokens is None or not isinstance(model, HasTiedHead):
         return None
@@ -205,7 +205,7 @@ class _WithDDP:
     """What both DDP variants share: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
-    inside: Inside = GLOO
+    inside: InsideChoice = GLOO
     extra_bytes = 0
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -216,12 +216,12 @@ class _WithDDP:
         del self.module
 
 
-class HookedDDP(_WithDDP, WithWire):
+class HookedDDP(_WithDDP, CompressorState):
     def __init__(
         self,
         model: nn.Module,
         world: World,
-        wire: Wire,
+        wire: Compressor,
         bucket_mb: float,
         timed: bool = True,
         tied: TiedHead | None = None,
@@ -263,14 +263,14 @@ class HookedDDP(_WithDDP, WithWire):
         if self._tied is not None:
             give_back(self.module.module)
         super().close()
-        if isinstance(self._wire, SharedWire):
+        if isinstance(self._wire, SharedCompressor):
             self._wire.close()
 
 
 class _Reduce:
     """What DDP's reducer calls: the wire, and when each bucket of this step was under way."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Compressor) -> None:
         self.wire = wire
         self.spans: list[list[float]] = []
 
@@ -290,7 +290,7 @@ def _reduce_timed(state: _Reduce, bucket: GradBucket) -> Future[Tensor]:
     return _reduce(state, bucket).then(note_end)
 
 
-class StockDDP(_WithDDP, Stateless):
+class StockDDP(_WithDDP, NoState):
     """Plain DDP, timed from outside: how long backward waited for it, but not how long its all-reduces took.
 
     Only a communication hook sees those, and a hook replaces the C++ path that makes this DDP the stock one.
@@ -323,11 +323,11 @@ class StockDDP(_WithDDP, Stateless):
 # Gradients without overlap: backward, barrier, all-reduce, each timed alone. Slower, and clear.
 
 
-class BarrierSync(WithWire):
-    inside: Inside = GLOO
+class BarrierSync(CompressorState):
+    inside: InsideChoice = GLOO
     extra_bytes = 0
 
-    def __init__(self, model: nn.Module, world: World, wire: Wire, bucket_mb: float) -> None:
+    def __init__(self, model: nn.Module, world: World, wire: Compressor, bucket_mb: float) -> None:
         self.module = model
         self._world = world
         self._wire = wire
@@ -377,7 +377,7 @@ class GradientSync(Protocol):
     """`inside` is how ranks of one machine exchange. `extra_bytes` travel beside the gradients, counted as they are.
     `state` is what this rank alone has and a checkpoint must keep, such as what a wire format could not say yet."""
 
-    inside: Inside
+    inside: InsideChoice
     extra_bytes: int
 
     @property
@@ -390,10 +390,10 @@ class GradientSync(Protocol):
     def close(self) -> None: ...
 
 
-class Alone(Stateless):
+class NoExchange(NoState):
     """DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
 
-    inside: Inside = GLOO
+    inside: InsideChoice = GLOO
     extra_bytes = 0
 
     def __init__(self, model: nn.Module, own_tokens: int | None = None, allreduce_s: float | None = None) -> None:
@@ -421,7 +421,7 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World, token
         return StockDDP(model, world)
     bucket_mb = config.bucket_mb or bucket_mb_for(sum(parameter.nbytes for parameter in model.parameters()))
     if world.size == 1 and config.wire == "fp32" and config.measure != "barrier":
-        return Alone(model, allreduce_s=0.0 if config.measure == "hook" else None)
+        return NoExchange(model, allreduce_s=0.0 if config.measure == "hook" else None)
     inside, found = open_inside(config, model, world, bucket_mb)
     if isinstance(found, SharedDDP):
         return found

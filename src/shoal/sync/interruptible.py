@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.futures import Future
 
-from shoal.sync.fence import Over
+from shoal.sync.fence import GenerationEnded
 
 T = TypeVar("T")
 
 
-class Release:
+class GroupInterrupt:
     """Frees whoever waits in a generation that is over. The same object for all generations of a process."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Release:
             future.set_result(_over())
 
     def check(self) -> None:
-        """Raises `Over` when the generation is."""
+        """Raises `GenerationEnded` when the generation is."""
         with self._lock:
             is_over = self._is_over
         if is_over:
@@ -80,8 +80,8 @@ class Release:
             own.set_result(error)
 
 
-def await_work(work: dist.Work | None, release: Release | None) -> None:
-    """Raises what the exchange raised, or `Over`."""
+def await_work(work: dist.Work | None, release: GroupInterrupt | None) -> None:
+    """Raises what the exchange raised, or `GenerationEnded`."""
     if work is None:
         return
     if release is not None and not work.is_completed():
@@ -89,8 +89,8 @@ def await_work(work: dist.Work | None, release: Release | None) -> None:
     work.wait()
 
 
-def _over() -> Over:
-    return Over("its generation was over before an exchange was")
+def _over() -> GenerationEnded:
+    return GenerationEnded("its generation was over before an exchange was")
 
 
 def _unwrap(done: Future[Any]) -> Any:

@@ -15,30 +15,30 @@ from shoal.control.membership.types import Ballot
 from shoal.control.rank_messages import (
     LENGTH,
     MOST_BYTES,
-    Broken,
-    Committed,
-    Enter,
-    Finished,
-    Formed,
-    GiveUp,
-    Halt,
-    Halted,
-    Here,
-    Leased,
+    AbandonCommits,
+    EnterGeneration,
+    GenerationBroken,
+    GroupFormed,
+    LeaseRenewed,
+    LeaveGeneration,
+    LeftGeneration,
+    RankReady,
+    StepCommitted,
     ToAgent,
     ToRank,
+    TrainingFinished,
     read_to_rank,
     to_frame,
 )
 from shoal.errors import ControlError, Interrupted, RunFailed
 from shoal.sync.fence import GenerationFence
-from shoal.sync.interruptible import Connections, Release
+from shoal.sync.interruptible import Connections, GroupInterrupt
 
 # SECTION sync/membership/line
 # A rank's connection to its agent about membership: framed messages, the socket inherited.
 
 
-class AgentLine:
+class AgentConnection:
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._sending = threading.Lock()
@@ -78,26 +78,26 @@ _AGAIN_S = 0.05
 _PAUSED_AFTER_S = 4.0
 
 
-class Member:
+class MembershipClient:
     """`fence` is what the training asks. A thread of its own listens to the agent, so that a rank that is stuck in an
     exchange, or computes for seconds, still frees itself and answers at once."""
 
     def __init__(
         self,
-        line: AgentLine,
+        line: AgentConnection,
         wants_stop: Callable[[], bool] = lambda: False,
         note_fault: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.fence = GenerationFence()
-        self.release = Release()
+        self.release = GroupInterrupt()
         self._wants_stop = wants_stop
         self._note_fault = note_fault
         self._line = line
         self._connections = Connections()
         self._changed = threading.Condition()
         self._is_waiting = False
-        self._next: Enter | None = None
-        self._given_up: list[GiveUp] = []
+        self._next: EnterGeneration | None = None
+        self._given_up: list[AbandonCommits] = []
         self._halted = queue.SimpleQueue[Ballot]()
         # Both now: a rank that has run out of memory can start none, and has to leave its generation all the same.
         threading.Thread(target=self._keep_shut, name="halted", daemon=True).start()
@@ -106,9 +106,9 @@ class Member:
     # The training's side.
 
     def here(self, committed: int) -> None:
-        self._say(Here(committed=committed))
+        self._say(RankReady(committed=committed))
 
-    def await_enter(self) -> Enter:
+    def await_enter(self) -> EnterGeneration:
         """As long as it takes: a minority waits here with its state until others are back, and ends with its agent, or
         when somebody asks it to."""
         began = time.monotonic()
@@ -129,28 +129,28 @@ class Member:
         return self.fence.is_over or self._next is not None
 
     def formed(self, generation: Ballot, copied_s: float) -> None:
-        self._say(Formed(generation=generation, copied_s=copied_s))
+        self._say(GroupFormed(generation=generation, copied_s=copied_s))
 
     def committed(self, step: int) -> None:
         self.fence.committed(step)
-        self._say(Committed(step=step))
+        self._say(StepCommitted(step=step))
 
     def broken(self, generation: Ballot, why: str) -> None:
-        self._say(Broken(generation=generation, why=why[:_MOST_WORDS]))
+        self._say(GenerationBroken(generation=generation, why=why[:_MOST_WORDS]))
 
     def halted(self, generation: Ballot) -> None:
         """Of our own accord, at the end of a step."""
-        self._say(Halted(generation=generation, state=self.fence.end(generation)))
+        self._say(LeftGeneration(generation=generation, state=self.fence.end(generation)))
         self._let_go()
 
     def finished(self) -> None:
-        self._say(Finished())
+        self._say(TrainingFinished())
 
-    def given_up(self) -> list[GiveUp]:
+    def given_up(self) -> list[AbandonCommits]:
         with self._changed:
             return list(self._given_up)
 
-    def forget_given_up(self, written: Collection[GiveUp]) -> None:
+    def forget_given_up(self, written: Collection[AbandonCommits]) -> None:
         """They are in every ledger that has something of them; not before, since this generation may break, too."""
         with self._changed:
             self._given_up = [each for each in self._given_up if each not in written]
@@ -173,17 +173,17 @@ class Member:
 
     def _take(self, message: ToRank) -> None:
         match message:
-            case Leased():
+            case LeaseRenewed():
                 self.fence.lease(message.generation, message.at_s)
-            case Halt(at_edge=True):
+            case LeaveGeneration(at_edge=True):
                 self.fence.ask_for_edge(message.generation)
-            case Halt():
+            case LeaveGeneration():
                 self._halt(message.generation)
-            case Enter():
+            case EnterGeneration():
                 with self._changed:
                     self._next = message
                     self._changed.notify_all()
-            case GiveUp():
+            case AbandonCommits():
                 with self._changed:
                     self._given_up.append(message)
 
@@ -194,7 +194,7 @@ class Member:
                 self._next = None
         state = self.fence.end(generation)
         self._let_go()
-        self._say(Halted(generation=generation, state=state))
+        self._say(LeftGeneration(generation=generation, state=state))
         self._halted.put(generation)
 
     def _keep_shut(self) -> None:

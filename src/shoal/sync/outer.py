@@ -27,7 +27,7 @@ from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
 from shoal.errors import RunFailed
 from shoal.sync.compression import make_wire
-from shoal.sync.compression.base import Bucket, Wire
+from shoal.sync.compression.base import Bucket, Compressor
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World, barrier, beside
 
@@ -44,20 +44,20 @@ class NotFinite(RunFailed):
 
 
 @dataclass(frozen=True)
-class Descent:
+class OuterStep:
     """How far an outer step goes along the outer gradient. One all the way, without momentum, is the plain average."""
 
     lr: float = 1.0
     momentum: float = 0.0
 
 
-AVERAGE = Descent()
+AVERAGE = OuterStep()
 
 
-class Piece:
+class OuterShard:
     """Some parameters that travel together. Beside the model it holds one copy of them, and with momentum another."""
 
-    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], descent: Descent) -> None:
+    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], descent: OuterStep) -> None:
         self.index = index
         self._own = dict(parameters)
         self._common = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -79,7 +79,7 @@ class Piece:
             torch.sub(common, own, out=part).mul_(weight)
         return flat
 
-    def descend(self, gap: Tensor, descent: Descent) -> None:
+    def descend(self, gap: Tensor, descent: OuterStep) -> None:
         """`gap` is used up."""
         _refuse_nonfinite(gap)
         self._descend(list(self._parts(gap)), descent)
@@ -91,11 +91,11 @@ class Piece:
         for own, part in zip(self._own.values(), self._parts(gap), strict=True):
             own.copy_(part)
 
-    def descend_by_own(self, descent: Descent) -> None:
+    def descend_by_own(self, descent: OuterStep) -> None:
         self._descend([own.detach() for own in self._own.values()], descent)
 
     @torch.no_grad()
-    def _descend(self, gaps: list[Tensor], descent: Descent) -> None:
+    def _descend(self, gaps: list[Tensor], descent: OuterStep) -> None:
         for (name, common), part in zip(self._common.items(), gaps, strict=True):
             if descent.momentum:
                 momentum = self._momentum[name].mul_(descent.momentum).add_(part)
@@ -149,16 +149,16 @@ def _refuse_nonfinite(gap: Tensor) -> None:
 _WINDOW = 2
 
 
-class Flight:
+class AsyncExchange:
     """The gap of one piece, becoming the sum over the world."""
 
-    def __init__(self, piece: Piece, future: Future[Tensor]) -> None:
+    def __init__(self, piece: OuterShard, future: Future[Tensor]) -> None:
         self.piece = piece
         self.span = [time.perf_counter(), 0.0]
         self._future = future.then(self._note_end)
 
     @classmethod
-    def over(cls, piece: Piece, gap: Tensor) -> Flight:
+    def over(cls, piece: OuterShard, gap: Tensor) -> AsyncExchange:
         """One that landed before the training was interrupted."""
         done: Future[Tensor] = Future()
         done.set_result(gap)
@@ -172,10 +172,10 @@ class Flight:
         return done.value()
 
 
-class Exchange:
+class OuterExchange:
     """Sends pieces and books the time: how long this rank was blocked, and how much of that because a peer was late."""
 
-    def __init__(self, world: World, wire: Wire, weight: float, timed: bool = True) -> None:
+    def __init__(self, world: World, wire: Compressor, weight: float, timed: bool = True) -> None:
         self.wire = wire
         self._world = world
         self._weight = weight
@@ -184,27 +184,27 @@ class Exchange:
         self._wait_s = 0.0
         self._spans: list[list[float]] = []
 
-    def begin(self, pieces: Sequence[Piece]) -> Iterator[Flight]:
+    def begin(self, pieces: Sequence[OuterShard]) -> Iterator[AsyncExchange]:
         """One by one, as they are asked for: the gap of a piece is made when it is sent."""
         for piece in pieces:
             bucket = Bucket(piece.index, piece.gap(self._weight), piece.parameters, is_last=piece is pieces[-1])
-            yield Flight(piece, self.wire(bucket))
+            yield AsyncExchange(piece, self.wire(bucket))
 
-    def land(self, flight: Flight) -> Tensor:
+    def land(self, flight: AsyncExchange) -> Tensor:
         began = time.perf_counter()
         gap = flight.land()
         self._blocked_s += time.perf_counter() - began
         self._spans.append(flight.span)
         return gap
 
-    def everything(self, pieces: Sequence[Piece], descent: Descent) -> None:
+    def everything(self, pieces: Sequence[OuterShard], descent: OuterStep) -> None:
         """All pieces now, everybody waiting: a few under way at a time, so that their gaps need little memory.
 
         Nothing that is common changes before all sums are here: a peer that leaves in the middle leaves no replica
         between two rounds. The sums wait in place of the replica's own parameters, which they replace anyway.
         """
         self._meet()
-        flights: deque[Flight] = deque()
+        flights: deque[AsyncExchange] = deque()
         for flight in self.begin(pieces):
             flights.append(flight)
             if len(flights) > _WINDOW:
@@ -235,7 +235,7 @@ class Exchange:
         self._wait_s += waited_s
         self._blocked_s += waited_s
 
-    def _put_by(self, flight: Flight) -> None:
+    def _put_by(self, flight: AsyncExchange) -> None:
         flight.piece.put_by(self.land(flight))
 
 
@@ -245,7 +245,7 @@ LAG_STEPS = 8
 _NOTHING = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
 
 
-class Outer(Protocol):
+class OuterSync(Protocol):
     """`round_steps`: steps from one exchange of all parameters to the next. `lag_steps`: how far ranks may drift
     apart. `drifts`: replicas go their own ways between exchanges, so that a checkpoint needs a part of every rank;
     `apart`: they have other parameters just now; `in_rounds`: a step is done when its round is."""
@@ -322,14 +322,14 @@ class EveryStep:
         pass
 
 
-class Parted(ABC):
+class LocalSteps(ABC):
     """What all ways have in common in which replicas part and meet again."""
 
     drifts = True
     in_rounds = False
     lag_steps = LAG_STEPS
 
-    def __init__(self, pieces: Sequence[Piece], exchange: Exchange, every: int, descent: Descent) -> None:
+    def __init__(self, pieces: Sequence[OuterShard], exchange: OuterExchange, every: int, descent: OuterStep) -> None:
         self.round_steps = every
         self._pieces = pieces
         self._exchange = exchange
@@ -372,7 +372,7 @@ class Parted(ABC):
         self._exchange.wire.load_state(state)
 
 
-class Rounds(Parted):
+class DiLoCo(LocalSteps):
     """LocalSGD and DiLoCo: everything at once at the end of each round.
 
     A training that ends inside a round ends with the plain average: momentum belongs to whole rounds, and would carry
@@ -382,7 +382,7 @@ class Rounds(Parted):
     flying = 0
     in_rounds = True
 
-    def __init__(self, pieces: Sequence[Piece], exchange: Exchange, every: int, descent: Descent) -> None:
+    def __init__(self, pieces: Sequence[OuterShard], exchange: OuterExchange, every: int, descent: OuterStep) -> None:
         super().__init__(pieces, exchange, every, descent)
         self._common_step = 0
 
@@ -458,14 +458,19 @@ def _block(name: str) -> str:
 MIX = 0.5
 
 
-class Streaming(Parted):
+class Streaming(LocalSteps):
     def __init__(
-        self, fragments: Sequence[Sequence[Piece]], exchange: Exchange, every: int, overlap: int, descent: Descent
+        self,
+        fragments: Sequence[Sequence[OuterShard]],
+        exchange: OuterExchange,
+        every: int,
+        overlap: int,
+        descent: OuterStep,
     ) -> None:
         super().__init__([piece for fragment in fragments for piece in fragment], exchange, every, descent)
         self._fragments = fragments
         self._overlap = overlap
-        self._flying: dict[int, list[Flight]] = {}
+        self._flying: dict[int, list[AsyncExchange]] = {}
         self._is_ending = False
 
     def after(self, step: int, last: bool) -> CommTimes:
@@ -492,7 +497,7 @@ class Streaming(Parted):
     def rewind(self, common_step: int, flying: int) -> None:
         super().rewind(common_step, flying)
         self._flying = {
-            index: [Flight.over(piece, piece.gap(0.0)) for piece in fragment]
+            index: [AsyncExchange.over(piece, piece.gap(0.0)) for piece in fragment]
             for index, fragment in enumerate(self._fragments)
             if flying >> index & 1
         }
@@ -532,11 +537,11 @@ class Streaming(Parted):
 # How replicas agree on parameters now and then, from the configuration.
 
 
-def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float) -> Outer:
+def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float) -> OuterSync:
     """`weight` is this rank's part of the tokens of a round. An average over one rank is that rank: plain training."""
     if not config.is_outer or (config.mode == "local" and world.size == 1):
         return EveryStep()
-    descent = AVERAGE if config.mode == "local" else Descent(config.outer_lr, config.outer_momentum)
+    descent = AVERAGE if config.mode == "local" else OuterStep(config.outer_lr, config.outer_momentum)
     parameters = dict(model.named_parameters())
     if config.mode == "streaming":
         cut = cut_blocks([(name, parameter.numel()) for name, parameter in parameters.items()], config.fragments)
@@ -545,22 +550,22 @@ def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float
         exchange = _exchange(config, world, weight, parameters)
         return Streaming(fragments, exchange, config.round_steps, config.overlap_steps, descent)
     [pieces] = _pieces(config, parameters, [list(parameters)], descent)
-    return Rounds(pieces, _exchange(config, world, weight, parameters), config.round_steps, descent)
+    return DiLoCo(pieces, _exchange(config, world, weight, parameters), config.round_steps, descent)
 
 
-def _exchange(config: SyncConfig, world: World, weight: float, parameters: dict[str, nn.Parameter]) -> Exchange:
-    return Exchange(world, make_wire(config.wire, world, parameters), weight, timed=config.measure != "off")
+def _exchange(config: SyncConfig, world: World, weight: float, parameters: dict[str, nn.Parameter]) -> OuterExchange:
+    return OuterExchange(world, make_wire(config.wire, world, parameters), weight, timed=config.measure != "off")
 
 
 def _pieces(
-    config: SyncConfig, parameters: dict[str, nn.Parameter], cut: Sequence[Sequence[str]], descent: Descent
-) -> list[list[Piece]]:
+    config: SyncConfig, parameters: dict[str, nn.Parameter], cut: Sequence[Sequence[str]], descent: OuterStep
+) -> list[list[OuterShard]]:
     model_bytes = sum(parameter.nbytes for parameter in parameters.values())
     piece_bytes = int((config.bucket_mb or bucket_mb_for(model_bytes)) * 2**20)
     number = count()
 
-    def pieces_of(names: Sequence[str]) -> Iterator[Piece]:
+    def pieces_of(names: Sequence[str]) -> Iterator[OuterShard]:
         for chosen in cut_pieces([(name, parameters[name].nbytes) for name in names], piece_bytes):
-            yield Piece(next(number), {name: parameters[name] for name in chosen}, descent)
+            yield OuterShard(next(number), {name: parameters[name] for name in chosen}, descent)
 
     return [list(pieces_of(names)) for names in cut]

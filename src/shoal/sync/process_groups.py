@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 
 from shoal.control.channel import is_same
 from shoal.errors import ForeignConnection, RunFailed, ShoalError
-from shoal.sync.interruptible import Release, accepted_and_opened, count_accepted, listeners, shut_doors
+from shoal.sync.interruptible import GroupInterrupt, accepted_and_opened, count_accepted, listeners, shut_doors
 from shoal.sync.kv_store_client import AgentStore
 
 G = TypeVar("G")
@@ -59,7 +59,7 @@ def warn_in_log(error: ShoalError) -> None:
 
 
 @dataclass(frozen=True)
-class Forming:
+class GroupForming:
     """One rank's part in forming one group. All fields but `rank` are the same on every rank."""
 
     # Holds the keys of this group alone.
@@ -75,7 +75,7 @@ class Forming:
     connect_s: float
     # What messages call the ranks of this group; empty: by their place in it.
     names: tuple[str, ...] = ()
-    release: Release | None = None
+    release: GroupInterrupt | None = None
     warn: Warn = warn_in_log
     attempts: int = _ATTEMPTS
     # Ranks that are no members follow the attempts.
@@ -83,7 +83,7 @@ class Forming:
 
 
 @dataclass(frozen=True)
-class Report:
+class FormingReport:
     """What one rank saw of an attempt that failed."""
 
     # Peers whose digest did not come although all ranks were connected, or was wrong.
@@ -97,7 +97,7 @@ class Report:
     opened: tuple[str, ...] = ()
 
 
-def form_proven(forming: Forming, make: Callable[[int], G], drop: Callable[[list[G]], None]) -> G:
+def form_proven(forming: GroupForming, make: Callable[[int], G], drop: Callable[[list[G]], None]) -> G:
     """Returns the group of the first attempt in which every pair of ranks proved itself on both sides.
 
     `make(attempt)` forms the group, under store keys that depend on the attempt; `drop` ends what is in its list, and
@@ -134,8 +134,8 @@ def form_proven(forming: Forming, make: Callable[[int], G], drop: Callable[[list
 
 
 def _attempt(
-    forming: Forming, keys: dist.Store, attempt: int, make: Callable[[int], G], held: list[G]
-) -> tuple[Exception | None, Report | None]:
+    forming: GroupForming, keys: dist.Store, attempt: int, make: Callable[[int], G], held: list[G]
+) -> tuple[Exception | None, FormingReport | None]:
     """gloo's error on this rank, and what this rank saw if the attempt failed on any; puts the group into `held`."""
     error: Exception | None = None
     unproven: tuple[int, ...] | None = None
@@ -150,7 +150,7 @@ def _attempt(
     if _is_proven(forming, keys, is_ok=error is None and unproven is None):
         return None, None
     accepted, opened = accepted_and_opened()
-    return error, Report(
+    return error, FormingReport(
         unproven=unproven or (),
         error=str(error).strip().split("\n")[0] if error else "",
         timed_out=error is not None and took_s > 0.9 * _GLOO_WAITS_TIMES * forming.connect_s,
@@ -159,7 +159,7 @@ def _attempt(
     )
 
 
-def _is_proven(forming: Forming, keys: dist.Store, is_ok: bool) -> bool:
+def _is_proven(forming: GroupForming, keys: dist.Store, is_ok: bool) -> bool:
     """Whether every member is. A member knows it from the confirmations of all others; a rank that only follows reads
     it from the store. One member that fails is enough: the others look at the store while they wait."""
     if forming.rank is None:
@@ -172,7 +172,7 @@ def _is_proven(forming: Forming, keys: dist.Store, is_ok: bool) -> bool:
     return is_ok
 
 
-def _longest_s(forming: Forming) -> float:
+def _longest_s(forming: GroupForming) -> float:
     return _GLOO_WAITS_TIMES * forming.connect_s + _PROOF_S + _SLACK_S
 
 
@@ -204,7 +204,7 @@ def _connections() -> int:
     return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
 
 
-def _prove(group: Any, forming: Forming, keys: dist.Store, attempt: int) -> tuple[int, ...] | None:
+def _prove(group: Any, forming: GroupForming, keys: dist.Store, attempt: int) -> tuple[int, ...] | None:
     """Exchanges digests with every peer, and then confirmations that all digests were right. None: every rank of the
     group has proved itself to every other. Otherwise the peers whose digest is missing or wrong, or none of them where
     only another rank has failed.
@@ -248,7 +248,7 @@ class _ProofWait:
     """How long a rank waits for digests. `is_own`: this rank stopped because its own time was up, and not because
     another rank failed."""
 
-    def __init__(self, forming: Forming, keys: dist.Store) -> None:
+    def __init__(self, forming: GroupForming, keys: dist.Store) -> None:
         self._forming = forming
         self._keys = keys
         self._began = time.monotonic()
@@ -292,7 +292,9 @@ class _ProofWait:
 # After a failure.
 
 
-def _exchange_reports(forming: Forming, keys: dist.Store, own: Report, error: Exception | None) -> list[Report]:
+def _exchange_reports(
+    forming: GroupForming, keys: dist.Store, own: FormingReport, error: Exception | None
+) -> list[FormingReport]:
     """By rank. Raises this rank's own error, if it has one, where a rank does not report: that rank is gone."""
     names = [f"report/{rank}" for rank in range(forming.size)]
     if forming.rank is not None:
@@ -304,13 +306,13 @@ def _exchange_reports(forming: Forming, keys: dist.Store, own: Report, error: Ex
     return [_read_report(json.loads(keys.get(name))) for name in names]
 
 
-def _read_report(fields: dict[str, Any]) -> Report:
+def _read_report(fields: dict[str, Any]) -> FormingReport:
     for name in ("unproven", "accepted", "opened"):
         fields[name] = tuple(fields[name])
-    return Report(**fields)
+    return FormingReport(**fields)
 
 
-def foreign_ends(reports: list[Report]) -> list[str]:
+def foreign_ends(reports: list[FormingReport]) -> list[str]:
     """Remote ends of accepted connections that no rank of the group opened. None where gloo raised an error on a rank:
     its connections are closed by then, and would be missing among those that were opened."""
     if any(report.error for report in reports):
@@ -319,7 +321,7 @@ def foreign_ends(reports: list[Report]) -> list[str]:
     return sorted({end for report in reports for end in report.accepted} - opened)
 
 
-def explain(forming: Forming, reports: list[Report]) -> ForeignConnection:
+def explain(forming: GroupForming, reports: list[FormingReport]) -> ForeignConnection:
     """One attempt that failed, as a warning."""
     foreign = foreign_ends(reports)
     pairs = {(min(rank, peer), max(rank, peer)) for rank, report in enumerate(reports) for peer in report.unproven}
@@ -360,24 +362,24 @@ def _find_it(foreign: list[str]) -> str:
     return f"{look}; keep other machines out by a firewall or WireGuard: docs/security.md"
 
 
-def _is_unreachable(reports: list[Report]) -> bool:
+def _is_unreachable(reports: list[FormingReport]) -> bool:
     """No connection came about within gloo's whole timeout, and nothing foreign was seen: new ports do not help."""
     return any(report.timed_out for report in reports) and not any(report.unproven for report in reports)
 
 
-def _first_error(reports: list[Report]) -> str:
+def _first_error(reports: list[FormingReport]) -> str:
     """Its first sentence: gloo adds advice that is not about this."""
     return next((report.error.split(". ")[0] for report in reports if report.error), "it was closed")
 
 
-def _name(forming: Forming, rank: int) -> str:
+def _name(forming: GroupForming, rank: int) -> str:
     return forming.names[rank] if forming.names else f"rank {rank}"
 
 
 # What callers use.
 
 
-def form_main_group(forming: Forming, timeout_s: float) -> dist.ProcessGroup:
+def form_main_group(forming: GroupForming, timeout_s: float) -> dist.ProcessGroup:
     """torch's default group, over gloo."""
 
     def make(attempt: int) -> dist.ProcessGroup:
@@ -397,7 +399,7 @@ def form_main_group(forming: Forming, timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def form_second_group(forming: Forming, ranks: list[int] | None, timeout_s: float) -> dist.ProcessGroup:
+def form_second_group(forming: GroupForming, ranks: list[int] | None, timeout_s: float) -> dist.ProcessGroup:
     """A further group of ranks of the default group. Every rank of that group must call it, members or not: torch
     counts its groups, and writes the number into their keys."""
 
@@ -416,7 +418,7 @@ def form_second_group(forming: Forming, ranks: list[int] | None, timeout_s: floa
     return group
 
 
-def form_nccl_group(forming: Forming, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+def form_nccl_group(forming: GroupForming, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
     """torch's default group, over NCCL. Its connections are not proved: NCCL has its own bootstrap, and no such race is
     known of it."""
     dist.init_process_group(
@@ -437,7 +439,7 @@ def form_second_nccl_group(ranks: list[int], timeout_s: float) -> dist.ProcessGr
     return group
 
 
-def form_bare_group(forming: Forming) -> Any:
+def form_bare_group(forming: GroupForming) -> Any:
     """gloo itself without a place in torch's list of groups, for a try."""
 
     def make(attempt: int) -> Any:

@@ -83,7 +83,7 @@ _LOOKS = 10
 
 
 @dataclass(frozen=True)
-class Vitals:
+class HostStats:
     """`starved`: the part of the time for which the rank's thread wanted a processor and had none. `best_bps`: what the
     best of its connections carried at least. The slowest and the lossiest of the peers it sends to, each with its
     address; 0 where there is nothing to say. Addresses are IPv4's, as numbers."""
@@ -117,7 +117,7 @@ class _Sent(NamedTuple):
         return _Sent(*(ours - theirs for ours, theirs in zip(self, other, strict=True)))
 
 
-class Kernel:
+class KernelCounters:
     """Asked by the thread that trains: it is this one's waiting that counts."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Kernel:
         self._address = 0
         self.look()
 
-    def look(self) -> Vitals:
+    def look(self) -> HostStats:
         """Since the last look."""
         delay_s, at = _run_delay_s(), time.perf_counter()
         starved = (delay_s - self._delay_s) / (at - self._at) if at > self._at else 0.0
@@ -137,7 +137,7 @@ class Kernel:
         best_bps = max((_bps(sent.acked, sent.busy_us) for sent in news.values()), default=0.0)
         slow_peer, slow_bps = _slowest(news)
         lossy_peer, resent = _lossiest(self._last)
-        return Vitals(
+        return HostStats(
             starved=min(max(starved, 0.0), 1.0),
             address=self._address,
             best_bps=best_bps,
@@ -215,15 +215,15 @@ _VITALS_EVERY = 5
 
 
 @dataclass(frozen=True)
-class Told:
+class RankStats:
     """One rank's figures. `ready_s`: from when all were together to the end of its own work."""
 
     ready_s: float
-    vitals: Vitals
+    vitals: HostStats
 
 
 @dataclass(frozen=True)
-class Shared:
+class StepStats:
     """What all ranks know of a step once it is over; the same on every rank but for `wait_s`. `edge`: somebody was
     told that all are to stop together after a step. `told` is by rank."""
 
@@ -231,11 +231,11 @@ class Shared:
     stop: bool
     wait_s: float
     edge: bool
-    told: tuple[Told, ...]
+    told: tuple[RankStats, ...]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingGather:
     """One step's numbers on their way."""
 
     mine: Tensor
@@ -243,20 +243,20 @@ class _Asked:
     work: dist.Work
     ready_s: float
 
-    def read(self, world: World) -> Shared:
+    def read(self, world: World) -> StepStats:
         await_work(self.work, world.release)
         matrix = torch.stack(self.rows).cpu()
         loss_sum, ready_s, stop, edge = matrix[:, :4].unbind(dim=1)
-        return Shared(
+        return StepStats(
             loss_sum=float(loss_sum.sum()),
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
             edge=bool(edge.any()),
-            told=tuple(Told(ready, Vitals(*vitals)) for _, ready, _, _, *vitals in matrix.tolist()),
+            told=tuple(RankStats(ready, HostStats(*vitals)) for _, ready, _, _, *vitals in matrix.tolist()),
         )
 
 
-class StepExchange:
+class StepGather:
     """`begin` when backward has ended, `finish` when the optimizer has.
 
     How long this rank waited for the slowest follows from everybody's time since the end of the last all-reduce, when
@@ -270,10 +270,10 @@ class StepExchange:
     def __init__(self, world: World, lag: int = 0) -> None:
         self._world = world
         self._lag = lag
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[_PendingGather] = deque()
         self._together_at = time.perf_counter()
-        self._kernel = Kernel()
-        self._vitals = Vitals()
+        self._kernel = KernelCounters()
+        self._vitals = HostStats()
         self._begun = 0
         self._waited_s = 0.0
         self.late_s = 0.0
@@ -289,9 +289,9 @@ class StepExchange:
         rows = [torch.zeros_like(mine) for _ in range(self._world.size)]
         work = dist.all_gather(rows, mine, group=self._world.group, async_op=True)
         assert work is not None  # noqa: S101 - only a rank outside the group gets None
-        self._asked.append(_Asked(mine, rows, work, ready_s))
+        self._asked.append(_PendingGather(mine, rows, work, ready_s))
 
-    def finish(self) -> list[Shared]:
+    def finish(self) -> list[StepStats]:
         """One step's, in order; none in the first steps of a lagging exchange."""
         began = time.perf_counter()
         found = self._finish()
@@ -300,7 +300,7 @@ class StepExchange:
         self.late_s = self._waited_s if self._lag else 0.0
         return found
 
-    def _finish(self) -> list[Shared]:
+    def _finish(self) -> list[StepStats]:
         if not self._lag:
             return self.drain()
         if len(self._asked) <= self._lag:
@@ -316,11 +316,11 @@ class StepExchange:
         """This rank's own sums of the steps of which nothing is known yet."""
         return [float(asked.mine[0]) for asked in self._asked]
 
-    def drain(self) -> list[Shared]:
+    def drain(self) -> list[StepStats]:
         """Everything that was asked so far; waits for everybody."""
         return self._read(len(self._asked))
 
-    def _read(self, count: int) -> list[Shared]:
+    def _read(self, count: int) -> list[StepStats]:
         """Forgotten only when it has been read: where that fails, this rank's own losses are all there is to tell."""
         found = [asked.read(self._world) for asked in islice(self._asked, count)]
         for _ in found:

@@ -17,13 +17,13 @@ from torch.distributed import distributed_c10d
 
 from shoal.control.membership.types import NEVER, Ballot, Lineage
 from shoal.control.rank_env import Placement
-from shoal.control.rank_messages import Enter
+from shoal.control.rank_messages import EnterGeneration
 from shoal.errors import RunFailed, ShoalError, UsageError
 from shoal.host.facts import interface_to, link_mbps
-from shoal.sync.interruptible import Release, await_work
+from shoal.sync.interruptible import GroupInterrupt, await_work
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.process_groups import (
-    Forming,
+    GroupForming,
     Warn,
     form_main_group,
     form_nccl_group,
@@ -69,7 +69,7 @@ class World:
     lineage: Lineage = _NO_LINEAGE
     keeps_files: bool = True
     link_mbps: int | None = None
-    release: Release | None = None
+    release: GroupInterrupt | None = None
     # Proves that a connection belongs to this world, see `sync.groups`. Empty: a further group agrees on its own.
     pair_key: bytes = field(default=b"", repr=False)
     # Receives what the user should know of groups that are formed later.
@@ -132,7 +132,7 @@ def join(
     chosen = backend or backend_for(device)
     label = f"world {placement.restarts}"
     key = b"" if placement.world_size == 1 else pair_key(base, store, label, placement.rank)
-    forming = Forming(store, placement.rank, placement.world_size, key, label, CONNECT_S, warn=warn)
+    forming = GroupForming(store, placement.rank, placement.world_size, key, label, CONNECT_S, warn=warn)
     group = form_group(forming, device, chosen, timeout_s)
     return World(
         rank=placement.rank,
@@ -180,7 +180,7 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def form_group(forming: Forming, device: torch.device, backend: str, timeout_s: float) -> dist.ProcessGroup:
+def form_group(forming: GroupForming, device: torch.device, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """torch's default group, over gloo or NCCL."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -204,7 +204,7 @@ def beside(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -
     return replace(world, rank=world.rank if rank is None else rank, size=len(members), group=group)
 
 
-def _forming_beside(world: World, members: list[int], rank: int | None, timeout_s: float) -> Forming:
+def _forming_beside(world: World, members: list[int], rank: int | None, timeout_s: float) -> GroupForming:
     """Ranks come to a second group whenever they have done what is before it, so they wait for each other first."""
     label = f"group {distributed_c10d._world.group_count}"
     store = dist.PrefixStore(label, distributed_c10d._get_default_store())
@@ -213,7 +213,7 @@ def _forming_beside(world: World, members: list[int], rank: int | None, timeout_
         meet(store, world.rank, world.size, timeout_s)
         key = world.pair_key or pair_key(world.store, store, label, world.rank)
     names = tuple(world.names[member] for member in members)
-    return Forming(
+    return GroupForming(
         store=store,
         rank=rank,
         size=len(members),
@@ -408,19 +408,19 @@ _SIGNS_OF_A_LOST_PEER = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RankIdentity:
     """What stays the same for a rank, whatever generation it is in."""
 
     node: str
     device: torch.device
     interface: str | None
     link_mbps: int | None
-    release: Release
+    release: GroupInterrupt
     # Receives what the user should know of a group that was formed.
     warn: Warn = warn_in_log
 
 
-def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s: float) -> World:
+def form(enter: EnterGeneration, store: dist.Store, place: RankIdentity, meet_s: float, timeout_s: float) -> World:
     """Raises what torch or the store raises when somebody does not come."""
     base = store if enter.size > 1 else dist.HashStore()
     keys = dist.PrefixStore(enter.prefix, base)
@@ -433,7 +433,9 @@ def form(enter: Enter, store: dist.Store, place: Place, meet_s: float, timeout_s
     )
     # A launch that cannot form its first group tells so soon; a training that runs holds out longer.
     attempts = _FIRST_ATTEMPTS if enter.first else _LATER_ATTEMPTS
-    forming = Forming(keys, enter.rank, enter.size, key, label, _CONNECT_S, names, place.release, place.warn, attempts)
+    forming = GroupForming(
+        keys, enter.rank, enter.size, key, label, _CONNECT_S, names, place.release, place.warn, attempts
+    )
     group = form_group(forming, place.device, backend, timeout_s)
     return World(
         rank=enter.rank,

@@ -19,11 +19,11 @@ from shoal.config.sync_choice import ChosenMode, SyncChoice, WireName, choice_in
 from shoal.cost.select_sync import (
     WARM_UP_STEPS,
     WIRES,
-    Decision,
-    Exchanged,
     FirstSteps,
-    Limits,
+    MeasuredExchange,
     RankStep,
+    SyncDecision,
+    SyncLimits,
     decide,
     is_enough,
     typical,
@@ -39,7 +39,7 @@ _PER_S = 1e9
 
 
 @dataclass(frozen=True)
-class Made:
+class PastChoice:
     """A choice of an earlier life of this run, and the step after which it was made; `said` is what this rank wrote of
     it then, if it did."""
 
@@ -48,10 +48,10 @@ class Made:
     said: Event
 
 
-class Chooser:
+class SyncChooser:
     """`asked` are the settings of the run; of other modes than `auto` there is nothing to choose."""
 
-    def __init__(self, trainer: Trainer, asked: SyncConfig, made: Made | None = None) -> None:
+    def __init__(self, trainer: Trainer, asked: SyncConfig, made: PastChoice | None = None) -> None:
         self._trainer = trainer
         self._asked = asked
         self._made = made
@@ -125,8 +125,8 @@ class Chooser:
         # Machines differ in what they have, and all must choose alike.
         threads, spare_bytes = map(min, zip(*gather(trainer.world, _resources(trainer.world)), strict=True))
         begun, shapes = trainer.config.sync.foreseen, shapes_of(trainer.model)
-        exchanged = Exchanged(begun, shapes, threads, trainer.sync.extra_bytes)
-        open_to = Limits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
+        exchanged = MeasuredExchange(begun, shapes, threads, trainer.sync.extra_bytes)
+        open_to = SyncLimits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
         decision = decide(measured, exchanged, self._asked, open_to)
         self._go_over(decision.choice)
         self._say(_describe(trainer, decision, measured, self._asked))
@@ -143,7 +143,7 @@ class Chooser:
             change_exchanges(self._trainer, sync)
 
 
-def find_made(run: RunFolder, world: World) -> Made | None:
+def find_made(run: RunFolder, world: World) -> PastChoice | None:
     """By the events of the first rank that has any of it: every rank writes the choice down."""
     mine = _last_choice(run.events(world.rank))
     choice = choice_in(mine)
@@ -153,7 +153,7 @@ def find_made(run: RunFolder, world: World) -> Made | None:
         return None
     step, chosen = found[0][0], _as_choice(found[0][1:])
     said = {name: value for name, value in mine.items() if name not in ("event", "rank", "time")}
-    return Made(chosen, step, {"why": f"{chosen}: as before", **said})
+    return PastChoice(chosen, step, {"why": f"{chosen}: as before", **said})
 
 
 def _everybodys(trainer: Trainer) -> list[RankStep]:
@@ -175,7 +175,7 @@ def _wires(world: World, inside: str) -> Sequence[str]:
     return WIRES if world.device.type == "cpu" else WIRES[:2]
 
 
-def _describe(trainer: Trainer, decision: Decision, measured: FirstSteps, asked: SyncConfig) -> dict[str, object]:
+def _describe(trainer: Trainer, decision: SyncDecision, measured: FirstSteps, asked: SyncConfig) -> dict[str, object]:
     return {
         "step": trainer.progress.step,
         **describe_exchanges(trainer),

@@ -57,7 +57,7 @@ NEVER = math.inf
 
 
 @dataclass(frozen=True)
-class Work:
+class RemainingWork:
     """What the busiest rank has still to do: so often a block's forward and backward, so many operations in all."""
 
     blocks: int
@@ -65,7 +65,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Times:
+class BlockTimes:
     """Seconds of one block's forward and backward on one micro-batch; infinite for what does not work or was not tried.
 
     `compiled_s` is in the precision that won without compiling, `compile_s` what compiling took, `tried` whether it was
@@ -91,7 +91,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ComputeChoice:
     """How the model computes, and the reason in words for the `start` event."""
 
     compiled: bool = False
@@ -99,43 +99,43 @@ class Choice:
     why: str = "as configured"
 
 
-def work_left(model: ModelConfig, micro_batch: int, micro_batches: int, steps: int) -> Work:
+def work_left(model: ModelConfig, micro_batch: int, micro_batches: int, steps: int) -> RemainingWork:
     tokens = steps * micro_batches * micro_batch * model.seq_len
-    return Work(steps * micro_batches * model.layers, flops_per_token(model) * tokens)
+    return RemainingWork(steps * micro_batches * model.layers, flops_per_token(model) * tokens)
 
 
-def settled(train: TrainConfig, is_cpu: bool, work: Work) -> Choice | None:
+def settled(train: TrainConfig, is_cpu: bool, work: RemainingWork) -> ComputeChoice | None:
     """The choice that needs no trial: all is said, there is nothing known to try, or the run is too short for one."""
-    said = Choice(train.compile == "on", "bf16" if train.precision == "bf16" else "fp32")
+    said = ComputeChoice(train.compile == "on", "bf16" if train.precision == "bf16" else "fp32")
     if not is_cpu or "auto" not in (train.compile, train.precision):
         return said
     if train.compile != "on" and train.precision != "auto" and _HOPED * work.flops / _SLOW_FLOPS < 2 * COLD_S:
-        return Choice(False, said.precision, "not compiled: the run is too short to gain from it")
+        return ComputeChoice(False, said.precision, "not compiled: the run is too short to gain from it")
     return None
 
 
-def may_pay(times: Times, work: Work) -> bool:
+def may_pay(times: BlockTimes, work: RemainingWork) -> bool:
     """Whether compiling could save more than twice what it takes, if it does here what it does at best."""
     return _HOPED * times.uncompiled_s * work.blocks > 2 * times.compile_s
 
 
-def decide(train: TrainConfig, times: Times, work: Work, is_paid: bool) -> Choice:
+def decide(train: TrainConfig, times: BlockTimes, work: RemainingWork, is_paid: bool) -> ComputeChoice:
     """`is_paid`: the trial has just compiled the block, so that using it costs nothing more."""
     takes_bf16 = train.precision == "bf16" or (train.precision == "auto" and times.favour_bf16)
     precision: Precision = "bf16" if takes_bf16 else "fp32"
     if train.compile != "auto":
-        return Choice(train.compile == "on", precision, _say_precision(train, times))
+        return ComputeChoice(train.compile == "on", precision, _say_precision(train, times))
     saved_s = (times.uncompiled_s - times.compiled_s) * work.blocks - (0.0 if is_paid else times.compile_s)
     compiled = saved_s > 0 and _gains(times)
     words = (_say_compiled(times, compiled), _say_precision(train, times))
-    return Choice(compiled, precision, "; ".join(word for word in words if word))
+    return ComputeChoice(compiled, precision, "; ".join(word for word in words if word))
 
 
-def _gains(times: Times) -> bool:
+def _gains(times: BlockTimes) -> bool:
     return times.compiled_s * _LEAST_GAIN < times.uncompiled_s
 
 
-def _say_compiled(times: Times, compiled: bool) -> str:
+def _say_compiled(times: BlockTimes, compiled: bool) -> str:
     if not times.tried:
         return "not compiled: the run is too short to gain from it, or there is no g++"
     if math.isinf(times.compiled_s):
@@ -148,7 +148,7 @@ def _say_compiled(times: Times, compiled: bool) -> str:
     return f"not compiled: a block is {gain:.2f}× as fast, but compiling takes {format_duration(times.compile_s)}"
 
 
-def _say_precision(train: TrainConfig, times: Times) -> str:
+def _say_precision(train: TrainConfig, times: BlockTimes) -> str:
     if train.precision != "auto":
         return ""
     if math.isinf(times.bf16_s):
@@ -172,7 +172,7 @@ def key(machine: str, torch_version: str, threads: int, ranks: int, model: Model
 
 _VERSION = 1
 _MOST = 64
-_NAMES = {field.name for field in fields(Times)}
+_NAMES = {field.name for field in fields(BlockTimes)}
 
 
 def trials_file() -> Path | None:
@@ -182,11 +182,11 @@ def trials_file() -> Path | None:
         return None
 
 
-def recall(file: Path | None, key: str) -> Times | None:
+def recall(file: Path | None, key: str) -> BlockTimes | None:
     return _times(_read(file).get(key))
 
 
-def remember(file: Path | None, key: str, times: Times) -> None:
+def remember(file: Path | None, key: str, times: BlockTimes) -> None:
     """The newest entries only; two ranks that write at once leave the entry of one of them."""
     if file is None:
         return
@@ -208,17 +208,17 @@ def _read(file: Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _document(times: Times) -> dict[str, float | None]:
+def _document(times: BlockTimes) -> dict[str, float | None]:
     """JSON has no infinity: what does not work has no time."""
     return {name: value if math.isfinite(value) else None for name, value in asdict(times).items()}
 
 
-def _times(entry: Any) -> Times | None:
+def _times(entry: Any) -> BlockTimes | None:
     if not isinstance(entry, dict) or entry.keys() != _NAMES:
         return None
     if not all(value is None or _is_time(value) for value in entry.values()) or entry["plain_s"] is None:
         return None
-    return Times(**{name: NEVER if value is None else float(value) for name, value in entry.items()})
+    return BlockTimes(**{name: NEVER if value is None else float(value) for name, value in entry.items()})
 
 
 def _is_time(value: Any) -> bool:
@@ -233,7 +233,7 @@ _PEAK_S = 0.02
 _COMPILE_TIMEOUT_S = 600.0
 
 
-def choose(model: GPT, config: Config, micro_batch: int, work: Work, world: World) -> Choice:
+def choose(model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World) -> ComputeChoice:
     """Settings that leave nothing open, and runs too short to gain, are answered without a trial."""
     choice = settled(config.train, world.device.type == "cpu", work)
     if choice is not None:
@@ -242,7 +242,7 @@ def choose(model: GPT, config: Config, micro_batch: int, work: Work, world: Worl
     return trial.run()
 
 
-def earlier_choice(run: RunFolder, world: World) -> Choice | None:
+def earlier_choice(run: RunFolder, world: World) -> ComputeChoice | None:
     """What the run chose when it began, by rank 0's own events: another choice would round otherwise, and a resumed run
     would not be the same to the bit. None where nothing is known, or it cannot be done any more."""
     known = _last_start(run.events(0)) if world.is_main else {}
@@ -251,7 +251,7 @@ def earlier_choice(run: RunFolder, world: World) -> Choice | None:
     cannot = worst_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
     if not said or cannot:
         return None
-    return Choice(bool(compiled), "bf16" if bf16 else "fp32", "as when the run began")
+    return ComputeChoice(bool(compiled), "bf16" if bf16 else "fp32", "as when the run began")
 
 
 def _last_start(events: Path) -> Event:
@@ -262,7 +262,7 @@ def _last_start(events: Path) -> Event:
     return starts[-1] if starts else {}
 
 
-def apply(choice: Choice, model: GPT) -> None:
+def apply(choice: ComputeChoice, model: GPT) -> None:
     if choice.precision == "bf16":
         model.products = torch.bfloat16
     else:
@@ -275,7 +275,7 @@ def apply(choice: Choice, model: GPT) -> None:
 class _Trial:
     """Each rank remembers its own times; the decision is made by those of the slowest, which all ranks know."""
 
-    def __init__(self, model: GPT, config: Config, micro_batch: int, work: Work, world: World) -> None:
+    def __init__(self, model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World) -> None:
         self._train = config.train
         self._work = work
         self._world = world
@@ -284,10 +284,10 @@ class _Trial:
         threads = torch.get_num_threads()
         self._key = key(machine, str(torch.__version__), threads, world.local_size, config.model, micro_batch)
 
-    def run(self) -> Choice:
+    def run(self) -> ComputeChoice:
         file = trials_file()
         known = recall(file, self._key)
-        mine = known or Times(plain_s=self._block.seconds(torch.float32))
+        mine = known or BlockTimes(plain_s=self._block.seconds(torch.float32))
         if self._train.precision == "auto" and not self._all(mine.bf16_s < NEVER):
             mine = replace(mine, bf16_s=self._try_bf16())
         mine, is_paid = self._maybe_compile(mine)
@@ -295,7 +295,7 @@ class _Trial:
             remember(file, self._key, mine)
         return decide(self._train, self._worst(mine), self._work, is_paid)
 
-    def _maybe_compile(self, mine: Times) -> tuple[Times, bool]:
+    def _maybe_compile(self, mine: BlockTimes) -> tuple[BlockTimes, bool]:
         worst = self._worst(mine)
         wanted = self._train.compile == "auto" and may_pay(worst, self._work)
         # Where one rank was never asked before, all try: it is the slowest of them together that counts.
@@ -312,8 +312,8 @@ class _Trial:
         with_bf16, without = (matmul_gflops(kind, _PEAK_S) for kind in (torch.bfloat16, torch.float32))
         return self._block.seconds(torch.bfloat16) if with_bf16 > without else NEVER
 
-    def _worst(self, mine: Times) -> Times:
-        return Times(*worst_over_world(self._world, mine.as_list()))
+    def _worst(self, mine: BlockTimes) -> BlockTimes:
+        return BlockTimes(*worst_over_world(self._world, mine.as_list()))
 
     def _any(self, fact: bool) -> bool:
         return worst_over_world(self._world, [float(fact)])[0] > 0

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 import shoal
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch_plan import Deal, deal_anew, scaled_lr, weights_of
+from shoal.cost.batch_plan import BatchPlan, deal_anew, scaled_lr, weights_of
 from shoal.cost.model_size import parameter_count
 from shoal.data.prepare import read_facts
 from shoal.data.sampling import SHARDS, Batches, deal_for, open_tokens, window_count
@@ -29,31 +29,31 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.host.facts import cpu_name, deal_cores, physical_cores, usable_cores
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
-from shoal.sync.gradients import Alone
+from shoal.sync.gradients import NoExchange
 from shoal.sync.interruptible import await_work
 from shoal.sync.outer import EveryStep
 from shoal.sync.replicas import all_agree, copy_from
-from shoal.sync.step_stats import StepExchange, StepTimer, WholeStepTimer
+from shoal.sync.step_stats import StepGather, StepTimer, WholeStepTimer
 from shoal.sync.world import World
-from shoal.train.auto_sync import Chooser
-from shoal.train.autotune import Choice, apply, choose, earlier_choice, work_left
+from shoal.train.auto_sync import SyncChooser
+from shoal.train.autotune import ComputeChoice, apply, choose, earlier_choice, work_left
 from shoal.train.checkpoint import CheckpointFolder, Progress, digest, load_weights, weights
 from shoal.train.recorder import Recorder
-from shoal.train.resume import Newest
+from shoal.train.resume import NewestCheckpoint
 from shoal.train.resume import resume as go_on
 from shoal.train.state_transfer import mend_ledger
-from shoal.train.trainer import StopWish, Trainer, describe_exchanges, make_exchanges
+from shoal.train.trainer import StopRequest, Trainer, describe_exchanges, make_exchanges
 
 
 def build_trainer(
-    config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopWish, resume: bool
+    config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopRequest, resume: bool
 ) -> Trainer:
     trainer = make_trainer(config, run, world, recorder, stop)
-    found(trainer, Chooser(trainer, config.sync), run, resume)
+    found(trainer, SyncChooser(trainer, config.sync), run, resume)
     return trainer
 
 
-def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopWish) -> Trainer:
+def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopRequest) -> Trainer:
     """What a rank can make by itself, before it has met anybody: all but the exchanges."""
     config = config.model_copy(update={"sync": config.sync.begun})
     torch.manual_seed(config.train.seed)
@@ -63,10 +63,10 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
         world=world,
         model=model,
         optimizer=_make_optimizer(model, config.train),
-        sync=Alone(model),
+        sync=NoExchange(model),
         outer=EveryStep(),
-        exchange=StepExchange(world),
-        batches=deal_batches(config, run, world, Deal(1, (1,) * world.size)),
+        exchange=StepGather(world),
+        batches=deal_batches(config, run, world, BatchPlan(1, (1,) * world.size)),
         timer=_make_timer(config, world),
         recorder=recorder,
         stop=stop,
@@ -81,16 +81,18 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
 
 
 @dataclass(frozen=True)
-class Recovery:
+class ResumeContext:
     """What is known when a world goes back to a checkpoint. `launched`: how many ranks the launch had. `newest`: what
     this machine has; it takes long to find out."""
 
     launched: int
     is_compiled: bool
-    newest: Newest
+    newest: NewestCheckpoint
 
 
-def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, recovery: Recovery | None = None) -> None:
+def found(
+    trainer: Trainer, chooser: SyncChooser, run: RunFolder, resume: bool, recovery: ResumeContext | None = None
+) -> None:
     """The first world of a launch, or with `recovery` a world that goes back to a checkpoint: all ranks begin alike, or
     go on from one checkpoint.
 
@@ -107,7 +109,7 @@ def found(trainer: Trainer, chooser: Chooser, run: RunFolder, resume: bool, reco
     trainer.batches = deal_batches(config, run, world, dealt)
     trainer.largest_micro_batch = at_launch.micro_batch
     trainer.launched = launched
-    trainer.judge_laggards_anew()
+    trainer.judge_stragglers_anew()
     exchanges = make_exchanges(config, trainer.model, world, trainer.batches.shard.deal)
     trainer.sync, trainer.outer, trainer.exchange = exchanges.sync, exchanges.outer, exchanges.steps
     trainer.peak_lr = scaled_lr(config.train, launched, config.sync.accumulate)
@@ -130,7 +132,7 @@ def initialize(trainer: Trainer) -> None:
     trainer.optimizer.state.clear()
 
 
-def deal_batches(config: Config, run: RunFolder, world: World, dealt: Deal) -> Batches:
+def deal_batches(config: Config, run: RunFolder, world: World, dealt: BatchPlan) -> Batches:
     tokens = open_tokens(Path(read_facts(run).train)).tokens
     seq_len = config.model.seq_len
     count = window_count(len(tokens), seq_len)
@@ -194,7 +196,7 @@ def _make_equal(trainer: Trainer) -> None:
     torch.manual_seed(trainer.config.train.seed + world.rank)
 
 
-def _tune(trainer: Trainer, resumed: RunFolder | None) -> Choice:
+def _tune(trainer: Trainer, resumed: RunFolder | None) -> ComputeChoice:
     """A trial asks for gradients without leaving them anywhere: neither DDP nor the training sees it."""
     config, deal = trainer.config, trainer.batches.shard.deal
     steps = max(0, config.train.steps - trainer.progress.step)

@@ -54,7 +54,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankShards:
     """What was saved beside the common state: a part of each of so many ranks.
 
     `mark` is the same in all parts of one save and in no other. `step` and `cursor` are where a run goes on that has
@@ -73,7 +73,7 @@ class Checkpoint:
     progress: Progress
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    parts: Parts | None = None
+    parts: RankShards | None = None
 
 
 class CheckpointFolder:
@@ -213,7 +213,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     check_sums(folder)
     with _as_checkpoint_error(folder):
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        parts = _counted(Parts, state.pop("parts")) if "parts" in state else None
+        parts = _counted(RankShards, state.pop("parts")) if "parts" in state else None
         return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
 
 

@@ -34,7 +34,7 @@ _BUCKET = 25 * 2**20 // 4
 
 
 @dataclass
-class Updates:
+class OptimizerTimer:
     """AdamW and clipping as a training does them.
 
     By the kernel of `AdamW(fused=True)` alone: the first optimizer of a process imports torch's compiler, for seconds.
@@ -87,7 +87,7 @@ def halving_s(budget_s: float) -> float:
     return statistics.median(times) / _BUCKET
 
 
-class Pacer:
+class ModelTimer:
     """One model on one rank. `measure` gives the times of growing micro-batches, as many as fit into the time."""
 
     def __init__(self, model: ModelConfig) -> None:
@@ -95,7 +95,7 @@ class Pacer:
         prefer_blas()
         self._config = model
         self._model = GPT(model)
-        self._updates = Updates(list(self._model.parameters()))
+        self._updates = OptimizerTimer(list(self._model.parameters()))
         self._last_s = 0.0
 
     def measure(self, budget_s: float) -> Iterator[dict[str, float]]:
@@ -158,7 +158,7 @@ def thread_counts(cores: int) -> list[int]:
     return [*counts, cores]
 
 
-class Machine:
+class ComputePeaks:
     def __init__(self) -> None:
         prefer_blas()
         self.cores = physical_cores()
@@ -198,7 +198,7 @@ def make_step() -> Callable[[], None]:
     shape = (SEQUENCES, SMALL_GPT.seq_len)
     tokens = torch.randint(SMALL_GPT.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     model = GPT(SMALL_GPT)
-    updates = Updates(list(model.parameters()))
+    updates = OptimizerTimer(list(model.parameters()))
 
     def step() -> None:
         (model(tokens, tokens) / TOKENS).backward()

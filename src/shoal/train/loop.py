@@ -24,7 +24,7 @@ from shoal.sync.step_stats import sum_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.checkpoint import CheckpointFolder, digest
 from shoal.train.divergence import Comparison
-from shoal.train.recover import Membership
+from shoal.train.recover import GenerationChanger
 from shoal.train.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
 from shoal.train.trainer import Trainer, split
 
@@ -80,7 +80,7 @@ class LoadMeter:
 class Loop:
     """`membership` finds the next world when this one breaks; without one, that is the end."""
 
-    def __init__(self, trainer: Trainer, run: RunFolder, membership: Membership | None = None) -> None:
+    def __init__(self, trainer: Trainer, run: RunFolder, membership: GenerationChanger | None = None) -> None:
         # The state of an earlier end would be compared with one of today.
         run.state(trainer.world.id).unlink(missing_ok=True)
         self._trainer = trainer

@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 
-from shoal.control.rank_messages import GiveUp
+from shoal.control.rank_messages import AbandonCommits
 from shoal.errors import CheckpointError, RunFailed, ShoalError
 from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker, read_events, read_last_events, to_stderr
 from shoal.run_folder import RunFolder
-from shoal.sync.membership_client import Member
+from shoal.sync.membership_client import MembershipClient
 from shoal.sync.world import World, without_group
 from shoal.units import Span, spans_of, subtract_spans
 
@@ -32,7 +32,7 @@ _LEFTOVER_BYTES = 1 << 20
 class Recorder:
     """`member` is told of commits, where somebody counts on them."""
 
-    def __init__(self, run: RunFolder, world: World, member: Member | None = None) -> None:
+    def __init__(self, run: RunFolder, world: World, member: MembershipClient | None = None) -> None:
         self._run = run
         self._member = member
         self._events = EventLog(run.events(world.id), world.id, self._tell)
@@ -311,7 +311,7 @@ def missing(path: Path, records: Iterable[Record]) -> list[Record]:
     return [record for record in records if name_of(record) not in known]
 
 
-def give_up(log: EventLog, given_up: Sequence[GiveUp]) -> None:
+def give_up(log: EventLog, given_up: Sequence[AbandonCommits]) -> None:
     """Marks what this copy has of lineages that ended when they met another one; once, however many say so."""
     if not given_up:
         return
@@ -328,7 +328,7 @@ def amend(log: EventLog, records: Iterable[Record]) -> None:
     _append(log, (record for record in records if name_of(record) not in known))
 
 
-def _abandoned(each: GiveUp) -> Record:
+def _abandoned(each: AbandonCommits) -> Record:
     return {"abandoned": str(each.lineage), "standing": str(each.standing), "after": each.shared_step}
 
 

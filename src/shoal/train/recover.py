@@ -13,30 +13,30 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.control.rank_messages import Enter
+from shoal.control.rank_messages import EnterGeneration
 from shoal.cost.batch_plan import deal_anew, weights_of
 from shoal.errors import OutOfMemory, RunFailed, ShoalError
 from shoal.run_folder import RunFolder
-from shoal.sync.fence import AtEdge, Over
-from shoal.sync.membership_client import Member
+from shoal.sync.fence import GenerationEnded, StepBoundary
+from shoal.sync.membership_client import MembershipClient
 from shoal.sync.process_groups import unform
 from shoal.sync.replicas import combined, gather, tensor_digests
-from shoal.sync.world import Place, World, bear_with, form, is_lost_peer
+from shoal.sync.world import RankIdentity, World, bear_with, form, is_lost_peer
 from shoal.train import recorder
-from shoal.train.auto_sync import Chooser
-from shoal.train.autotune import Choice, apply
-from shoal.train.build import Recovery, deal_batches, found, initialize
+from shoal.train.auto_sync import SyncChooser
+from shoal.train.autotune import ComputeChoice, apply
+from shoal.train.build import ResumeContext, deal_batches, found, initialize
 from shoal.train.checkpoint import CheckpointFolder, empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.resume import find_newest
 from shoal.train.saving import WRITE_TIMEOUT_S, replica_state
 from shoal.train.state_transfer import (
-    Books,
-    NoState,
+    JoinerInfo,
+    LedgerSync,
+    NoSurvivingState,
     Replica,
-    Standing,
-    Training,
+    ReplicaState,
     Transfer,
-    Verdict,
+    TransferPlan,
     bring_ledger,
     compare,
     tell_document,
@@ -47,14 +47,14 @@ _MOST_BROKEN_RECOVERIES = 5
 
 
 @dataclass
-class Membership:
+class GenerationChanger:
     """What a rank needs to go from one generation to the next. `has_state`: there is something here to go on from."""
 
-    member: Member
+    member: MembershipClient
     store: dist.Store
-    place: Place
+    place: RankIdentity
     trainer: Trainer
-    chooser: Chooser
+    chooser: SyncChooser
     run: RunFolder
     has_state: bool = True
     _retreated: int = 0
@@ -73,7 +73,7 @@ class Membership:
         while not self.try_to_enter(self.member.await_enter(), began):
             pass
 
-    def try_to_enter(self, enter: Enter, since: float) -> bool:
+    def try_to_enter(self, enter: EnterGeneration, since: float) -> bool:
         """False when this generation was over before it could train."""
         try:
             self._enter(enter, waited_s=time.perf_counter() - since)
@@ -85,10 +85,10 @@ class Membership:
     def _leave(self, error: Exception) -> None:
         """Out of the generation, and says so; what is not a lost peer is raised again."""
         fence = self.member.fence
-        if isinstance(error, AtEdge):
+        if isinstance(error, StepBoundary):
             self.member.halted(fence.generation)
-        elif not isinstance(error, Over) and not fence.is_over:
-            if not is_lost_peer(error) and not isinstance(error, NoState):
+        elif not isinstance(error, GenerationEnded) and not fence.is_over:
+            if not is_lost_peer(error) and not isinstance(error, NoSurvivingState):
                 raise error
             self.member.broken(fence.generation, _first_line(error))
         step, why = self.trainer.progress.step, _first_line(error)
@@ -96,7 +96,7 @@ class Membership:
         # Its frames hold the group, and with it threads and connections.
         error.__traceback__ = error.__context__ = None
 
-    def _enter(self, enter: Enter, waited_s: float) -> None:
+    def _enter(self, enter: EnterGeneration, waited_s: float) -> None:
         began = time.perf_counter()
         self._let_go()
         sync = self.trainer.config.sync
@@ -139,7 +139,7 @@ class Membership:
         gc.collect()
         unform()
 
-    def _take_part(self, world: World, enter: Enter) -> bool:
+    def _take_part(self, world: World, enter: EnterGeneration) -> bool:
         """Makes this rank's state that of the furthest rank; whether any rank had to copy.
 
         Until `_adopt` nothing of this rank is changed: when a peer is lost during the copy, the rank still has the
@@ -162,7 +162,7 @@ class Membership:
                 fix=f"go on from the last checkpoint: shoal train --resume {self.run.path}",
             )
         training = self._training(verdict.step).tell(world, verdict.source)
-        pending = Books(trainer, self.run.commits, self._retreated).share_pending(world, verdict)
+        pending = LedgerSync(trainer, self.run.commits, self._retreated).share_pending(world, verdict)
         history = tell_document(world, verdict.source, trainer.history)
         # A guest's own state belongs to another training: no generation goes on from it.
         self.has_state &= enter.holds
@@ -181,7 +181,7 @@ class Membership:
         self._is_let_go = False
         return bool(verdict.behind)
 
-    def _receive(self, world: World, verdict: Verdict, training: Training) -> Replica:
+    def _receive(self, world: World, verdict: TransferPlan, training: JoinerInfo) -> Replica:
         """The source's state beside this rank's own, compared over the group: the last exchange before `_adopt`."""
         trainer = self.trainer
         is_outer = self.chooser.foresee(training.sync).is_outer
@@ -222,7 +222,7 @@ class Membership:
             )
         )
 
-    def _adopt(self, world: World, verdict: Verdict, training: Training, received: Replica) -> None:
+    def _adopt(self, world: World, verdict: TransferPlan, training: JoinerInfo, received: Replica) -> None:
         """Local: no other rank can interrupt it."""
         trainer = self.trainer
         self.has_state = False
@@ -266,7 +266,7 @@ class Membership:
         trainer.config = trainer.config.model_copy(update={"sync": self.chooser.begun})
         initialize(trainer)
         is_compiled = any(row[2] for row in kept)
-        found(trainer, self.chooser, self.run, has_checkpoint, Recovery(launched, is_compiled, newest))
+        found(trainer, self.chooser, self.run, has_checkpoint, ResumeContext(launched, is_compiled, newest))
         trainer.evaluated_step = -1
         self._compute_as(is_compiled, any(row[3] for row in kept))
         with trainer.outer.common():
@@ -297,10 +297,10 @@ class Membership:
             for each in given_up:
                 self._checkpoints().set_aside_lineage(str(each.lineage), each.shared_step)
 
-    def _stand(self, enter: Enter) -> Standing:
+    def _stand(self, enter: EnterGeneration) -> ReplicaState:
         if not self.has_state or not enter.holds:
-            return Standing(holds=False, step=0, digest=0)
-        return Standing(True, self._retreated, combined(tensor_digests(self._state())), self._unknown())
+            return ReplicaState(holds=False, step=0, digest=0)
+        return ReplicaState(True, self._retreated, combined(tensor_digests(self._state())), self._unknown())
 
     def _unknown(self) -> int:
         """Steps of our state of which we have not learned the world's loss."""
@@ -313,10 +313,10 @@ class Membership:
             return {**weights(trainer.model), **self._lasting}
         return {**weights(trainer.model), **moments(trainer.model, trainer.optimizer)}
 
-    def _training(self, step: int) -> Training:
+    def _training(self, step: int) -> JoinerInfo:
         trainer, deal = self.trainer, self.trainer.batches.shard.deal
         cursor = trainer.progress.cursor - (trainer.progress.step - step) * deal.global_batch
-        return Training(
+        return JoinerInfo(
             cursor=max(0, cursor),
             global_batch=deal.global_batch,
             micro_batch=trainer.largest_micro_batch,
@@ -329,7 +329,7 @@ class Membership:
             sync=self.chooser.tell(),
         )
 
-    def _settle_in(self, world: World, step: int, training: Training) -> None:
+    def _settle_in(self, world: World, step: int, training: JoinerInfo) -> None:
         """The same training in another world: the global batch stays, its shares are dealt anew."""
         trainer = self.trainer
         trainer.begin_anew(world, step, training.cursor)
@@ -345,7 +345,7 @@ class Membership:
     def _compute_as(self, compiled: bool, bf16: bool) -> None:
         trainer = self.trainer
         if compiled != trainer.compute.compiled or bf16 != _is_bf16(trainer):
-            trainer.compute = Choice(compiled, "bf16" if bf16 else "fp32", "as the others do")
+            trainer.compute = ComputeChoice(compiled, "bf16" if bf16 else "fp32", "as the others do")
             apply(trainer.compute, trainer.model)
 
     def _make_exchanges(self, step: int) -> None:

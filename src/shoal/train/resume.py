@@ -15,8 +15,8 @@ from shoal.sync.world import World, bear_with
 from shoal.train.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    Parts,
     Progress,
+    RankShards,
     empty_moments,
     fill,
     load_moments,
@@ -39,7 +39,7 @@ from shoal.train.trainer import Trainer, exchange_timeout_s
 
 
 @dataclass(frozen=True)
-class Kept:
+class LocalCheckpoint:
     """The newest checkpoint of a machine."""
 
     node: str
@@ -60,7 +60,7 @@ def have_parted(ours: Progress, theirs: Progress) -> bool:
     return shared_step(ours, theirs) < min(ours.step, theirs.step)
 
 
-def choose(kept: Mapping[int, Kept], wanted: str = "") -> int:
+def choose(kept: Mapping[int, LocalCheckpoint], wanted: str = "") -> int:
     """The rank whose checkpoint all go on from: the furthest, of the lineage that was `wanted` if one was."""
     candidates = {rank: each for rank, each in kept.items() if not wanted or each.progress.lineage == wanted}
     if not candidates:
@@ -77,7 +77,7 @@ def choose(kept: Mapping[int, Kept], wanted: str = "") -> int:
     return max(candidates, key=lambda rank: (candidates[rank].progress.step, -rank))
 
 
-def _two_trainings(ours: Kept, theirs: Kept) -> CheckpointError:
+def _two_trainings(ours: LocalCheckpoint, theirs: LocalCheckpoint) -> CheckpointError:
     further = max(ours, theirs, key=lambda each: each.progress.step)
     described = " and ".join(
         f"{each.node} has step {each.progress.step} of lineage {each.progress.lineage}" for each in (ours, theirs)
@@ -95,18 +95,18 @@ class _Found:
 
     progress: Progress
     has_moments: bool
-    parts: Parts | None
+    parts: RankShards | None
 
 
 @dataclass(frozen=True)
-class Newest:
+class NewestCheckpoint:
     """The newest whole checkpoint of this machine, if this rank reads its files; and what was found damaged."""
 
     progress: Progress | None
     damaged: tuple[str, ...] = ()
 
 
-def find_newest(world: World, recorder: Recorder, folder: CheckpointFolder) -> Newest:
+def find_newest(world: World, recorder: Recorder, folder: CheckpointFolder) -> NewestCheckpoint:
     """Reads all bytes of a checkpoint, so it may take minutes on a slow disk. Warns of each damaged one."""
     damaged: list[str] = []
 
@@ -115,7 +115,7 @@ def find_newest(world: World, recorder: Recorder, folder: CheckpointFolder) -> N
         recorder.warn(_passed_over(error))
 
     progress = folder.newest_whole(pass_over) if world.keeps_files else None
-    return Newest(progress, tuple(damaged))
+    return NewestCheckpoint(progress, tuple(damaged))
 
 
 def resume(
@@ -123,7 +123,7 @@ def resume(
     folder: CheckpointFolder,
     reached: Callable[[int, bool], None],
     lineage: str,
-    newest: Newest | None = None,
+    newest: NewestCheckpoint | None = None,
 ) -> Progress:
     """One rank's checkpoint is chosen, the furthest, and everybody copies what is common. `reached` is told which step
     it is of, and whether replicas had parted by then, before anything of it is loaded. `lineage` is the one to go on
@@ -155,13 +155,17 @@ def resume(
     return trainer.progress
 
 
-def _choose(trainer: Trainer, folder: CheckpointFolder, wanted: str, newest: Newest) -> tuple[int, dict[int, Kept]]:
+def _choose(
+    trainer: Trainer, folder: CheckpointFolder, wanted: str, newest: NewestCheckpoint
+) -> tuple[int, dict[int, LocalCheckpoint]]:
     """By checkpoints whose sums are right: a damaged one must not hide another machine's good one."""
     world, progress = trainer.world, newest.progress
     own = {"node": world.node, "progress": asdict(progress) if progress else None, "damaged": newest.damaged}
     told = gather_documents(world, own)
     kept = {
-        rank: Kept(each["node"], read_progress(each["progress"])) for rank, each in enumerate(told) if each["progress"]
+        rank: LocalCheckpoint(each["node"], read_progress(each["progress"]))
+        for rank, each in enumerate(told)
+        if each["progress"]
     }
     if not kept:
         raise CheckpointError(
@@ -173,7 +177,7 @@ def _choose(trainer: Trainer, folder: CheckpointFolder, wanted: str, newest: New
     return choose(kept, wanted), kept
 
 
-def _give_up_others(world: World, folder: CheckpointFolder, kept: dict[int, Kept], chosen: Progress) -> None:
+def _give_up_others(world: World, folder: CheckpointFolder, kept: dict[int, LocalCheckpoint], chosen: Progress) -> None:
     """What this machine has trained apart from what was chosen would be resumed from next time."""
     ours = kept.get(world.rank)
     if ours is not None and have_parted(ours.progress, chosen):
@@ -183,11 +187,11 @@ def _give_up_others(world: World, folder: CheckpointFolder, kept: dict[int, Kept
 def _tell(world: World, source: int, checkpoint: Checkpoint | None) -> _Found:
     numbers = [0] * 9
     if checkpoint is not None:
-        progress, parts = checkpoint.progress, checkpoint.parts or Parts(0, 0, 0, 0)
+        progress, parts = checkpoint.progress, checkpoint.parts or RankShards(0, 0, 0, 0)
         numbers = [progress.step, progress.cursor, any(name.startswith("optimizer.") for name in checkpoint.optimizer)]
         numbers += [checkpoint.parts is not None, parts.ranks, parts.mark, parts.step, parts.cursor, parts.flying]
     step, cursor, has_moments, has_parts, *of_parts = tell_all(world, source, numbers)
-    return _Found(Progress(step, cursor), bool(has_moments), Parts(*of_parts) if has_parts else None)
+    return _Found(Progress(step, cursor), bool(has_moments), RankShards(*of_parts) if has_parts else None)
 
 
 def _passed_over(error: CheckpointError) -> CheckpointError:
@@ -223,7 +227,7 @@ def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, f
 
 
 def _own_part(
-    folder: CheckpointFolder, step: int, rank: int, parts: Parts
+    folder: CheckpointFolder, step: int, rank: int, parts: RankShards
 ) -> tuple[dict[str, Tensor] | None, CheckpointError | None]:
     try:
         return read_part(folder.folder(step), rank, parts.mark), None

@@ -17,7 +17,7 @@ from shoal.sync.world import barrier
 from shoal.train.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    Parts,
+    RankShards,
     load_moments,
     load_weights,
     moments,
@@ -33,7 +33,7 @@ from shoal.train.trainer import Trainer
 _SYNC, _WIRE = "sync.", "wire."
 
 
-def common_state(trainer: Trainer, parts: Parts | None) -> Checkpoint:
+def common_state(trainer: Trainer, parts: RankShards | None) -> Checkpoint:
     with trainer.outer.common():
         model = weights(trainer.model)
     return Checkpoint(trainer.progress, model, _common_beside_weights(trainer), parts)
@@ -66,11 +66,11 @@ def replica_state(trainer: Trainer) -> dict[str, Tensor]:
     return {**weights(trainer.model), **beside}
 
 
-def describe_parts(trainer: Trainer, mark: int) -> Parts:
+def describe_parts(trainer: Trainer, mark: int) -> RankShards:
     """Batches are of one size since the common state was made: with another world a round begins anew."""
     progress, step = trainer.progress, trainer.outer.common_step(trainer.progress.step)
     cursor = progress.cursor - (progress.step - step) * trainer.global_batch
-    return Parts(trainer.world.size, mark, step, cursor, trainer.outer.flying)
+    return RankShards(trainer.world.size, mark, step, cursor, trainer.outer.flying)
 
 
 def _common_beside_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -103,14 +103,14 @@ class Saver:
         # A slow disk is no dead peer: the others wait here, with a deadline of its own, and not in the next exchange.
         barrier(self._trainer.world, timeout_s=WRITE_TIMEOUT_S)
 
-    def _agree(self, own: dict[str, Tensor]) -> tuple[bool, Parts | None]:
+    def _agree(self, own: dict[str, Tensor]) -> tuple[bool, RankShards | None]:
         """Whether somebody has not saved this step yet, and what marks the parts if anybody has one."""
         is_unsaved = self._saved_step != self._trainer.progress.step
         told = gather(self._trainer.world, [is_unsaved, bool(own), secrets.randbits(_MARK_BITS)])
         has_parts = any(has_part for _, has_part, _ in told)
         return any(unsaved for unsaved, _, _ in told), describe_parts(self._trainer, told[0][2]) if has_parts else None
 
-    def _write(self, own: dict[str, Tensor], parts: Parts | None, must: bool) -> None:
+    def _write(self, own: dict[str, Tensor], parts: RankShards | None, must: bool) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
         stages: list[Callable[[], object]] = [lambda: self._begin(step, must)]
         if parts is not None:
@@ -138,7 +138,7 @@ class Saver:
             with contextlib.suppress(CheckpointError):
                 recorder.secure()
 
-    def _complete(self, parts: Parts | None, must: bool) -> None:
+    def _complete(self, parts: RankShards | None, must: bool) -> None:
         if not self._trainer.world.keeps_files:
             return
 

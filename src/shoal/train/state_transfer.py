@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.control.rank_messages import GiveUp
+from shoal.control.rank_messages import AbandonCommits
 from shoal.errors import RunFailed
 from shoal.events import EventLog
 from shoal.sync.interruptible import await_work
@@ -34,7 +34,7 @@ from shoal.units import format_spans
 
 
 @dataclass(frozen=True)
-class Standing:
+class ReplicaState:
     """Where one rank's replica stands. `unknown`: steps of which it has not learned the world's loss."""
 
     holds: bool
@@ -44,7 +44,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TransferPlan:
     """`source` has the state that all go on from; `behind` are the ranks that have another one, or none."""
 
     source: int
@@ -52,17 +52,17 @@ class Verdict:
     behind: tuple[int, ...]
 
 
-class NoState(RunFailed):
+class NoSurvivingState(RunFailed):
     """No rank of this generation has a state: the agents have to agree on another one, which goes back to a
     checkpoint."""
 
 
-def judge(standings: Sequence[Standing]) -> Verdict:
+def judge(standings: Sequence[ReplicaState]) -> TransferPlan:
     """The furthest state counts; where ranks that are equally far differ, what most of them have. Among those that
     have it, whoever knows most of the last step speaks."""
     holding = [rank for rank, each in enumerate(standings) if each.holds]
     if not holding:
-        raise NoState(
+        raise NoSurvivingState(
             "no rank of this generation has a state to train on from",
             why="the ranks that had it were lost while it was being copied",
             fix="go on from the last checkpoint: shoal train --resume RUN",
@@ -75,20 +75,20 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     agreeing = [rank for rank in furthest if standings[rank].digest == digest]
     source = min(agreeing, key=lambda rank: (standings[rank].unknown, rank))
     behind = tuple(rank for rank in range(len(standings)) if rank not in agreeing)
-    return Verdict(source, step, behind)
+    return TransferPlan(source, step, behind)
 
 
-def _first(standings: Sequence[Standing], ranks: Sequence[int], digest: int) -> int:
+def _first(standings: Sequence[ReplicaState], ranks: Sequence[int], digest: int) -> int:
     return next(rank for rank in ranks if standings[rank].digest == digest)
 
 
-def compare(world: World, mine: Standing) -> Verdict:
+def compare(world: World, mine: ReplicaState) -> TransferPlan:
     told = gather(world, [mine.holds, mine.step, mine.digest, mine.unknown])
-    return judge([Standing(bool(holds), step, digest, unknown) for holds, step, digest, unknown in told])
+    return judge([ReplicaState(bool(holds), step, digest, unknown) for holds, step, digest, unknown in told])
 
 
 @dataclass(frozen=True)
-class Training:
+class JoinerInfo:
     """What all ranks must know alike beside the state itself, or some would exchange what others don't. `sync` are the
     chooser's numbers."""
 
@@ -103,12 +103,12 @@ class Training:
     bf16: bool
     sync: tuple[int, ...]
 
-    def tell(self, world: World, source: int) -> Training:
+    def tell(self, world: World, source: int) -> JoinerInfo:
         counts = [self.cursor, self.global_batch, self.micro_batch, self.tended_step, self.evaluated_step]
         flags = [self.has_moments, self.compiled, self.bf16]
         told = tell_all(world, source, [*counts, _as_int(self.peak_lr), *flags, *self.sync])
         cursor, batch, micro, tended, evaluated, lr, has_moments, compiled, bf16, *sync = told
-        return Training(
+        return JoinerInfo(
             cursor=cursor,
             global_batch=batch,
             micro_batch=micro,
@@ -142,7 +142,7 @@ class Transfer:
     """
 
     world: World
-    verdict: Verdict
+    verdict: TransferPlan
     is_outer: bool
     has_moments: bool
     new_moments: Callable[[], dict[str, Tensor]]
@@ -277,14 +277,14 @@ _PIECE = 20_000
 
 
 @dataclass(frozen=True)
-class Books:
+class LedgerSync:
     """Of a rank whose state is that of the step `reached`."""
 
     trainer: Trainer
     path: Path
     reached: int
 
-    def share_pending(self, world: World, verdict: Verdict) -> list[Record]:
+    def share_pending(self, world: World, verdict: TransferPlan) -> list[Record]:
         """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
         is gone with it: then it is what the source itself saw, and says so. Changes nothing here: the generation may
         break before this rank has the state that these steps lead to."""
@@ -317,12 +317,12 @@ class Books:
 
 
 def bring_ledger(
-    world: World, is_behind: bool, path: Path, given_up: Sequence[GiveUp], open_ledger: Callable[[], EventLog]
-) -> list[GiveUp]:
+    world: World, is_behind: bool, path: Path, given_up: Sequence[AbandonCommits], open_ledger: Callable[[], EventLog]
+) -> list[AbandonCommits]:
     """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not; and every copy
     the word of lineages that were given up, whoever of those that share it brings that. Returns all of these."""
     told = gather_documents(world, {"given_up": [each.model_dump_json() for each in given_up]})
-    everybodys = {GiveUp.model_validate_json(each) for other in told for each in other["given_up"]}
+    everybodys = {AbandonCommits.model_validate_json(each) for other in told for each in other["given_up"]}
     if world.keeps_files:
         recorder.give_up(open_ledger(), sorted(everybodys, key=lambda each: each.lineage))
     is_behind &= world.keeps_files

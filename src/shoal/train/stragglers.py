@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from shoal.errors import ShoalError
-from shoal.sync.step_stats import Told
+from shoal.sync.step_stats import RankStats
 
 # Judged every few steps over the last ones, and believed when the next judgement says the same.
 _WINDOW = 12
@@ -35,13 +35,13 @@ _TIMES_LINK_BUSY = 20.0
 _RESENT = 0.005
 
 
-class Slow(ShoalError):
+class SlowRank(ShoalError):
     """Not an error: a training that could be faster."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    told: Sequence[Told]
+    told: Sequence[RankStats]
     step_s: float
     exposed_s: float
 
@@ -55,7 +55,7 @@ class _Edge:
     value: float
 
 
-class Laggards:
+class Stragglers:
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
         self._ids: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ class Laggards:
         self._best_bps = 0.0
         self._suspected = set()
 
-    def saw(self, told: Sequence[Told], work: Sequence[int], step_s: float, exposed_s: float) -> list[Slow]:
+    def saw(self, told: Sequence[RankStats], work: Sequence[int], step_s: float, exposed_s: float) -> list[SlowRank]:
         """After each step: everybody's figures, how much each had to do, how long it took here, and how much of that
         the network alone."""
         self._seen += 1
@@ -92,7 +92,7 @@ class Laggards:
             return []
         return self._news(dict(self._judge(told, work)))
 
-    def _news(self, found: dict[str, Slow]) -> list[Slow]:
+    def _news(self, found: dict[str, SlowRank]) -> list[SlowRank]:
         sure = found.keys() & self._suspected
         self._suspected = set(found)
         news = [slow for key, slow in found.items() if key in sure and key not in self._told]
@@ -100,7 +100,7 @@ class Laggards:
         self._told = {key: seen for key, seen in self._told.items() if self._seen - seen <= _OVER_STEPS}
         return news
 
-    def _judge(self, now: Sequence[Told], work: Sequence[int]) -> Iterator[tuple[str, Slow]]:
+    def _judge(self, now: Sequence[RankStats], work: Sequence[int]) -> Iterator[tuple[str, SlowRank]]:
         step_s = median(step.step_s for step in self._steps)
         own_s = [median(step.told[rank].ready_s for step in self._steps) for rank in range(len(now))]
         slowest = max(range(len(now)), key=lambda rank: own_s[rank])
@@ -110,7 +110,9 @@ class Laggards:
         yield from self._slow_link(now, step_s)
         yield from self._lossy_link(now)
 
-    def _slow_rank(self, now: Sequence[Told], work: Sequence[int], own_s: Sequence[float], slowest: int) -> Slow:
+    def _slow_rank(
+        self, now: Sequence[RankStats], work: Sequence[int], own_s: Sequence[float], slowest: int
+    ) -> SlowRank:
         slow_s, others_s = own_s[slowest], max(1e-6, median(_without(own_s, slowest)))
         seen = (
             f"everybody waits for {self._names[slowest]}: it takes {slow_s / others_s:.1f} times as long as the others "
@@ -119,7 +121,7 @@ class Laggards:
         why = "a step is over when the slowest has done its part"
         if not _is_slow([seconds / part for seconds, part in zip(own_s, work, strict=True)], slowest):
             share = f"it has {work[slowest]} of {sum(work)} micro-batches"
-            return Slow(
+            return SlowRank(
                 seen + share,
                 why=why,
                 fix="deal them more evenly in the next run: a smaller --micro-batch, another --global-batch",
@@ -127,11 +129,11 @@ class Laggards:
         starved = [each.vitals.starved for each in now]
         if starved[slowest] > max(_STARVED, _TIMES_STARVED * median(_without(starved, slowest))):
             kept = f"for {starved[slowest]:.0%} of the time it is kept from its processor, by other programs or a limit"
-            return Slow(
+            return SlowRank(
                 seen + kept, why=why, fix="see who else computes there: top; and whether its CPU share is limited"
             )
         slower = seen + "its processor is slower, or it computes on fewer cores"
-        return Slow(slower, why=why, fix=self._give_less(work, own_s, slowest))
+        return SlowRank(slower, why=why, fix=self._give_less(work, own_s, slowest))
 
     def _give_less(self, work: Sequence[int], own_s: Sequence[float], slowest: int) -> str:
         """The command that lowers a slow rank's weight to its speed, in the unit of the other ranks' weights."""
@@ -158,7 +160,7 @@ class Laggards:
         weights = [f"{each:.9f}".rstrip("0").rstrip(".") for each in less]
         return f"give it less to do: shoal stop RUN; shoal train --resume RUN --set run.weights={'/'.join(weights)}"
 
-    def _slow_link(self, now: Sequence[Told], step_s: float) -> Iterator[tuple[str, Slow]]:
+    def _slow_link(self, now: Sequence[RankStats], step_s: float) -> Iterator[tuple[str, SlowRank]]:
         """Slow is what carries far less than the best link here, now or before."""
         best = self._best_bps = max(self._best_bps, *(each.vitals.best_bps for each in now))
         edges = [_Edge(each.vitals.address, each.vitals.slow_peer, each.vitals.slow_bps) for each in now]
@@ -171,7 +173,7 @@ class Laggards:
         bps = min(edge.value for edge in slow)
         yield (
             "link",
-            Slow(
+            SlowRank(
                 f"everybody waits for {self._network(now, slow)}: it carries {_mbps(bps)} Mbit/s, and the best link "
                 f"here {_mbps(best)}; exchanging takes {exposed_s / step_s:.0%} of a step",
                 why="all gradients pass every machine's link in every step",
@@ -179,21 +181,21 @@ class Laggards:
             ),
         )
 
-    def _lossy_link(self, now: Sequence[Told]) -> Iterator[tuple[str, Slow]]:
+    def _lossy_link(self, now: Sequence[RankStats]) -> Iterator[tuple[str, SlowRank]]:
         edges = [_Edge(each.vitals.address, each.vitals.lossy_peer, each.vitals.resent) for each in now]
         lossy = [edge for edge in edges if edge.value >= _RESENT]
         if lossy:
             worst = max(edge.value for edge in lossy)
             yield (
                 "loss",
-                Slow(
+                SlowRank(
                     f"packets are lost by {self._network(now, lossy)}: {worst:.1%} of what is sent there is sent again",
                     why="TCP mends it, at the price of waiting",
                     fix="look at its cable, its switch or its Wi-Fi",
                 ),
             )
 
-    def _network(self, now: Sequence[Told], edges: Sequence[_Edge]) -> str:
+    def _network(self, now: Sequence[RankStats], edges: Sequence[_Edge]) -> str:
         """Of whom most of these edges have in common; of one edge nobody can say which end it is."""
         pairs = {frozenset((edge.source, edge.target)) for edge in edges}
         counts = Counter(end for pair in pairs for end in pair)
@@ -203,7 +205,7 @@ class Laggards:
             return f"the network of {names[0]}"
         return f"the link between {' and '.join(sorted(names))}" if len(names) == 2 else "the whole network"
 
-    def _name_of(self, now: Sequence[Told], address: float) -> str:
+    def _name_of(self, now: Sequence[RankStats], address: float) -> str:
         """A machine's: that of its first rank."""
         ranks = [name for name, told in zip(self._names, now, strict=True) if told.vitals.address == address]
         return ranks[0].rpartition(" on ")[2] if ranks else "a machine that nobody here knows"

@@ -18,22 +18,22 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from shoal.config.schema import Config, SyncConfig
-from shoal.cost.batch_plan import Deal, learning_rate, weights_of
+from shoal.cost.batch_plan import BatchPlan, learning_rate, weights_of
 from shoal.cost.model_size import grad_bytes
 from shoal.data.sampling import Batches, Rows
 from shoal.errors import RunFailed, ShoalError
 from shoal.model.gpt import GPT
 from shoal.sync.compression import made_by
-from shoal.sync.fence import AtEdge, Fence, OpenFence
-from shoal.sync.gradients import Alone, GradientSync, clip, make_gradient_sync
-from shoal.sync.outer import EveryStep, NotFinite, Outer, make_outer
+from shoal.sync.fence import Fence, OpenFence, StepBoundary
+from shoal.sync.gradients import GradientSync, NoExchange, clip, make_gradient_sync
+from shoal.sync.outer import EveryStep, NotFinite, OuterSync, make_outer
 from shoal.sync.replicas import gather
-from shoal.sync.step_stats import CommTimes, Shared, StepExchange, StepTimer
+from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StepTimer
 from shoal.sync.world import World, bear_with, without_group
-from shoal.train.autotune import Choice
+from shoal.train.autotune import ComputeChoice
 from shoal.train.checkpoint import Progress
 from shoal.train.recorder import Recorder
-from shoal.train.stragglers import Laggards
+from shoal.train.stragglers import Stragglers
 
 # SECTION train/refusal
 # A step whose loss or gradient is no number: nobody applies it, nobody commits it, and all say whose it was.
@@ -45,7 +45,7 @@ _KINDS = (_FINITE, "nan", "inf", "-inf")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What one rank's part of a step came to. `samples` are its positions in the order of the data, `[first, end)`."""
 
     step: int
@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Told:
+class RefusedStep:
     """One rank's first outcome that was no number, as everybody knows it. `broken`: its weights are none either."""
 
     id: int
@@ -70,20 +70,20 @@ class Told:
     broken: bool = False
 
 
-def refuse(world: World, own: Outcome | None, weights: Iterable[Tensor], lr: float) -> RunFailed | None:
+def refuse(world: World, own: StepResult | None, weights: Iterable[Tensor], lr: float) -> RunFailed | None:
     """On all ranks, once all know that somebody's outcome was no number; the same error everywhere. `own` is this
     rank's first that was none, if any. None when nobody has any."""
     broken = not all(bool(weight.isfinite().all()) for weight in weights)
     numbers = [own.step, _kind(own.loss), _kind(own.norm), *own.samples, broken] if own is not None else [0] * 6
     told = [
-        Told(world.ids[rank], step, _KINDS[loss], _KINDS[norm], (first, end), bool(broken))
+        RefusedStep(world.ids[rank], step, _KINDS[loss], _KINDS[norm], (first, end), bool(broken))
         for rank, (step, loss, norm, first, end, broken) in enumerate(gather(world, numbers))
         if step
     ]
     return explain(told, world.size, lr) if told else None
 
 
-def explain(told: Sequence[Told], ranks: int, lr: float) -> RunFailed:
+def explain(told: Sequence[RefusedStep], ranks: int, lr: float) -> RunFailed:
     """By the first step that had such an outcome; a norm is only looked at where every loss was a number, since one bad
     loss spoils the sum of all gradients."""
     step = min(rank.step for rank in told)
@@ -120,7 +120,7 @@ def _broken(ids: Sequence[int], step: int) -> RunFailed:
     )
 
 
-def _span(rank: Told) -> str:
+def _span(rank: RefusedStep) -> str:
     first, end = rank.samples
     return f"samples {first} to {end - 1}"
 
@@ -129,7 +129,7 @@ def _kind(value: float) -> int:
     return 0 if math.isfinite(value) else _KINDS.index(str(value))
 
 
-class StopWish:
+class StopRequest:
     """Somebody asked this rank to stop; the ranks agree on the step at which all of them do."""
 
     wanted = False
@@ -148,12 +148,12 @@ class Trainer:
     model: GPT
     optimizer: AdamW
     sync: GradientSync
-    outer: Outer
-    exchange: StepExchange
+    outer: OuterSync
+    exchange: StepGather
     batches: Batches
     timer: StepTimer
     recorder: Recorder
-    stop: StopWish
+    stop: StopRequest
     peak_lr: float
     progress: Progress
     fence: Fence = field(default_factory=OpenFence)
@@ -163,13 +163,13 @@ class Trainer:
     largest_micro_batch: int = 1
     # How many ranks the launch had; a rank that joined later has a higher id.
     launched: int = 0
-    laggards: Laggards = field(default_factory=Laggards)
-    compute: Choice = field(default_factory=Choice)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    compute: ComputeChoice = field(default_factory=ComputeChoice)
     times: dict[str, float] = field(default_factory=dict)
     between_steps: Callable[[], None] = field(default=lambda: None)
     _begun: deque[Progress] = field(default_factory=deque)
     _edge: bool = False
-    _unsound: Outcome | None = None
+    _unsound: StepResult | None = None
 
     def step(self) -> bool:
         """Trains one global batch; whether anybody in the world is known to want to stop."""
@@ -190,7 +190,7 @@ class Trainer:
         self.timer.add("wait", self.exchange.late_s)
         wants_stop = self._settle(known)
         self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=own.norm)
-        self._look_for_laggards(known)
+        self._look_for_stragglers(known)
         return wants_stop
 
     def at(self, step: int, cursor: int) -> Progress:
@@ -203,13 +203,13 @@ class Trainer:
     def end_at_edge(self) -> None:
         """Raises where all ranks have agreed to stop together; inside a round that would be done again, at its end."""
         if self._edge and self.outer.common_step(self.progress.step) == self.progress.step:
-            raise AtEdge(f"all ranks stop together after step {self.progress.step}")
+            raise StepBoundary(f"all ranks stop together after step {self.progress.step}")
 
     def let_go(self) -> None:
         """Of everything that holds the group of a world that is over."""
         with suppress(OSError, RuntimeError, ShoalError):
             self.sync.close()
-        self.sync, self.outer = Alone(self.model), EveryStep()
+        self.sync, self.outer = NoExchange(self.model), EveryStep()
         self.exchange.let_go()
         self.recorder.let_go()
         self.world = without_group(self.world)
@@ -217,15 +217,15 @@ class Trainer:
     def begin_anew(self, world: World, step: int, cursor: int) -> None:
         """In another world, from here on. What was on its way in the last one is gone."""
         self.world = world
-        self.judge_laggards_anew()
+        self.judge_stragglers_anew()
         self.progress = self.at(step, cursor)
         self._begun.clear()
         self._edge, self._unsound = False, None
         self.optimizer.zero_grad(set_to_none=True)
 
-    def judge_laggards_anew(self) -> None:
+    def judge_stragglers_anew(self) -> None:
         weights = weights_of(self.config.run, range(self.launched))
-        self.laggards.begin_anew(self.world.names, self.world.ids, weights)
+        self.stragglers.begin_anew(self.world.names, self.world.ids, weights)
 
     def unknown(self) -> list[Progress]:
         """Where the steps began of which this rank does not know the world's loss."""
@@ -283,12 +283,12 @@ class Trainer:
                 return
             yield pair
 
-    def _outcome(self, step: int, loss_sum: float) -> Outcome:
+    def _outcome(self, step: int, loss_sum: float) -> StepResult:
         with self.timer.phase("optimizer"):
             norm = clip(self.model.parameters(), self.config.train.clip)
-        return Outcome(step, loss_sum, norm, self.batches.shard.positions(self.progress.cursor))
+        return StepResult(step, loss_sum, norm, self.batches.shard.positions(self.progress.cursor))
 
-    def _update(self, lr: float, own: Outcome) -> None:
+    def _update(self, lr: float, own: StepResult) -> None:
         """Where gradients are summed every rank has the same norm, so all refuse the step here. Elsewhere the others
         learn of it later: until then this rank goes along, and what it brings to a round stays a number."""
         if not own.is_sound:
@@ -322,7 +322,7 @@ class Trainer:
         self._begun.append(self.progress)
         self.progress = self.at(step, self.progress.cursor + self.global_batch)
 
-    def _settle(self, known: list[Shared]) -> bool:
+    def _settle(self, known: list[StepStats]) -> bool:
         """Steps of which everybody's figures are in can be committed."""
         for shared in known:
             before = self._begun.popleft()
@@ -343,11 +343,11 @@ class Trainer:
                 self.times[name] = sum(seconds)
         self.recorder.step(step, self.times, tokens=self.global_tokens, **figures)
 
-    def _look_for_laggards(self, known: list[Shared]) -> None:
+    def _look_for_stragglers(self, known: list[StepStats]) -> None:
         """All ranks judge alike, so that none repeats what another has said before it left; the first one speaks."""
         work, exposed_s = self.batches.shard.deal.micro_batches, self.times.get("exposed", 0.0)
         for shared in known:
-            for slow in self.laggards.saw(shared.told, work, self.times["step"], exposed_s):
+            for slow in self.stragglers.saw(shared.told, work, self.times["step"], exposed_s):
                 if self.world.is_main:
                     self.recorder.warn(slow, step=self.progress.step)
 
@@ -377,22 +377,22 @@ def split(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Exchanges:
     sync: GradientSync
-    outer: Outer
-    steps: StepExchange
+    outer: OuterSync
+    steps: StepGather
 
 
-def make_exchanges(config: Config, model: GPT, world: World, deal: Deal) -> Exchanges:
+def make_exchanges(config: Config, model: GPT, world: World, deal: BatchPlan) -> Exchanges:
     share = deal.share(world.rank)
     outer = make_outer(config.sync, model, world, weight=share / deal.global_batch)
     if config.sync.is_outer:
-        sync: GradientSync = Alone(model, own_tokens=share * config.model.seq_len)
+        sync: GradientSync = NoExchange(model, own_tokens=share * config.model.seq_len)
     else:
         sync = make_gradient_sync(config.sync, model, world, tokens=deal.micro_batch * config.model.seq_len)
     bear_with(world, exchange_timeout_s(config.sync, outer))
-    return Exchanges(sync, outer, StepExchange(world, outer.lag_steps))
+    return Exchanges(sync, outer, StepGather(world, outer.lag_steps))
 
 
-def exchange_timeout_s(sync: SyncConfig, outer: Outer) -> float:
+def exchange_timeout_s(sync: SyncConfig, outer: OuterSync) -> float:
     """A rank that may be so many steps ahead waits for as many steps of the slowest before a rank counts as dead."""
     return sync.timeout_s * (1 + outer.lag_steps)
 
@@ -401,7 +401,7 @@ def change_exchanges(trainer: Trainer, sync: SyncConfig) -> None:
     """Between two steps, when all ranks are known to have done the last one: what the model holds is common to all."""
     trainer.sync.close()
     # What is not needed any more goes before new room is taken: gradients of 124M parameters are 496 MB.
-    trainer.sync = Alone(trainer.model)
+    trainer.sync = NoExchange(trainer.model)
     gc.collect()
     trainer.config = trainer.config.model_copy(update={"sync": sync})
     made = make_exchanges(trainer.config, trainer.model, trainer.world, trainer.batches.shard.deal)

@@ -32,7 +32,7 @@ from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.processes import tie_to
 from shoal.control.rank_env import Placement, use_private_caches
-from shoal.control.rank_messages import LINE_FD, Enter
+from shoal.control.rank_messages import LINE_FD, EnterGeneration
 from shoal.cost.memory import RELIEF, relief
 from shoal.data.prepare import change_config, create_run, reopen_run
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, UsageError
@@ -40,11 +40,11 @@ from shoal.events import Event, EventLog, read_events
 from shoal.host.facts import link_mbps, physical_cores
 from shoal.run_folder import RunFolder
 from shoal.sync.kv_store_client import AgentStore
-from shoal.sync.membership_client import AgentLine, Member
+from shoal.sync.membership_client import AgentConnection, MembershipClient
 from shoal.sync.process_groups import unform
 from shoal.sync.replicas import tell_all
 from shoal.sync.world import (
-    Place,
+    RankIdentity,
     World,
     choose_device,
     choose_interface,
@@ -56,19 +56,19 @@ from shoal.sync.world import (
     nowhere,
 )
 from shoal.train import recorder as train_recorder
-from shoal.train.auto_sync import Chooser
-from shoal.train.autotune import Choice, apply
+from shoal.train.auto_sync import SyncChooser
+from shoal.train.autotune import ComputeChoice, apply
 from shoal.train.build import announce, build_trainer, describe_process, found, make_trainer, pin, pin_to
 from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder
-from shoal.train.recover import Membership
-from shoal.train.trainer import StopWish, Trainer
+from shoal.train.recover import GenerationChanger
+from shoal.train.trainer import StopRequest, Trainer
 
 # SECTION train/process
 # A rank as a process: it takes a signal as a wish, and says why it failed.
 
 
-def catch_stop_signals(stop: StopWish, is_elastic: bool) -> None:
+def catch_stop_signals(stop: StopRequest, is_elastic: bool) -> None:
     """Finish the step, save, leave. Asking twice does not help here: the launcher ends those it cannot wait for. Where
     the others can go on, SIGTERM is what it is for any process: a machine says it before it is switched off."""
 
@@ -98,24 +98,24 @@ def train_as_member(
     run: RunFolder,
     placement: Placement,
     device: torch.device,
-    stop: StopWish,
+    stop: StopRequest,
     resume: bool,
     note_fault: Callable[[Exception], None],
 ) -> bool:
     """To the end of the training, in however many generations; False when it was interrupted."""
-    member = Member(AgentLine(int(os.environ[LINE_FD])), lambda: stop.wanted, note_fault)
+    member = MembershipClient(AgentConnection(int(os.environ[LINE_FD])), lambda: stop.wanted, note_fault)
     interface = choose_interface(placement)
     mbps = placement.link_mbps or link_mbps(interface)
     recorder = Recorder(run, nowhere(placement, device), member)
-    place = Place(placement.node, device, interface, mbps, member.release, recorder.warn)
+    place = RankIdentity(placement.node, device, interface, mbps, member.release, recorder.warn)
     trainer = make_trainer(config, run, nowhere(placement, device), recorder, stop)
     trainer.fence = member.fence
-    membership = Membership(
+    membership = GenerationChanger(
         member=member,
         store=_store(placement, member, config.sync.join_timeout_s),
         place=place,
         trainer=trainer,
-        chooser=Chooser(trainer, config.sync),
+        chooser=SyncChooser(trainer, config.sync),
         run=run,
     )
     if not resume:
@@ -130,13 +130,13 @@ def train_as_member(
     return finished
 
 
-def _store(placement: Placement, member: Member, timeout_s: float) -> AgentStore:
+def _store(placement: Placement, member: MembershipClient, timeout_s: float) -> AgentStore:
     if placement.agent_fd is None:
         raise RunFailed("an agent started this rank without a store", why="that is a bug in shoal")
     return AgentStore(placement.agent_fd, timedelta(seconds=timeout_s), member.is_called)
 
 
-def _begin(membership: Membership, enter: Enter, resume: bool) -> None:
+def _begin(membership: GenerationChanger, enter: EnterGeneration, resume: bool) -> None:
     """The first generation of a launch: a world that does not form is an error, never a smaller run."""
     trainer, sync = membership.trainer, membership.trainer.config.sync
     world = form(enter, membership.store, membership.place, sync.join_timeout_s, sync.timeout_s)
@@ -152,7 +152,7 @@ def _begin(membership: Membership, enter: Enter, resume: bool) -> None:
     membership.member.formed(enter.generation, 0.0)
 
 
-def _join(membership: Membership, enter: Enter, resume: bool) -> None:
+def _join(membership: GenerationChanger, enter: EnterGeneration, resume: bool) -> None:
     """A generation that trains already. The ranks beside us stay on their cores, and we go to those we had before."""
     trainer = membership.trainer
     cpus = pin_to(_last_cores(membership.run, trainer.world.id), trainer.config.train.pin)
@@ -169,7 +169,7 @@ def _warm_up(trainer: Trainer, run: RunFolder) -> None:
     wait in its first step."""
     last = _last_start(run, trainer.world.id)
     if last.get("compiled"):
-        trainer.compute = Choice(True, last["precision"], "as before")
+        trainer.compute = ComputeChoice(True, last["precision"], "as before")
         apply(trainer.compute, trainer.model)
         shape = last["micro_batch"], trainer.config.model.seq_len
         tokens = torch.zeros(shape, dtype=torch.int64, device=trainer.world.device)
@@ -216,7 +216,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    stop = StopWish()
+    stop = StopRequest()
     catch_stop_signals(stop, is_elastic=LINE_FD in os.environ)
     try:
         use_private_caches()
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return RunFailed.exit_code
 
 
-def _work(options: argparse.Namespace, placement: Placement, stop: StopWish) -> int:
+def _work(options: argparse.Namespace, placement: Placement, stop: StopRequest) -> int:
     config = _config(options)
     if placement.launcher != "shoal":
         # Our own launcher has divided the node's cores already; torchrun sets one thread whatever the machine has.
@@ -272,7 +272,7 @@ def _train(
     config: Config,
     run: RunFolder,
     world: World,
-    stop: StopWish,
+    stop: StopRequest,
     launcher: str,
     resume: bool,
     warnings: Iterable[ShoalError],

@@ -12,13 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from shoal.cluster.agent_link import LINE_BYTES, Homecoming, Link, PipeLink, Refusals, agent_command, read_head
+from shoal.cluster.agent_link import (
+    LINE_BYTES,
+    AgentLink,
+    FileReceiver,
+    PipeLink,
+    RefusedFiles,
+    agent_command,
+    read_head,
+)
 from shoal.cluster.hosts.copy import code_bundle, ensure_code, question
 from shoal.cluster.hosts.facts import HostFacts, addresses, look, misfits, wanted_here
 from shoal.cluster.hosts.setup import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
-from shoal.cluster.hosts.ssh import Script, on_each, variables
-from shoal.cluster.node import Cargo, Node, Process, Project, Talk, module_command, ranks_of
+from shoal.cluster.hosts.ssh import RemoteScript, on_each, variables
+from shoal.cluster.node import LocalProgram, Node, Project, RemoteProgram, RunFiles, module_command, ranks_of
 from shoal.control.processes import marks
 from shoal.errors import ControlError, ShoalError
 from shoal.run_folder import RunFolder
@@ -36,7 +44,7 @@ AGAIN_S = 3.0
 
 
 class SshLink:
-    """`errand` is the first line that the messenger there reads, see `launch.outpost`."""
+    """`errand` is the first line that the messenger there reads, see `launch.messenger`."""
 
     def __init__(
         self,
@@ -51,11 +59,11 @@ class SshLink:
         self._spec = spec
         self._project = project
         self._errand = dict(errand)
-        self._home = Homecoming(run, ready.host.name, errand["ranks"], bool(errand["keeps"]))
+        self._home = FileReceiver(run, ready.host.name, errand["ranks"], bool(errand["keeps"]))
         self._note = note
-        self._refusals = Refusals(note)
+        self._refusals = RefusedFiles(note)
         self._lines: list[bytes] = []
-        self._script: Script | None = None
+        self._script: RemoteScript | None = None
         self._lock = threading.Lock()
         self._ended: str | None = None
         self._closed = threading.Event()
@@ -109,7 +117,7 @@ class SshLink:
     def _talk(self) -> bool:
         """One connection; True when the agent there has ended and everything is at home."""
         host = self._ready.host
-        with Script(host, self._spec, own_session=True) as script:
+        with RemoteScript(host, self._spec, own_session=True) as script:
             self._process = script.process
             script.start(self._messenger())
             script.send([json.dumps({**self._errand, "have": self._home.have()}).encode() + b"\n"])
@@ -124,7 +132,7 @@ class SshLink:
         return False
 
     @contextlib.contextmanager
-    def _connected(self, script: Script) -> Iterator[None]:
+    def _connected(self, script: RemoteScript) -> Iterator[None]:
         with self._lock:
             script.send(self._lines)
             self._lines = []
@@ -151,7 +159,7 @@ class SshLink:
         """A piece that the node may not send is left out, and noted. After a line that cannot be read nothing can be
         understood any more: `ControlError`, and the messenger is started anew."""
         name = self._ready.host.name
-        reader = _Reader(stream, name)
+        reader = _PipeReader(stream, name)
         while line := reader.line():
             head = read_head(line, name)
             if head.end:
@@ -167,7 +175,7 @@ class SshLink:
         return False
 
 
-class _Reader:
+class _PipeReader:
     """Lines and exact amounts from an unbuffered pipe; empty at its end."""
 
     def __init__(self, stream: IO[bytes], sender: str) -> None:
@@ -215,16 +223,16 @@ class HostsCluster:
     spec: HostsSpec
     ready: dict[str, ReadyHost]
     nodes: list[Node]
-    cargo: Cargo
+    cargo: RunFiles
     note: Callable[[str], None]
 
     @classmethod
-    def prepare(cls, spec: HostsSpec, cargo: Cargo, note: Callable[[str], None]) -> HostsCluster:
+    def prepare(cls, spec: HostsSpec, cargo: RunFiles, note: Callable[[str], None]) -> HostsCluster:
         """Everything that can be wrong with a host is found here, before anything runs on any of them."""
         found = make_ready(spec, cargo.project, cargo.files, note)
         return cls(spec, {each.host.name: each for each in found}, [_node(each, cargo) for each in found], cargo, note)
 
-    def start_agent(self, node: Node, run: Path) -> Link:
+    def start_agent(self, node: Node, run: Path) -> AgentLink:
         ready = self.ready[node.name]
         if ready.here:
             return PipeLink(agent_command(run, node.name, ready.python), run, node.name)
@@ -252,7 +260,7 @@ def planned(host: Host) -> Node:
     return Node(host.name, host.address or host.host, host.interface, host.slots, None, threads=host.threads)
 
 
-def _node(ready: ReadyHost, cargo: Cargo) -> Node:
+def _node(ready: ReadyHost, cargo: RunFiles) -> Node:
     host = ready.host
     project = Project(cargo.project, ready.project) if cargo.project and ready.project and not ready.here else None
     return Node(
@@ -272,16 +280,16 @@ def _node(ready: ReadyHost, cargo: Cargo) -> Node:
 # Talking to a program on a host before anything is set up there: any Python that can read our code will do.
 
 
-def visit(spec: HostsSpec, module: str) -> dict[str, Talk | ShoalError]:
+def visit(spec: HostsSpec, module: str) -> dict[str, RemoteProgram | ShoalError]:
     """A conversation with the module on every host, or why there is none; all at once."""
     code = code_bundle()
 
-    def start(host: Host) -> Talk:
+    def start(host: Host) -> RemoteProgram:
         if is_here(host):
-            return Talk(host.name, Process(module_command(module)))
+            return RemoteProgram(host.name, LocalProgram(module_command(module)))
         facts = look(host, spec, question(code), any_python=True)
         python, path = _python(facts), ensure_code(host, spec, facts, code)
-        script = Script(host, spec, own_session=True)
+        script = RemoteScript(host, spec, own_session=True)
         try:
             # Not -P: a Python that is too old for it is to be heard of, not to fail over its command line.
             words = variables(python=python, PYTHONPATH=path, PYTHONSAFEPATH="1", module=module)
@@ -289,7 +297,7 @@ def visit(spec: HostsSpec, module: str) -> dict[str, Talk | ShoalError]:
         except BaseException:
             script.close()
             raise
-        return Talk(host.name, script)
+        return RemoteProgram(host.name, script)
 
     return on_each(spec.hosts, start)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.cluster.hosts.facts import HostFacts, Question, look, program
+from shoal.cluster.hosts.facts import HostFacts, HostQuery, look, program
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import run_script, variables
 from shoal.errors import HostError, UsageError
@@ -25,7 +25,7 @@ _NOT_THE_PROJECTS = ("runs", "__pycache__", "node_modules")
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopyFile:
     """One file to copy: where it goes, and where it is. A symbolic link has a target and no bytes."""
 
     path: str
@@ -37,11 +37,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class FileBundle:
     """Files that belong together. `name` is the folder they get. `left_out` are links that lead outside the project."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CopyFile, ...]
     left_out: tuple[str, ...] = ()
 
     @property
@@ -53,12 +53,12 @@ class Bundle:
         return hashlib.sha256(json.dumps(self.listing, sort_keys=True).encode()).hexdigest()
 
 
-def code_bundle() -> Bundle:
+def code_bundle() -> FileBundle:
     """The package that is running, named by its content."""
     package = Path(shoal.__file__).parent
     found = sorted(path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     pieces = tuple(make_piece(path, str(path.relative_to(package.parent))) for path in found)
-    return Bundle(Bundle("", pieces).digest[:16], pieces)
+    return FileBundle(FileBundle("", pieces).digest[:16], pieces)
 
 
 def code_folder() -> Path:
@@ -66,7 +66,7 @@ def code_folder() -> Path:
     return Path(shoal.__file__).parent.parent
 
 
-def project_bundle(folder: Path) -> Bundle:
+def project_bundle(folder: Path) -> FileBundle:
     """What git lists, or everything that does not look like an environment, a cache or a result."""
     folder = folder.resolve()
     if not folder.is_dir():
@@ -80,7 +80,7 @@ def project_bundle(folder: Path) -> Bundle:
     # With this machine's name: another one may have a project at the same path.
     place = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()
     pieces = tuple(make_piece(folder / path, path, folder) for path in paths)
-    return Bundle(f"{folder.name}-{place[:8]}", pieces, tuple(outside))
+    return FileBundle(f"{folder.name}-{place[:8]}", pieces, tuple(outside))
 
 
 def project_of(folder: Path) -> Path | None:
@@ -89,7 +89,7 @@ def project_of(folder: Path) -> Path | None:
     return Path(os.fsdecode(top.removesuffix(b"\n"))) if top else None
 
 
-def make_piece(source: Path, path: str, folder: Path | None = None) -> Piece:
+def make_piece(source: Path, path: str, folder: Path | None = None) -> CopyFile:
     """A link stays one when it leads to something else in the folder. Without a folder it is what it leads to."""
     if folder is not None and _leads_outside(source, folder):
         raise UsageError(
@@ -99,20 +99,20 @@ def make_piece(source: Path, path: str, folder: Path | None = None) -> Piece:
         )
     if folder is not None and _leads_inside(source, folder):
         link = os.path.relpath(source.resolve(), source.parent.resolve())
-        return Piece(path, source, 0, 0o777, link, f"-> {link}")
+        return CopyFile(path, source, 0, 0o777, link, f"-> {link}")
     status = source.stat()
     mode = 0o755 if status.st_mode & 0o100 else 0o644
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Piece(path, source, status.st_size, mode, None, f"{digest} {mode:o}")
+    return CopyFile(path, source, status.st_size, mode, None, f"{digest} {mode:o}")
 
 
-def lone_piece(source: Path, path: str) -> Piece:
+def lone_piece(source: Path, path: str) -> CopyFile:
     """A file that is known by another digest than that of its bytes, which are then not read twice."""
-    return Piece(path, source, source.stat().st_size, 0o644, None, "")
+    return CopyFile(path, source, source.stat().st_size, 0o644, None, "")
 
 
-def stream(order: dict[str, Any], pieces: Iterable[Piece]) -> Iterator[bytes]:
+def stream(order: dict[str, Any], pieces: Iterable[CopyFile]) -> Iterator[bytes]:
     """As `there/put.py` reads it."""
     pieces = list(pieces)
     files = [[piece.path, piece.size, piece.mode, piece.link] for piece in pieces]
@@ -122,7 +122,7 @@ def stream(order: dict[str, Any], pieces: Iterable[Piece]) -> Iterator[bytes]:
             yield from _content(piece)
 
 
-def _content(piece: Piece) -> Iterator[bytes]:
+def _content(piece: CopyFile) -> Iterator[bytes]:
     left, summed = piece.size, hashlib.sha256()
     with piece.source.open("rb") as file:
         while left and (chunk := file.read(min(left, _CHUNK))):
@@ -175,7 +175,7 @@ def _leads_outside(path: Path, folder: Path) -> bool:
     return not path.resolve().is_relative_to(folder)
 
 
-def say_left_out(project: Bundle) -> str:
+def say_left_out(project: FileBundle) -> str:
     """For the user: which links were not copied; empty for none."""
     if not project.left_out:
         return ""
@@ -218,8 +218,10 @@ def _refuse_too_much(folder: Path, paths: list[str]) -> None:
 COPY_S = 3600.0
 
 
-def question(code: Bundle | None = None, project: Bundle | None = None, files: Mapping[str, Path] = {}) -> Question:
-    return Question(
+def question(
+    code: FileBundle | None = None, project: FileBundle | None = None, files: Mapping[str, Path] = {}
+) -> HostQuery:
+    return HostQuery(
         code=code.name if code else "-",
         project=project.name if project else "",
         project_digest=project.digest if project else "",
@@ -227,7 +229,7 @@ def question(code: Bundle | None = None, project: Bundle | None = None, files: M
     )
 
 
-def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts | None = None, code: Bundle | None = None) -> str:
+def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts | None = None, code: FileBundle | None = None) -> str:
     """What to put into PYTHONPATH there, to run the same shoal as here. `facts` must know about the same code."""
     if is_here(host):
         return str(code_folder())
@@ -238,7 +240,7 @@ def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts | None = None, cod
 
 
 def ensure_project(
-    host: Host, spec: HostsSpec, folder: Path, facts: HostFacts | None = None, project: Bundle | None = None
+    host: Host, spec: HostsSpec, folder: Path, facts: HostFacts | None = None, project: FileBundle | None = None
 ) -> str:
     """Where the project is there, as it is here. Only files that shoal once put there are ever replaced or removed."""
     if is_here(host):
@@ -271,7 +273,7 @@ def data_name(digest: str, local: Path) -> str:
 
 
 def send(
-    host: Host, spec: HostsSpec, facts: HostFacts, base: str, pieces: Iterable[Piece], order: Mapping[str, Any] = {}
+    host: Host, spec: HostsSpec, facts: HostFacts, base: str, pieces: Iterable[CopyFile], order: Mapping[str, Any] = {}
 ) -> str:
     """Write files to a folder on the host and return the folder. `order` is described in `remote_copy.py`."""
     script = (

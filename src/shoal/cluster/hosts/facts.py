@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import (
     ANSWER_S,
-    Result,
+    ScriptResult,
     on_each,
     run_script,
     shell_path,
@@ -57,7 +57,7 @@ class PythonFacts(BaseModel):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """`packages` are shoal's own dependencies in the versions used here, `least` the versions it can do with."""
 
     minor: str
@@ -70,7 +70,7 @@ class Wanted:
 
 
 @functools.cache
-def wanted_here() -> Wanted:
+def wanted_here() -> Requirements:
     """What this very environment has. Without local tags: one torch may be built for CPU here and for CUDA there."""
     least = _least()
     try:
@@ -79,7 +79,7 @@ def wanted_here() -> Wanted:
         raise UsageError(
             f"{error.name} is not installed here", why="every host gets the versions used here", fix="make setup"
         ) from None
-    return Wanted(f"{sys.version_info[0]}.{sys.version_info[1]}", packages, least)
+    return Requirements(f"{sys.version_info[0]}.{sys.version_info[1]}", packages, least)
 
 
 def constraints_here() -> list[str]:
@@ -94,7 +94,7 @@ def public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def misfits(python: PythonFacts, wanted: Wanted, exactly: bool = False) -> list[str]:
+def misfits(python: PythonFacts, wanted: Requirements, exactly: bool = False) -> list[str]:
     """What keeps a Python there from running what runs here, worst first; nothing when it will do.
 
     The same minor version and the same torch always. The other packages may be older or newer than here in an
@@ -175,7 +175,7 @@ class HostFacts(BaseModel):
 
 
 @dataclass(frozen=True)
-class Question:
+class HostQuery:
     """What to look for there: code and project by digest, files by name and size."""
 
     code: str = "-"
@@ -184,14 +184,14 @@ class Question:
     files: dict[str, int] = field(default_factory=dict)
 
 
-_NOTHING = Question()
+_NOTHING = HostQuery()
 
 
 def look(
     host: Host,
     spec: HostsSpec,
-    question: Question = _NOTHING,
-    wanted: Wanted | None = None,
+    question: HostQuery = _NOTHING,
+    wanted: Requirements | None = None,
     any_python: bool = False,
 ) -> HostFacts:
     """Facts about a host. `any_python` also considers those an environment could be made with."""
@@ -204,7 +204,7 @@ def look(
     return read_answer(host, spec, done)
 
 
-def look_script(host: Host, names: list[tuple[str, str]], question: Question, wanted: Wanted) -> str:
+def look_script(host: Host, names: list[tuple[str, str]], question: HostQuery, wanted: Requirements) -> str:
     request = {"folder": host.folder, "packages": list(wanted.packages), **vars(question)}
     known = " ".join(["python3", *(f"python3.{minor}" for minor in _KNOWN_MINORS)])
     return (
@@ -236,7 +236,7 @@ def program(name: str) -> str:
     return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
 
 
-def read_answer(host: Host, spec: HostsSpec, done: Result) -> HostFacts:
+def read_answer(host: Host, spec: HostsSpec, done: ScriptResult) -> HostFacts:
     lines = done.stdout.decode(errors="replace").splitlines()
     others = tuple(line.removeprefix("other ") for line in lines if line.startswith("other "))
     broken = [line.removeprefix("broken ") for line in lines if line.startswith("broken ")]

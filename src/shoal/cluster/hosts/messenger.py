@@ -3,7 +3,7 @@
 It starts the agent there, or finds the one that an earlier connection started, passes orders on to it, and sends home
 what the run writes on that machine. It is only a messenger: when the connection breaks it goes, and the agent stays.
 
-In:  one JSON line (`Errand`), then the agent's own orders, line by line.
+In:  one JSON line (`MessengerOrder`), then the agent's own orders, line by line.
 Out: for each piece of a file a JSON line with path, offset and size, and then its bytes; at the very end {"end": true}.
 """
 
@@ -36,7 +36,7 @@ _MOST_LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Errand:
+class MessengerOrder:
     """`texts` are small files of the run folder to put there; `have` is how much of each file is at home already.
     `ranks` are the node's own, whose events are sent.
     `keeps`: the ledger and, at the end, the newest checkpoint are wanted. `follow`: the agent runs already.
@@ -58,7 +58,7 @@ def main() -> int:
     run = RunFolder(Path(errand.folder).expanduser())
     agent = None if errand.follow else _start(errand, run)
     threading.Thread(target=_pass_on, args=(sys.stdin.buffer, agent, run), daemon=True).start()
-    freight = Freight(run, errand.node, errand.ranks, errand.have, errand.keeps, _put_piece)
+    freight = FileSender(run, errand.node, errand.ranks, errand.have, errand.keeps, _put_piece)
     if not errand.follow:
         _put({"begins": freight.begin_anew()})
     with contextlib.suppress(BrokenPipeError):
@@ -73,9 +73,9 @@ def main() -> int:
     os._exit(0)
 
 
-def read_errand(line: bytes) -> Errand:
+def read_errand(line: bytes) -> MessengerOrder:
     try:
-        return TypeAdapter(Errand).validate_json(line, strict=True)
+        return TypeAdapter(MessengerOrder).validate_json(line, strict=True)
     except ValueError as error:
         raise ControlError(
             f"a messenger got an errand that it cannot read: {str(error).splitlines()[0]}",
@@ -84,7 +84,7 @@ def read_errand(line: bytes) -> Errand:
         ) from None
 
 
-def _start(errand: Errand, run: RunFolder) -> subprocess.Popen[bytes]:
+def _start(errand: MessengerOrder, run: RunFolder) -> subprocess.Popen[bytes]:
     (run.path / "events").mkdir(parents=True, exist_ok=True)
     (run.path / "agents").mkdir(exist_ok=True)
     for name, text in errand.texts.items():
@@ -119,7 +119,7 @@ def _is_alive(agent: subprocess.Popen[bytes] | None, run: RunFolder) -> bool:
     return any(found.part == AGENT for found in find(run.path))
 
 
-def send_while(alive: Callable[[], bool], freight: Freight) -> None:
+def send_while(alive: Callable[[], bool], freight: FileSender) -> None:
     """And once more afterwards: the agent's last words come just before its end."""
     while True:
         was_alive = alive()
@@ -129,7 +129,7 @@ def send_while(alive: Callable[[], bool], freight: Freight) -> None:
         time.sleep(POLL_S)
 
 
-class Freight:
+class FileSender:
     """The files to send home, and how much of each has gone. `put` gets a file's name, an offset and bytes.
 
     They are the node's journal and agent log, the logs of its processes and the events of its `ranks`, which may be

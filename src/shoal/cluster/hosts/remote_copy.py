@@ -25,7 +25,7 @@ _STALE_S = 24 * 3600.0
 _PART = ".part-"
 
 
-class CannotPut(Exception):
+class CopyFailed(Exception):
     """`needed` and `free` are set when there is no room."""
 
     def __init__(self, text: str, **numbers: int) -> None:
@@ -103,13 +103,13 @@ def _receive(stream: BinaryIO, part: Path, size: int, mode: int, link: str | Non
         while size:
             chunk = stream.read(min(size, _CHUNK))
             if not chunk:
-                raise CannotPut("the connection ended in the middle of a file")
+                raise CopyFailed("the connection ended in the middle of a file")
             summed.update(chunk)
             file.write(chunk)
             size -= len(chunk)
     part.chmod(mode)
     if stream.read(64).decode(errors="replace") != summed.hexdigest():
-        raise CannotPut(f"{part.name} did not arrive as it was sent: its SHA-256 differs")
+        raise CopyFailed(f"{part.name} did not arrive as it was sent: its SHA-256 differs")
 
 
 def _synchronise(part: Path) -> None:
@@ -129,7 +129,7 @@ def remove(base: Path, path: Path) -> None:
 
 def inside(base: Path, path: str) -> Path:
     if path.startswith("/") or ".." in path.split("/"):
-        raise CannotPut(f"{path!r} would lie outside {base}")
+        raise CopyFailed(f"{path!r} would lie outside {base}")
     return base / path
 
 
@@ -138,13 +138,13 @@ def check_link(base: Path, path: str, link: str) -> None:
     # By text alone: what the link leads to may not have arrived yet.
     target = os.path.normpath(f"{Path(path).parent}/{link}")
     if link.startswith("/") or target.split("/")[0] == "..":
-        raise CannotPut(f"{path!r} is a link to {link!r}, which lies outside {base}")
+        raise CopyFailed(f"{path!r} is a link to {link!r}, which lies outside {base}")
 
 
 def need_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise CannotPut("no room", needed=needed, free=free)
+        raise CopyFailed("no room", needed=needed, free=free)
 
 
 def throw_out_parts(folder: Path) -> None:
@@ -174,7 +174,7 @@ def write_note(base: Path, note: dict[str, Any]) -> None:
 def main() -> int:
     try:
         answer: dict[str, Any] = {"base": str(put(sys.stdin.buffer))}
-    except CannotPut as error:
+    except CopyFailed as error:
         answer = {"error": str(error), **error.numbers}
     except OSError as error:
         answer = {"error": str(error), "full": error.errno in (errno.ENOSPC, errno.EDQUOT)}

@@ -36,7 +36,7 @@ import torch
 _UNWANTED = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "VIRTUAL_ENV")
 
 
-class CannotMake(Exception):
+class SetupFailed(Exception):
     """`kind` says which part failed, `log` what the program said that failed."""
 
     def __init__(self, kind: str, log: str = "", **numbers: int) -> None:
@@ -45,7 +45,7 @@ class CannotMake(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class SetupRequest:
     """`wheels`: install from the folder of that name, and from nowhere else."""
 
     folder: Path
@@ -71,11 +71,11 @@ class Request:
         return self.folder / "tmp"
 
 
-def make(request: Request) -> None:
+def make(request: SetupRequest) -> None:
     with _alone(request.folder), _own_temporary(request.temporary):
         free = shutil.disk_usage(request.folder).free
         if free < request.needed_bytes:
-            raise CannotMake("room", needed=request.needed_bytes, free=free)
+            raise SetupFailed("room", needed=request.needed_bytes, free=free)
         request.log.write_bytes(b"")
         if not _is_sound(request):
             _make_anew(request)
@@ -85,7 +85,7 @@ def make(request: Request) -> None:
         shutil.rmtree(request.folder / "wheels", ignore_errors=True)
 
 
-def _is_sound(request: Request) -> bool:
+def _is_sound(request: SetupRequest) -> bool:
     """Made with this very minor version, and pip works in it."""
     question = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
     with contextlib.suppress(OSError):
@@ -94,16 +94,16 @@ def _is_sound(request: Request) -> bool:
     return False
 
 
-def _make_anew(request: Request) -> None:
+def _make_anew(request: SetupRequest) -> None:
     say(doing="making the environment")
     env = request.env
     if env.exists() and not (env / "pyvenv.cfg").exists() and any(env.iterdir()):
-        raise CannotMake("in the way", log=str(env))
+        raise SetupFailed("in the way", log=str(env))
     shutil.rmtree(env, ignore_errors=True)
     _run(request, "venv", ["-m", "venv", str(env)], python=Path(sys.executable))
 
 
-def _install(request: Request) -> None:
+def _install(request: SetupRequest) -> None:
     files = {"requirements.txt": request.requirements, "constraints.txt": request.constraints}
     for name, lines in files.items():
         (request.temporary / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -117,7 +117,7 @@ def _install(request: Request) -> None:
     _pip(request, [*source, "-r", str(request.temporary / "requirements.txt"), *held])
 
 
-def _wants_cpu_build(request: Request) -> bool:
+def _wants_cpu_build(request: SetupRequest) -> bool:
     """Where pip was told nothing else, it takes a CUDA build: gigabytes, in vain on a machine without a GPU."""
     if Path("/proc/driver/nvidia").exists():
         return False
@@ -127,11 +127,11 @@ def _wants_cpu_build(request: Request) -> bool:
     return re.search(r"index-url|find-links|no-index", done.stdout) is None
 
 
-def _pip(request: Request, words: Sequence[str]) -> None:
+def _pip(request: SetupRequest, words: Sequence[str]) -> None:
     _run(request, "pip", ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", *words])
 
 
-def _run(request: Request, kind: str, words: Sequence[str], python: Path | None = None) -> None:
+def _run(request: SetupRequest, kind: str, words: Sequence[str], python: Path | None = None) -> None:
     with request.log.open("ab") as log:
         began = log.tell()
         argv = [str(python or request.python), *words]
@@ -141,10 +141,10 @@ def _run(request: Request, kind: str, words: Sequence[str], python: Path | None 
         _children.append(process)
         code = process.wait()
     if code:
-        raise CannotMake(kind, log=request.log.read_bytes()[began:][-_TAIL:].decode(errors="replace"))
+        raise SetupFailed(kind, log=request.log.read_bytes()[began:][-_TAIL:].decode(errors="replace"))
 
 
-def _variables(request: Request) -> dict[str, str]:
+def _variables(request: SetupRequest) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
     if request.wheels:
         # From the wheels alone: the pip settings there may know other places.
@@ -161,7 +161,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CannotMake("busy") from None
+            raise SetupFailed("busy") from None
         yield
 
 
@@ -198,8 +198,8 @@ def main() -> int:
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=end_with_stdin, daemon=True).start()
     try:
-        make(Request(**{**request, "folder": Path(request["folder"])}))
-    except CannotMake as error:
+        make(SetupRequest(**{**request, "folder": Path(request["folder"])}))
+    except SetupFailed as error:
         say(**error.answer)
         return 1
     except OSError as error:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.cluster.hosts.copy import (
-    Bundle,
-    Piece,
+    CopyFile,
+    FileBundle,
     code_bundle,
     ensure_code,
     ensure_project,
@@ -28,7 +28,7 @@ from shoal.cluster.hosts.copy import (
 from shoal.cluster.hosts.facts import (
     HostFacts,
     PythonFacts,
-    Wanted,
+    Requirements,
     addresses,
     constraints_here,
     look,
@@ -41,7 +41,7 @@ from shoal.cluster.hosts.facts import (
     wanted_here,
 )
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
-from shoal.cluster.hosts.ssh import Script, by_hand, gone, on_each, values_or_raise, variables
+from shoal.cluster.hosts.ssh import RemoteScript, by_hand, gone, on_each, values_or_raise, variables
 from shoal.errors import HostError, UsageError
 from shoal.units import format_si
 
@@ -64,7 +64,7 @@ class EnvironmentPlan:
     why: str = ""
 
 
-def plan_environment(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted) -> EnvironmentPlan:
+def plan_environment(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Requirements) -> EnvironmentPlan:
     named, own = _of(facts, "named"), _of(facts, "own")
     if host.python and named is None:
         raise no_python(host, spec, facts.others, [], "")
@@ -78,7 +78,7 @@ def plan_environment(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Want
     return EnvironmentPlan("made", base, misfits(named, wanted)[0] if named else "")
 
 
-def _base(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted) -> PythonFacts:
+def _base(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Requirements) -> PythonFacts:
     """To make the environment with: never the environment itself, which may have to be removed first."""
     offered = [python for python in facts.pythons if python.origin != "own"]
     fitting = [python for python in offered if minor_of(python.version) == wanted.minor]
@@ -94,7 +94,7 @@ def _base(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted) -> Pyth
 
 
 def _wrong_python(
-    host: Host, spec: HostsSpec, facts: HostFacts, offered: list[PythonFacts], wanted: Wanted
+    host: Host, spec: HostsSpec, facts: HostFacts, offered: list[PythonFacts], wanted: Requirements
 ) -> HostError:
     seen = ", ".join(f"{python.executable} is {python.version}" for python in offered)
     other = ", ".join(facts.others)
@@ -110,7 +110,7 @@ def _of(facts: HostFacts, origin: str) -> PythonFacts | None:
 
 
 def cannot_make(
-    host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted, answer: Mapping[str, Any], stderr: str
+    host: Host, spec: HostsSpec, facts: HostFacts, wanted: Requirements, answer: Mapping[str, Any], stderr: str
 ) -> HostError:
     """From the last words of `there/env.py`."""
     kind, log = answer.get("error", ""), str(answer.get("log", ""))
@@ -136,7 +136,7 @@ def cannot_make(
     return HostError(f"cannot make {where}", why=_last(log or stderr), fix=_see_log(host, spec, facts))
 
 
-def _pip_failed(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted, log: str) -> HostError:
+def _pip_failed(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Requirements, log: str) -> HostError:
     if _NO_NETWORK.search(log):
         return HostError(
             f"pip on {host.name} cannot reach a package index",
@@ -180,18 +180,18 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Order:
+class SetupOrder:
     """What every host shall have."""
 
-    wanted: Wanted
-    code: Bundle
-    project: Bundle | None
+    wanted: Requirements
+    code: FileBundle
+    project: FileBundle | None
     folder: Path | None
-    wheels: tuple[Piece, ...] = ()
+    wheels: tuple[CopyFile, ...] = ()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SetupResult:
     """What was done on a host: each is `present`, `made`, `updated`, or `ours` on this very machine."""
 
     python: str
@@ -205,12 +205,12 @@ class Outcome:
         return bool({self.environment, self.code, self.project} & {"made", "updated"})
 
 
-def make_order(project: Path | None, wheels: Path | None) -> Order:
+def make_order(project: Path | None, wheels: Path | None) -> SetupOrder:
     bundle = project_bundle(project) if project else None
-    return Order(wanted_here(), code_bundle(), bundle, project, read_wheels(wheels) if wheels else ())
+    return SetupOrder(wanted_here(), code_bundle(), bundle, project, read_wheels(wheels) if wheels else ())
 
 
-def read_wheels(folder: Path) -> tuple[Piece, ...]:
+def read_wheels(folder: Path) -> tuple[CopyFile, ...]:
     found = sorted(folder.glob("*.whl")) if folder.is_dir() else []
     if not found:
         raise UsageError(
@@ -221,9 +221,9 @@ def read_wheels(folder: Path) -> tuple[Piece, ...]:
     return tuple(lone_piece(path, path.name) for path in found)
 
 
-def set_up(host: Host, spec: HostsSpec, order: Order, say: Say) -> Outcome:
+def set_up(host: Host, spec: HostsSpec, order: SetupOrder, say: Say) -> SetupResult:
     if is_here(host):
-        return Outcome(sys.executable, "ours", "ours", "ours" if order.project else None)
+        return SetupResult(sys.executable, "ours", "ours", "ours" if order.project else None)
     say("looking what is there")
     facts = look(host, spec, question(order.code, order.project), order.wanted, any_python=True)
     need_same_kind(host, facts, platform.system(), platform.machine())
@@ -234,7 +234,7 @@ def set_up(host: Host, spec: HostsSpec, order: Order, say: Say) -> Outcome:
     pythonpath = ensure_code(host, spec, facts, order.code)
     if plan.state != "present":
         _make_environment(host, spec, facts, plan, order, pythonpath, say)
-    outcome = Outcome(
+    outcome = SetupResult(
         python=plan.python.executable if plan.state == "present" else facts.own_python,
         environment=plan.state,
         code="present" if facts.has_code else "made",
@@ -243,7 +243,9 @@ def set_up(host: Host, spec: HostsSpec, order: Order, say: Say) -> Outcome:
     return _with_project(host, spec, facts, order, outcome, say)
 
 
-def _with_project(host: Host, spec: HostsSpec, facts: HostFacts, order: Order, outcome: Outcome, say: Say) -> Outcome:
+def _with_project(
+    host: Host, spec: HostsSpec, facts: HostFacts, order: SetupOrder, outcome: SetupResult, say: Say
+) -> SetupResult:
     if order.project is None or order.folder is None:
         return outcome
     if facts.project_digest == order.project.digest:
@@ -254,7 +256,7 @@ def _with_project(host: Host, spec: HostsSpec, facts: HostFacts, order: Order, o
 
 
 def _make_environment(
-    host: Host, spec: HostsSpec, facts: HostFacts, plan: EnvironmentPlan, order: Order, pythonpath: str, say: Say
+    host: Host, spec: HostsSpec, facts: HostFacts, plan: EnvironmentPlan, order: SetupOrder, pythonpath: str, say: Say
 ) -> None:
     if order.wheels:
         say("copying the wheels")
@@ -263,7 +265,7 @@ def _make_environment(
         variables(python=plan.python.executable, PYTHONPATH=pythonpath)
         + 'export PYTHONPATH\ncd /\nexec "$python" -m shoal.cluster.hosts.remote_setup'
     )
-    with Script(host, spec) as running:
+    with RemoteScript(host, spec) as running:
         running.start(script)
         running.send([json.dumps(_request(facts, order)).encode() + b"\n"])
         answer = _follow(running, say)
@@ -277,7 +279,7 @@ def _make_environment(
 _LONGEST_LINE = 1 << 20
 
 
-def _follow(running: Script, say: Say) -> dict[str, Any]:
+def _follow(running: RemoteScript, say: Say) -> dict[str, Any]:
     """Its last words; nothing when it ended without any."""
     answer: dict[str, Any] = {}
     for line in iter(lambda: running.stdout.readline(_LONGEST_LINE), b""):
@@ -292,7 +294,7 @@ def _follow(running: Script, say: Say) -> dict[str, Any]:
     return answer
 
 
-def _request(facts: HostFacts, order: Order) -> dict[str, Any]:
+def _request(facts: HostFacts, order: SetupOrder) -> dict[str, Any]:
     wheel_bytes = sum(piece.size for piece in order.wheels)
     return {
         "folder": facts.folder,
@@ -349,7 +351,7 @@ def make_ready(
     return list(found.values())
 
 
-def usable_python(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Wanted) -> PythonFacts:
+def usable_python(host: Host, spec: HostsSpec, facts: HostFacts, wanted: Requirements) -> PythonFacts:
     """The one that the file names, or the one that `shoal setup` made."""
     found = {python.executable: misfits(python, wanted) for python in facts.pythons}
     for python in facts.pythons:
@@ -368,9 +370,9 @@ def _ready(
     host: Host,
     spec: HostsSpec,
     address: str,
-    wanted: Wanted,
-    code: Bundle,
-    bundle: Bundle | None,
+    wanted: Requirements,
+    code: FileBundle,
+    bundle: FileBundle | None,
     project: Path | None,
     files: Mapping[str, Path],
 ) -> ReadyHost:

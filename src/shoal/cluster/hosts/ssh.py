@@ -227,7 +227,7 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Result:
+class ScriptResult:
     """How a script ended, and what it said."""
 
     returncode: int
@@ -245,7 +245,7 @@ def script_argv(host: Host, spec: HostsSpec) -> list[str]:
     return ["sh", "-s"] if is_here(host) else [*ssh_argv(host, spec), "sh", "-s"]
 
 
-_at_work: weakref.WeakSet[Script] = weakref.WeakSet()
+_at_work: weakref.WeakSet[RemoteScript] = weakref.WeakSet()
 
 
 def end_all_scripts() -> None:
@@ -254,7 +254,7 @@ def end_all_scripts() -> None:
         script.process.kill()
 
 
-class Script:
+class RemoteScript:
     """A script at work on a host. After `start`, stdin and stdout are those of the program it runs, or has become."""
 
     def __init__(self, host: Host, spec: HostsSpec, own_session: bool = False) -> None:
@@ -314,7 +314,7 @@ class Script:
                 pipe.close()
         self.process.wait()
 
-    def __enter__(self) -> Script:
+    def __enter__(self) -> RemoteScript:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -345,9 +345,9 @@ def run_script(
     script: str,
     stdin: Iterable[bytes] = (),
     deadline_s: float = ANSWER_S,
-) -> Result:
+) -> ScriptResult:
     """Runs a script to its end and gives what it said; raises only when the host could not be reached, or was lost."""
-    with Script(host, spec) as running:
+    with RemoteScript(host, spec) as running:
         running.start(script, min(ANSWER_S, deadline_s))
         with _ended_after(running, deadline_s) as late, _read_along(running) as said:
             running.send(stdin)
@@ -357,7 +357,7 @@ def run_script(
             raise silent(host, spec, f"gave no answer within {deadline_s:.0f} s", running.errors())
         if code == SSH_FAILED and not is_here(host):
             raise gone(host, code, running.errors())
-        return Result(code, b"".join(said), running.errors())
+        return ScriptResult(code, b"".join(said), running.errors())
 
 
 def variables(**values: str) -> str:
@@ -371,7 +371,7 @@ def shell_path(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _read_along(running: Script) -> Iterator[list[bytes]]:
+def _read_along(running: RemoteScript) -> Iterator[list[bytes]]:
     """All of it, once the block is left: a program that answers before it has read everything must not be stuck."""
     said: list[bytes] = []
     reader = threading.Thread(target=lambda: said.append(running.stdout.read()), daemon=True)
@@ -386,7 +386,7 @@ def _read_along(running: Script) -> Iterator[list[bytes]]:
 
 
 @contextlib.contextmanager
-def _ended_after(running: Script, deadline_s: float) -> Iterator[threading.Event]:
+def _ended_after(running: RemoteScript, deadline_s: float) -> Iterator[threading.Event]:
     late = threading.Event()
 
     def end() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.lab.spec import INTERFACE, SWITCH, SWITCH_ADDRESS, Frozen, LabNode, LabSpec, Link
+from shoal.cluster.lab.spec import INTERFACE, SWITCH, SWITCH_ADDRESS, FrozenModel, LabLink, LabNode, LabSpec
 from shoal.errors import UsageError
 from shoal.units import format_delay, format_rate
 
@@ -35,7 +35,7 @@ Word = str | PidOf
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCommand:
     """One command. `log` takes the output of one that stays: it must not hold our own pipes open."""
 
     words: tuple[Word, ...]
@@ -43,13 +43,13 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Write:
+class WriteFile:
     path: Path
     text: str
 
 
 @dataclass(frozen=True)
-class Await:
+class WaitForFile:
     """Until the file has content; `log` says why it never got any."""
 
     file: Path
@@ -57,20 +57,20 @@ class Await:
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillNamespace:
     """The first process of a pid namespace; the kernel ends all the others in it, and the namespaces in them."""
 
     pid: PidOf
 
 
 @dataclass(frozen=True)
-class RemoveGroup:
+class RemoveControlGroup:
     """Tried again for a while: a control group can go once the kernel has buried its last process."""
 
     path: Path
 
 
-Step = Run | Write | Await | Kill | RemoveGroup
+Step = RunCommand | WriteFile | WaitForFile | KillNamespace | RemoveControlGroup
 
 
 def render(steps: Iterable[Step]) -> str:
@@ -80,15 +80,15 @@ def render(steps: Iterable[Step]) -> str:
 
 def render_step(step: Step) -> str:
     match step:
-        case Run(words, log):
+        case RunCommand(words, log):
             return _words(words) + (f" > {_quote(log)} 2>&1 < /dev/null" if log else "")
-        case Write(path, text):
+        case WriteFile(path, text):
             return f"{_printed(text)} > {_quote(path)}"
-        case Await(file, _):
+        case WaitForFile(file, _):
             return f"until test -s {_quote(file)}; do sleep 0.01; done"
-        case Kill(pid):
+        case KillNamespace(pid):
             return f"kill -KILL {_word(pid)}"
-        case RemoveGroup(path):
+        case RemoveControlGroup(path):
             return f"until rmdir {_quote(path)}; do sleep 0.1; done"
 
 
@@ -128,7 +128,7 @@ _LEAST_QUEUE_PACKETS = 1000
 _MOST_SEGMENTS = 65535
 
 
-def shape(device: str, link: Link, netem: bool) -> list[str]:
+def shape(device: str, link: LabLink, netem: bool) -> list[str]:
     """`netem` on the switch's end only: on the sender's it would take packets from TCP's own accounts, which then
     overfills the queue."""
     if not netem or not (link.delay_s or link.loss):
@@ -139,7 +139,7 @@ def shape(device: str, link: Link, netem: bool) -> list[str]:
     return [late, _limit(device, link, "parent 2:1 handle 3:")] if link.rate_bps else [late]
 
 
-def _limit(device: str, link: Link, place: str) -> str:
+def _limit(device: str, link: LabLink, place: str) -> str:
     if link.rate_bps is None:
         return f"tc qdisc replace dev {device} {place} pfifo limit {_LEAST_QUEUE_PACKETS}"
     burst = max(_LEAST_BURST_BYTES, round(link.rate_bps / 8 * _BURST_S))
@@ -147,13 +147,13 @@ def _limit(device: str, link: Link, place: str) -> str:
     return f"tc qdisc replace dev {device} {place} tbf rate {rate} burst {burst} latency {_QUEUE}"
 
 
-def _packets_on_the_way(link: Link) -> int:
+def _packets_on_the_way(link: LabLink) -> int:
     """What netem must be able to hold: everything sent during the delay, and as much again for bursts."""
     on_the_way = (link.rate_bps or 10e9) / 8 * link.delay_s / _PACKET_BYTES
     return max(_LEAST_QUEUE_PACKETS, round(2 * on_the_way))
 
 
-def bundling(device: str, link: Link, was: Link) -> list[str]:
+def bundling(device: str, link: LabLink, was: LabLink) -> list[str]:
     """With loss, single packets: the kernel hands up to 64 kB through a veth as one, and would lose them as one."""
     if bool(link.loss) == bool(was.loss):
         return []
@@ -171,7 +171,7 @@ _LONG_PERIOD_US = 100_000
 _SHORT_PERIOD_FROM = 0.1
 
 
-class Group(Frozen):
+class ControlGroup(FrozenModel):
     """A place in one hierarchy below which a lab may make groups."""
 
     parent: Path
@@ -184,37 +184,37 @@ class Group(Frozen):
         return self.of_lab(lab) / node
 
 
-class Groups(Frozen):
+class ControlGroups(FrozenModel):
     """None where this machine, or this user, has no such controller."""
 
-    cpu: Group | None = None
-    freezer: Group | None = None
+    cpu: ControlGroup | None = None
+    freezer: ControlGroup | None = None
 
-    def all(self) -> list[Group]:
+    def all(self) -> list[ControlGroup]:
         """In version 2 both controllers live in one place."""
         return list(dict.fromkeys(group for group in (self.cpu, self.freezer) if group))
 
 
-def read_groups() -> Groups:
+def read_groups() -> ControlGroups:
     """What is mounted here and lets us make groups."""
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
     found = find_groups(mounts, os.geteuid())
-    return Groups(
+    return ControlGroups(
         cpu=found.cpu if _has_cpu(found.cpu) and _usable(found.cpu) else None,
         freezer=found.freezer if _usable(found.freezer) else None,
     )
 
 
-def find_groups(mounts: str, uid: int) -> Groups:
+def find_groups(mounts: str, uid: int) -> ControlGroups:
     """From the text of /proc/self/mounts. Version 1 is asked first: where it holds a controller, version 2 cannot."""
-    v1: dict[str, Group] = {}
-    v2: Group | None = None
+    v1: dict[str, ControlGroup] = {}
+    v2: ControlGroup | None = None
     for fields in (line.split() for line in mounts.splitlines()):
         if len(fields) > 3 and fields[2] == "cgroup":
-            v1.update({name: Group(parent=Path(fields[1]), version=1) for name in fields[3].split(",")})
+            v1.update({name: ControlGroup(parent=Path(fields[1]), version=1) for name in fields[3].split(",")})
         elif len(fields) > 3 and fields[2] == "cgroup2":
-            v2 = Group(parent=_delegated(Path(fields[1]), uid), version=2)
-    return Groups(cpu=v1.get("cpu", v2), freezer=v1.get("freezer", v2))
+            v2 = ControlGroup(parent=_delegated(Path(fields[1]), uid), version=2)
+    return ControlGroups(cpu=v1.get("cpu", v2), freezer=v1.get("freezer", v2))
 
 
 def _delegated(mount: Path, uid: int) -> Path:
@@ -222,7 +222,7 @@ def _delegated(mount: Path, uid: int) -> Path:
     return mount if uid == 0 else mount / f"user.slice/user-{uid}.slice/user@{uid}.service"
 
 
-def _usable(group: Group | None) -> bool:
+def _usable(group: ControlGroup | None) -> bool:
     """By trying: a read-only mount, a container and a missing controller each hide behind good-looking permissions."""
     if group is None:
         return False
@@ -236,7 +236,7 @@ def _usable(group: Group | None) -> bool:
     return True
 
 
-def _has_cpu(group: Group | None) -> bool:
+def _has_cpu(group: ControlGroup | None) -> bool:
     """A version 2 place without the cpu controller can still freeze."""
     if group is None or group.version == 1:
         return group is not None
@@ -246,55 +246,57 @@ def _has_cpu(group: Group | None) -> bool:
         return False
 
 
-def make_lab_groups(groups: Groups, lab: str) -> list[Step]:
+def make_lab_groups(groups: ControlGroups, lab: str) -> list[Step]:
     steps: list[Step] = []
     for group in groups.all():
-        steps.append(Run(("mkdir", "-p", str(group.of_lab(lab)))))
+        steps.append(RunCommand(("mkdir", "-p", str(group.of_lab(lab)))))
         if group.version == 2 and group == groups.cpu:
-            steps += [Write(folder / "cgroup.subtree_control", "+cpu") for folder in (group.parent, group.of_lab(lab))]
+            steps += [
+                WriteFile(folder / "cgroup.subtree_control", "+cpu") for folder in (group.parent, group.of_lab(lab))
+            ]
     return steps
 
 
-def make_node_groups(groups: Groups, lab: str, node: str) -> list[Step]:
+def make_node_groups(groups: ControlGroups, lab: str, node: str) -> list[Step]:
     folders = [str(group.of_node(lab, node)) for group in groups.all()]
-    return [Run(("mkdir", "-p", *folders))] if folders else []
+    return [RunCommand(("mkdir", "-p", *folders))] if folders else []
 
 
-def limit_cpu(groups: Groups, lab: str, node: str, cpu: float | None) -> list[Step]:
+def limit_cpu(groups: ControlGroups, lab: str, node: str, cpu: float | None) -> list[Step]:
     if groups.cpu is None:
         return []
     folder = groups.cpu.of_node(lab, node)
     period_us = _PERIOD_US if cpu is None or cpu >= _SHORT_PERIOD_FROM else _LONG_PERIOD_US
     quota_us = None if cpu is None else round(cpu * period_us)
     if groups.cpu.version == 2:
-        return [Write(folder / "cpu.max", f"{'max' if quota_us is None else quota_us} {period_us}")]
+        return [WriteFile(folder / "cpu.max", f"{'max' if quota_us is None else quota_us} {period_us}")]
     return [
-        Write(folder / "cpu.cfs_period_us", str(period_us)),
-        Write(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
+        WriteFile(folder / "cpu.cfs_period_us", str(period_us)),
+        WriteFile(folder / "cpu.cfs_quota_us", str(-1 if quota_us is None else quota_us)),
     ]
 
 
-def freeze(groups: Groups, lab: str, node: str, frozen: bool) -> list[Step]:
+def freeze(groups: ControlGroups, lab: str, node: str, frozen: bool) -> list[Step]:
     if groups.freezer is None:
         return []
     folder = groups.freezer.of_node(lab, node)
     if groups.freezer.version == 2:
-        return [Write(folder / "cgroup.freeze", str(int(frozen)))]
-    return [Write(folder / "freezer.state", "FROZEN" if frozen else "THAWED")]
+        return [WriteFile(folder / "cgroup.freeze", str(int(frozen)))]
+    return [WriteFile(folder / "freezer.state", "FROZEN" if frozen else "THAWED")]
 
 
-def remove_groups(groups: Groups, lab: str, nodes: list[str]) -> list[Step]:
+def remove_groups(groups: ControlGroups, lab: str, nodes: list[str]) -> list[Step]:
     folders = [group.of_node(lab, node) for group in groups.all() for node in nodes]
-    return [RemoveGroup(folder) for folder in (*folders, *(group.of_lab(lab) for group in groups.all()))]
+    return [RemoveControlGroup(folder) for folder in (*folders, *(group.of_lab(lab) for group in groups.all()))]
 
 
-def node_groups_on_disk(groups: Groups, lab: str) -> list[str]:
+def node_groups_on_disk(groups: ControlGroups, lab: str) -> list[str]:
     """The nodes for which groups exist, whatever the lab's own notes say."""
     folders = [folder for group in groups.all() if group.of_lab(lab).is_dir() for folder in group.of_lab(lab).iterdir()]
     return sorted({folder.name for folder in folders if folder.is_dir()})
 
 
-def joining(groups: Groups, lab: str, node: str) -> str:
+def joining(groups: ControlGroups, lab: str, node: str) -> str:
     """A line of shell that puts the shell itself, and what it becomes, into the node's groups."""
     files = [group.of_node(lab, node) / "cgroup.procs" for group in groups.all()]
     return "".join(f"echo $$ > {file} && " for file in files)
@@ -307,14 +309,14 @@ _DELAY_LINE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("delay_l
 
 
 @dataclass(frozen=True)
-class Site:
+class LabSite:
     """Where a lab is built, and what the kernel there can do."""
 
     name: str
     folder: Path
     rootless: bool
     netem: bool
-    groups: Groups
+    groups: ControlGroups
 
     def pid(self, node: str) -> PidOf:
         return PidOf(self.folder / f"{node}.pid")
@@ -330,23 +332,27 @@ class Site:
         user = ("--user", "--preserve-credentials") if self.rootless else ()
         return ("nsenter", "--target", self.pid(node), *user, *namespaces)
 
-    def net(self, node: str, command: str) -> Run:
+    def net(self, node: str, command: str) -> RunCommand:
         """One command about a node's interfaces, in words that never need quoting."""
-        return Run((*self.inside(node, "--net"), *command.split()))
+        return RunCommand((*self.inside(node, "--net"), *command.split()))
 
 
-def up(spec: LabSpec, site: Site) -> list[Step]:
-    steps = [Run(("mkdir", "-p", str(site.folder))), Write(site.folder / "hosts", hosts(spec)), *switch(site)]
+def up(spec: LabSpec, site: LabSite) -> list[Step]:
+    steps = [
+        RunCommand(("mkdir", "-p", str(site.folder))),
+        WriteFile(site.folder / "hosts", hosts(spec)),
+        *switch(site),
+    ]
     steps += make_lab_groups(site.groups, site.name)
     for node in spec.nodes:
         steps += [*make_node_groups(site.groups, site.name, node.name), *start_node(node, site)]
     return steps
 
 
-def switch(site: Site) -> list[Step]:
+def switch(site: LabSite) -> list[Step]:
     user = ("--user", "--map-root-user") if site.rootless else ()
     return [
-        Run(
+        RunCommand(
             (
                 "env",
                 *site.environment(SWITCH),
@@ -360,7 +366,7 @@ def switch(site: Site) -> list[Step]:
             ),
             log=site.log(SWITCH),
         ),
-        Await(site.pid(SWITCH).file, site.log(SWITCH)),
+        WaitForFile(site.pid(SWITCH).file, site.log(SWITCH)),
         site.net(SWITCH, "ip link set lo up"),
         site.net(SWITCH, f"ip link add {_BRIDGE} type bridge"),
         site.net(SWITCH, f"ip link set {_BRIDGE} addrgenmode none up"),
@@ -368,15 +374,15 @@ def switch(site: Site) -> list[Step]:
     ]
 
 
-def start_node(node: LabNode, site: Site) -> list[Step]:
+def start_node(node: LabNode, site: LabSite) -> list[Step]:
     """Its first process and its cable. Without IPv6 addresses (addrgenmode none) a cut knows one family of them."""
     unshare = ("setsid", "--fork", "unshare", *_ALL, "--fork", *_first(node.name, site))
     begin = ("env", *site.environment(node.name), *site.inside(SWITCH, "--pid"), *unshare)
     return [
         *(cpu(node, site) if node.cpu is not None else []),
-        Run(_joined(begin, node.name, site), log=site.log(node.name)),
-        Await(site.pid(node.name).file, site.log(node.name)),
-        Run((*site.inside(SWITCH, "--net"), *_veth(node), site.pid(node.name))),
+        RunCommand(_joined(begin, node.name, site), log=site.log(node.name)),
+        WaitForFile(site.pid(node.name).file, site.log(node.name)),
+        RunCommand((*site.inside(SWITCH, "--net"), *_veth(node), site.pid(node.name))),
         site.net(SWITCH, f"ip link set {node.name} master {_BRIDGE} addrgenmode none up"),
         site.net(node.name, "ip link set lo up"),
         site.net(node.name, f"ip link set {INTERFACE} addrgenmode none up"),
@@ -395,16 +401,16 @@ def _veth(node: LabNode) -> list[str]:
     return f"ip link add {node.name} type veth peer name {INTERFACE} address {hardware} netns".split()
 
 
-def link(node: LabNode, site: Site, was: Link | None = None) -> list[Step]:
+def link(node: LabNode, site: LabSite, was: LabLink | None = None) -> list[Step]:
     """Each end shapes what it sends."""
     steps: list[Step] = []
     for place, device, netem in ((node.name, INTERFACE, False), (SWITCH, node.name, site.netem)):
         steps += [site.net(place, command) for command in shape(device, node.link, netem)]
-        steps += [site.net(place, command) for command in bundling(device, node.link, was or Link())]
-    return steps + ([] if site.netem else _delay(node, site, (was or Link()).delay_s))
+        steps += [site.net(place, command) for command in bundling(device, node.link, was or LabLink())]
+    return steps + ([] if site.netem else _delay(node, site, (was or LabLink()).delay_s))
 
 
-def _delay(node: LabNode, site: Site, was_s: float) -> list[Step]:
+def _delay(node: LabNode, site: LabSite, was_s: float) -> list[Step]:
     """A process between the switch and the node's cable, for kernels without netem. The node's own end stays as it is:
     connections survive when a delay comes or goes."""
     if node.link.delay_s == was_s:
@@ -429,8 +435,8 @@ def _delay(node: LabNode, site: Site, was_s: float) -> list[Step]:
             site.net(SWITCH, f"ip link add {bridge_end} type veth peer name {line_end}"),
             site.net(SWITCH, f"ip link set {line_end} addrgenmode none arp off up"),
             site.net(SWITCH, f"ip link set {bridge_end} master {_BRIDGE} addrgenmode none up"),
-            Run(("env", *site.environment(line), *inside), log=site.log(line)),
-            Await(site.pid(line).file, site.log(line)),
+            RunCommand(("env", *site.environment(line), *inside), log=site.log(line)),
+            WaitForFile(site.pid(line).file, site.log(line)),
         ]
     return steps
 
@@ -444,71 +450,76 @@ def _line_ends(node: LabNode) -> tuple[str, str]:
     return f"{node.name}-b", f"{node.name}-w"
 
 
-def _end_line(node: LabNode, site: Site) -> list[Step]:
+def _end_line(node: LabNode, site: LabSite) -> list[Step]:
     pid = site.pid(line_name(node))
-    return [Kill(pid), Run(("rm", "-f", str(pid.file)))]
+    return [KillNamespace(pid), RunCommand(("rm", "-f", str(pid.file)))]
 
 
-def cpu(node: LabNode, site: Site) -> list[Step]:
+def cpu(node: LabNode, site: LabSite) -> list[Step]:
     return limit_cpu(site.groups, site.name, node.name, node.cpu)
 
 
-def stop_or_go(node: LabNode, site: Site, frozen: bool) -> list[Step]:
+def stop_or_go(node: LabNode, site: LabSite, frozen: bool) -> list[Step]:
     """The freezer stops a node between two instructions; where there is none, a signal to all in it comes close."""
     if site.groups.freezer:
         return freeze(site.groups, site.name, node.name, frozen)
     script = f"kill -{'STOP' if frozen else 'CONT'} -1 2> /dev/null || true"
-    return [Run((*site.inside(node.name, "--pid", "--mount"), "sh", "-c", script))]
+    return [RunCommand((*site.inside(node.name, "--pid", "--mount"), "sh", "-c", script))]
 
 
-def restart(node: LabNode, site: Site) -> list[Step]:
+def restart(node: LabNode, site: LabSite) -> list[Step]:
     """A killed node comes back as it was. Its old number must not be taken for the new one."""
     line = _end_line(node, site) if node.link.delay_s and not site.netem else []
-    return [Run(("rm", "-f", str(site.pid(node.name).file))), *line, _unplug(node, site), *start_node(node, site)]
+    return [
+        RunCommand(("rm", "-f", str(site.pid(node.name).file))),
+        *line,
+        _unplug(node, site),
+        *start_node(node, site),
+    ]
 
 
-def _unplug(node: LabNode, site: Site) -> Run:
+def _unplug(node: LabNode, site: LabSite) -> RunCommand:
     """The kernel buries a network namespace in its own time, and until then its dead node answers pings."""
     devices = (node.name, *([] if site.netem or not node.link.delay_s else [_line_ends(node)[0]]))
     script = "; ".join(f"ip link del {device} 2> /dev/null || true" for device in devices)
-    return Run((*site.inside(SWITCH, "--net"), "sh", "-c", script))
+    return RunCommand((*site.inside(SWITCH, "--net"), "sh", "-c", script))
 
 
-def rules(node: LabNode, site: Site, script: str) -> list[Step]:
-    return [Run((*site.inside(node.name, "--net"), "nft", script))]
+def rules(node: LabNode, site: LabSite, script: str) -> list[Step]:
+    return [RunCommand((*site.inside(node.name, "--net"), "nft", script))]
 
 
-def kill(node: LabNode, site: Site, silent: bool) -> list[Step]:
+def kill(node: LabNode, site: LabSite, silent: bool) -> list[Step]:
     """Killed processes still say goodbye (their sockets are closed for them); behind a dead cable nobody hears it."""
-    end: list[Step] = [Kill(site.pid(node.name)), _unplug(node, site)]
+    end: list[Step] = [KillNamespace(site.pid(node.name)), _unplug(node, site)]
     return end[::-1] if silent else end
 
 
-def down(nodes: list[str], site: Site) -> list[Step]:
+def down(nodes: list[str], site: LabSite) -> list[Step]:
     """Thawed first: a frozen process of a version 1 group cannot even be killed."""
     thaw = [step for node in nodes for step in freeze(site.groups, site.name, node, frozen=False)]
-    end = [*thaw, Kill(site.pid(SWITCH)), *remove_groups(site.groups, site.name, nodes)]
-    return [*end, Run(("rm", "-rf", str(site.folder)))]
+    end = [*thaw, KillNamespace(site.pid(SWITCH)), *remove_groups(site.groups, site.name, nodes)]
+    return [*end, RunCommand(("rm", "-rf", str(site.folder)))]
 
 
-def command(node: str, site: Site, argv: list[str], folder: Path) -> tuple[Word, ...]:
+def command(node: str, site: LabSite, argv: list[str], folder: Path) -> tuple[Word, ...]:
     """`argv` as it runs on a node: in its control groups, its namespaces, and the folder we are in."""
     entered: tuple[Word, ...] = (*_PARENT, site.pid(node), str(folder), *argv)
     return entered if node == SWITCH else _joined(entered, node, site)
 
 
-def server(node: str, site: Site, argv: list[str], log: Path) -> Run:
+def server(node: str, site: LabSite, argv: list[str], log: Path) -> RunCommand:
     """A command that stays on a node and has left us behind when this step is done."""
     entered = (*site.inside(node, *_ALL), "--wdns=/", "--", "setsid", "--fork", *argv)
-    return Run(_joined(entered, node, site), log)
+    return RunCommand(_joined(entered, node, site), log)
 
 
-def _joined(words: tuple[Word, ...], node: str, site: Site) -> tuple[Word, ...]:
+def _joined(words: tuple[Word, ...], node: str, site: LabSite) -> tuple[Word, ...]:
     script = joining(site.groups, site.name, node)
     return ("sh", "-c", f'{script}exec "$@"', "sh", *words) if script else words
 
 
-def _first(node: str, site: Site) -> tuple[str, ...]:
+def _first(node: str, site: LabSite) -> tuple[str, ...]:
     """What the first process does before it falls asleep for good.
 
     /proc is still the host's in its first line, which is how it learns its number there. Ignoring SIGCHLD makes the
@@ -601,25 +612,28 @@ def parse_ports(text: str) -> tuple[str, ...]:
 # shoal lab exec switch -- ssh -F FOLDER/ssh/config node1
 
 
-def ssh_folder(site: Site) -> Path:
+def ssh_folder(site: LabSite) -> Path:
     return site.folder / "ssh"
 
 
-def make_keys(spec: LabSpec, site: Site) -> list[Step]:
+def make_keys(spec: LabSpec, site: LabSite) -> list[Step]:
     """One key to log in with, one by which all nodes prove who they are."""
     folder = ssh_folder(site)
     known = f"sed 's/^/* /' {_quoted(folder / 'host.pub')} > {_quoted(folder / 'known_hosts')}"
     return [
-        Run(("mkdir", "-m", "700", str(folder))),
-        *(Run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))) for key in ("host", "id")),
-        Run(("cp", str(folder / "id.pub"), str(folder / "authorized_keys"))),
-        Run(("sh", "-c", known)),
-        Write(folder / "sshd_config", server_config(folder)),
-        Write(folder / "config", client_config(spec, folder)),
+        RunCommand(("mkdir", "-m", "700", str(folder))),
+        *(
+            RunCommand(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)))
+            for key in ("host", "id")
+        ),
+        RunCommand(("cp", str(folder / "id.pub"), str(folder / "authorized_keys"))),
+        RunCommand(("sh", "-c", known)),
+        WriteFile(folder / "sshd_config", server_config(folder)),
+        WriteFile(folder / "config", client_config(spec, folder)),
     ]
 
 
-def start_server(node: LabNode, site: Site) -> list[Step]:
+def start_server(node: LabNode, site: LabSite) -> list[Step]:
     """Its sessions get an empty /run, as on another machine; sshd wants a folder of its own there, which the host may
     not have and which we do not leave behind."""
     folder, log = _quoted(ssh_folder(site)), _quoted(ssh_folder(site) / f"{node.name}.log")
@@ -636,9 +650,9 @@ def start_server(node: LabNode, site: Site) -> list[Step]:
     words = ["unshare", "--mount", "sh", "-ec", "; ".join(script)]
     said = site.folder / f"{node.name}-sshd.log"
     return [
-        Run(("rm", "-f", str(pid_file))),
+        RunCommand(("rm", "-f", str(pid_file))),
         server(node.name, site, words, said),
-        Await(pid_file, said),
+        WaitForFile(pid_file, said),
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.lab.commands import Groups, read_groups
+from shoal.cluster.lab.commands import ControlGroups, read_groups
 from shoal.cluster.lab.spec import LabNode, LabSpec
 from shoal.errors import LabError, UsageError
 
@@ -84,7 +84,7 @@ class Features:
     delay_line: bool
     nft: bool
     sshd: bool
-    groups: Groups
+    groups: ControlGroups
 
 
 def observe() -> Features:

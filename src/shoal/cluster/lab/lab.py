@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.agent_link import Link as Agent_linkLink
+from shoal.cluster.agent_link import AgentLink as Agent_linkLink
 from shoal.cluster.agent_link import PipeLink, agent_command
 from shoal.cluster.lab import commands
 from shoal.cluster.lab import state as lab_state
 from shoal.cluster.lab.commands import (
-    Await,
-    Kill,
+    KillNamespace,
+    LabSite,
     PidOf,
-    RemoveGroup,
-    Run,
-    Site,
+    RemoveControlGroup,
+    RunCommand,
     Step,
+    WaitForFile,
     Word,
-    Write,
+    WriteFile,
     freeze,
     node_groups_on_disk,
     read_groups,
@@ -44,8 +44,8 @@ from shoal.cluster.lab.processes import (
     start_in_node,
     started,
 )
-from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabNode, LabSpec, Link, check_name
-from shoal.cluster.lab.state import LabState, Owner, cut, heal, with_node
+from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabLink, LabNode, LabSpec, check_name
+from shoal.cluster.lab.state import LabOwner, LabState, cut, heal, with_node
 from shoal.cluster.node import Node
 from shoal.config.presets import did_you_mean
 from shoal.errors import LabError, UsageError
@@ -66,15 +66,15 @@ def apply(steps: Iterable[Step]) -> None:
 
 def _do(step: Step) -> None:
     match step:
-        case Run(words, log):
+        case RunCommand(words, log):
             _run(step, resolve(words), log)
-        case Write(path, text):
+        case WriteFile(path, text):
             _write(step, path, text)
-        case Await(file, log):
+        case WaitForFile(file, log):
             _await(step, file, log)
-        case Kill(pid):
+        case KillNamespace(pid):
             _kill(pid)
-        case RemoveGroup(path):
+        case RemoveControlGroup(path):
             _remove_group(step, path)
 
 
@@ -181,17 +181,17 @@ def removal_steps(name: str) -> list[Step]:
     return commands.down(nodes, site)
 
 
-def _what_is_left(name: str) -> tuple[Site, list[str]]:
+def _what_is_left(name: str) -> tuple[LabSite, list[str]]:
     folder = lab_state.lab_folder(name)
     site = _site(name, folder)
     return site, node_groups_on_disk(site.groups, name)
 
 
-def _site(name: str, folder: Path) -> Site:
+def _site(name: str, folder: Path) -> LabSite:
     state = lab_state.read_state(name)
     if state:
         return state.site(folder)
-    return Site(name, folder, rootless=os.geteuid() != 0, netem=False, groups=read_groups())
+    return LabSite(name, folder, rootless=os.geteuid() != 0, netem=False, groups=read_groups())
 
 
 # SECTION cluster/lab/changes
@@ -199,11 +199,11 @@ def _site(name: str, folder: Path) -> Site:
 
 
 @dataclass(frozen=True)
-class Scene:
+class LabView:
     """A lab as it is now; `alive` are the nodes whose first process runs."""
 
     state: LabState
-    site: Site
+    site: LabSite
     alive: frozenset[str]
 
     def node(self, name: str, alive: bool = True) -> LabNode:
@@ -225,11 +225,11 @@ class Scene:
 
 
 Outcome = tuple[LabState, list[Step]]
-Change = Callable[[Scene], Outcome]
+Change = Callable[[LabView], Outcome]
 
 
-def set_link(name: str, change: Callable[[Link], Link]) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+def set_link(name: str, change: Callable[[LabLink], LabLink]) -> Change:
+    def outcome(scene: LabView) -> Outcome:
         node = scene.node(name)
         after = node.model_copy(update={"link": change(node.link)})
         if after.link.delay_s and not (scene.state.netem or scene.state.delay_line):
@@ -245,7 +245,7 @@ def set_link(name: str, change: Callable[[Link], Link]) -> Change:
 
 
 def set_cpu(name: str, cpu: float | None) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         if scene.site.groups.cpu is None:
             raise UsageError(
                 "this lab cannot limit the CPU",
@@ -259,7 +259,7 @@ def set_cpu(name: str, cpu: float | None) -> Change:
 
 
 def kill(name: str, silent: bool) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         node = scene.node(name)
         state, thaw = _stopped(scene, node, frozen=False) if name in scene.state.frozen else (scene.state, [])
         end = commands.kill(node, scene.site, silent)
@@ -269,7 +269,7 @@ def kill(name: str, silent: bool) -> Change:
 
 
 def restart(name: str) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         node = scene.node(name, alive=False)
         if name in scene.alive:
             raise UsageError(f"{name} is already running", fix=f"shoal lab status{scene.option()}")
@@ -281,19 +281,19 @@ def restart(name: str) -> Change:
 
 
 def stop_or_go(name: str, frozen: bool) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         return _stopped(scene, scene.node(name), frozen)
 
     return outcome
 
 
-def _stopped(scene: Scene, node: LabNode, frozen: bool) -> Outcome:
+def _stopped(scene: LabView, node: LabNode, frozen: bool) -> Outcome:
     names = scene.state.frozen | {node.name} if frozen else scene.state.frozen - {node.name}
     return scene.state.model_copy(update={"frozen": names}), commands.stop_or_go(node, scene.site, frozen)
 
 
 def cut_off(one: str, other: str | None, one_way: bool) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         if one == other:
             raise UsageError(f"{one} cannot be cut off from itself", fix=f"shoal lab cut {one}, from all others")
         state = cut(scene.state, one, other, one_way)
@@ -303,7 +303,7 @@ def cut_off(one: str, other: str | None, one_way: bool) -> Change:
 
 
 def heal_cuts(one: str | None, other: str | None) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         state = heal(scene.state, one, other)
         return state, scene.filters(state)
 
@@ -311,7 +311,7 @@ def heal_cuts(one: str | None, other: str | None) -> Change:
 
 
 def set_firewall(name: str, ports: tuple[str, ...] | None) -> Change:
-    def outcome(scene: Scene) -> Outcome:
+    def outcome(scene: LabView) -> Outcome:
         node = scene.node(name, alive=False)
         others = {key: value for key, value in scene.state.firewalls.items() if key != name}
         mine = {} if ports is None else {node.name: ports}
@@ -382,7 +382,7 @@ class Lab:
     def plan(self, change: Change) -> tuple[LabState, list[Step]]:
         state = self.state
         alive = frozenset(node.name for node in state.spec.nodes if self.is_alive(node.name))
-        return change(Scene(state, state.site(self.folder), alive))
+        return change(LabView(state, state.site(self.folder), alive))
 
     def perform(self, change: Change) -> None:
         with lab_state.locked():
@@ -515,20 +515,20 @@ def build_steps(state: LabState) -> list[Step]:
     return [*commands.up(state.spec, site), *rules, *_servers(state, site)]
 
 
-def _servers(state: LabState, site: Site) -> list[Step]:
+def _servers(state: LabState, site: LabSite) -> list[Step]:
     if not state.spec.sshd:
         return []
     servers = [step for node in state.spec.nodes for step in commands.start_server(node, site)]
     return [*commands.make_keys(state.spec, site), *servers]
 
 
-def _owner(pid: int | None) -> Owner | None:
+def _owner(pid: int | None) -> LabOwner | None:
     if pid is None:
         return None
     began = started(pid)
     if began is None:
         raise UsageError(f"no process {pid} can own a lab", why="it has ended")
-    return Owner(pid=pid, started=began)
+    return LabOwner(pid=pid, started=began)
 
 
 def _make_room(name: str) -> None:

@@ -21,11 +21,11 @@ MOST_NODES = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
 
-class Frozen(BaseModel):
+class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Link(Frozen):
+class LabLink(FrozenModel):
     """One node's cable, the same in both directions. `delay_s` is one way: a ping between two nodes sees it twice."""
 
     rate_bps: float | None = None
@@ -39,16 +39,16 @@ class Link(Frozen):
         return ", ".join(parts)
 
 
-class LabNode(Frozen):
+class LabNode(FrozenModel):
     """`cpu` is how many cores it may keep busy; None leaves it unlimited."""
 
     name: str
     address: str
-    link: Link
+    link: LabLink
     cpu: float | None = None
 
 
-class LabSpec(Frozen):
+class LabSpec(FrozenModel):
     name: str = DEFAULT_NAME
     nodes: tuple[LabNode, ...]
     sshd: bool = False
@@ -67,12 +67,12 @@ class LabSpec(Frozen):
 
 # Wi-Fi and WAN figures are what iperf3 and ping show in an ordinary flat and between two homes.
 PROFILES = {
-    "100mbit": Link(rate_bps=100e6),
-    "1gbe": Link(rate_bps=1e9),
-    "2.5gbe": Link(rate_bps=2.5e9),
-    "10gbe": Link(rate_bps=10e9),
-    "wifi": Link(rate_bps=150e6, delay_s=2e-3, loss=0.0005),
-    "wan": Link(rate_bps=50e6, delay_s=15e-3, loss=0.001),
+    "100mbit": LabLink(rate_bps=100e6),
+    "1gbe": LabLink(rate_bps=1e9),
+    "2.5gbe": LabLink(rate_bps=2.5e9),
+    "10gbe": LabLink(rate_bps=10e9),
+    "wifi": LabLink(rate_bps=150e6, delay_s=2e-3, loss=0.0005),
+    "wan": LabLink(rate_bps=50e6, delay_s=15e-3, loss=0.001),
 }
 DEFAULT_PROFILE = "1gbe"
 
@@ -146,7 +146,7 @@ def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
     return did_you_mean(key, (*_KEYS, "sshd")) or f"the settings of a lab are {', '.join(_KEYS)} and sshd"
 
 
-def profile_link(name: str) -> Link:
+def profile_link(name: str) -> LabLink:
     if name not in PROFILES:
         raise UsageError(
             f"there is no link profile {name!r}",

@@ -13,35 +13,35 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from shoal.cluster.lab.commands import Groups, Site, ruleset
-from shoal.cluster.lab.spec import Frozen, LabNode, LabSpec
+from shoal.cluster.lab.commands import ControlGroups, LabSite, ruleset
+from shoal.cluster.lab.spec import FrozenModel, LabNode, LabSpec
 from shoal.errors import LabError, UsageError
 
 
-class Owner(Frozen):
+class LabOwner(FrozenModel):
     """The process a lab belongs to. A number alone could by now be somebody else's; with its start time it cannot."""
 
     pid: int
     started: int
 
 
-class LabState(Frozen):
+class LabState(FrozenModel):
     """`cuts` are pairs: what the first sends, the second no longer hears. `ready` is false while it is being built."""
 
     spec: LabSpec
     rootless: bool
     netem: bool
     delay_line: bool = False
-    groups: Groups
+    groups: ControlGroups
     notes: tuple[str, ...] = ()
-    owner: Owner | None = None
+    owner: LabOwner | None = None
     ready: bool = False
     cuts: frozenset[tuple[str, str]] = frozenset()
     firewalls: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
 
-    def site(self, folder: Path) -> Site:
-        return Site(self.spec.name, folder, self.rootless, self.netem, self.groups)
+    def site(self, folder: Path) -> LabSite:
+        return LabSite(self.spec.name, folder, self.rootless, self.netem, self.groups)
 
     def rules(self, node: LabNode) -> str:
         deaf_to = [self.spec.node(sender).address for sender, hearer in self.cuts if hearer == node.name]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 
-from shoal.control.membership.messages import Beat, Resign
-from shoal.control.membership.quorum import Electorate, Guest
+from shoal.control.membership.messages import Heartbeat, Resign
+from shoal.control.membership.quorum import JoinCandidate, Quorum
 from shoal.control.membership.sentences import Cause
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import Ballot, Generation, standing
 
 
-class Standing(Enum):
+class PeerStatus(Enum):
     """`GONE`: its agent's connection closed right after a heartbeat; that it said so itself is known elsewhere.
     `SILENT`: nothing was heard, which a cable, a closed lid and a long pause all look like."""
 
@@ -20,8 +20,8 @@ class Standing(Enum):
     GONE = "gone"
 
 
-class Watch:
-    def __init__(self, rules: Rules, now: float) -> None:
+class FailureDetector:
+    def __init__(self, rules: MembershipSettings, now: float) -> None:
         self._rules = rules
         self._now = now
         # As if we had always been awake: nothing has happened yet that we could have missed.
@@ -59,13 +59,13 @@ class Watch:
         if settled and self._now - heard_at <= self._rules.closed_within_s:
             self._gone.add(member)
 
-    def standing(self, member: int) -> Standing:
+    def standing(self, member: int) -> PeerStatus:
         if member in self._gone:
-            return Standing.GONE
+            return PeerStatus.GONE
         heard_at = self._heard_at.get(member)
         if heard_at is None or self._now - heard_at > self._rules.silent_after_s:
-            return Standing.SILENT
-        return Standing.HERE
+            return PeerStatus.SILENT
+        return PeerStatus.HERE
 
     def silent_s(self, member: int) -> float:
         return self._now - self._heard_at.get(member, self._now)
@@ -75,12 +75,12 @@ class Watch:
 # What one agent knows of the others: whom it hears, what they said last, who gave up a vote.
 
 
-class View:
-    def __init__(self, me: int, rules: Rules, now: float) -> None:
+class PeerReports:
+    def __init__(self, me: int, rules: MembershipSettings, now: float) -> None:
         self.me = me
-        self.watch = Watch(rules, now)
+        self.watch = FailureDetector(rules, now)
         self.linked: set[int] = set()
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self.resignations: dict[tuple[int, Ballot], Resign] = {}
         self.generations: dict[int, Generation] = {}
 
@@ -89,14 +89,14 @@ class View:
         self.resignations = {key: word for key, word in self.resignations.items() if key[1] >= generation}
 
     def hears(self) -> tuple[int, ...]:
-        return tuple(member for member in sorted(self.linked) if self.watch.standing(member) is Standing.HERE)
+        return tuple(member for member in sorted(self.linked) if self.watch.standing(member) is PeerStatus.HERE)
 
     def usable(self, member: int) -> bool:
         """We hear each other. Who does not hear us will form no group with us, whatever we hear of it."""
         if member == self.me:
             return True
         beat = self.beats.get(member)
-        heard = member in self.linked and self.watch.standing(member) is Standing.HERE
+        heard = member in self.linked and self.watch.standing(member) is PeerStatus.HERE
         return heard and (beat is None or self.me in beat.hears)
 
     def has_resigned(self, member: int, generation: Generation) -> bool:
@@ -104,10 +104,10 @@ class View:
 
     def has_lost_state(self, member: int, generation: Generation) -> bool:
         """By its own word, its connection's end, or because it came back without: not merely because it is silent."""
-        if self.watch.standing(member) is Standing.GONE or self.has_resigned(member, generation):
+        if self.watch.standing(member) is PeerStatus.GONE or self.has_resigned(member, generation):
             return True
         beat = self.beats.get(member)
-        heard = self.watch.standing(member) is Standing.HERE
+        heard = self.watch.standing(member) is PeerStatus.HERE
         return heard and beat is not None and not (beat.votes and beat.holds)
 
     def is_elsewhere(self, member: int, generation: Generation) -> bool:
@@ -115,16 +115,16 @@ class View:
         beat = self.beats.get(member)
         return beat is not None and (beat.generation != generation.id or not beat.votes)
 
-    def electorate(self, generation: Generation, passed: Generation | None = None) -> Electorate:
+    def electorate(self, generation: Generation, passed: Generation | None = None) -> Quorum:
         """`passed`: a successor that has no seat for us and whose members have lost what they had, as far as is known;
         those of whom it is not known count against us."""
         inside = frozenset(passed.members) if passed else frozenset()
         members = inside.union(generation.members)
         resigned = {member for member in members - inside if self.has_resigned(member, generation)}
         away = {member for member in members - {self.me} if self._is_away(member, generation)}
-        return Electorate(members, frozenset(resigned), frozenset(away), closed=passed is not None)
+        return Quorum(members, frozenset(resigned), frozenset(away), closed=passed is not None)
 
-    def guests(self, generation: Generation) -> dict[int, Guest]:
+    def guests(self, generation: Generation) -> dict[int, JoinCandidate]:
         """Those who ask to be let in and bring ranks; members that have resigned may come back this way."""
         asking = {
             member: beat
@@ -132,7 +132,7 @@ class View:
             if beat.asks == generation.lineage.name and beat.ranks and self.usable(member)
         }
         return {
-            member: Guest(beat.ranks, beat.hears)
+            member: JoinCandidate(beat.ranks, beat.hears)
             for member, beat in asking.items()
             if member not in generation.members or self.is_elsewhere(member, generation)
         }
@@ -171,9 +171,9 @@ class View:
     def cause(self, member: int, generation: Generation) -> Cause:
         if self.has_resigned(member, generation):
             return self.resignations[member, generation.id].why
-        if self.watch.standing(member) is Standing.GONE:
+        if self.watch.standing(member) is PeerStatus.GONE:
             return "closed"
-        if self.watch.standing(member) is Standing.HERE and self.is_elsewhere(member, generation):
+        if self.watch.standing(member) is PeerStatus.HERE and self.is_elsewhere(member, generation):
             return "elsewhere"
         return "silent"
 
@@ -191,7 +191,7 @@ class View:
 
     def _is_away(self, member: int, generation: Generation) -> bool:
         """Its connection closed; or it went on, or belongs to no generation any more, and has lost what it had."""
-        if self.watch.standing(member) is Standing.GONE:
+        if self.watch.standing(member) is PeerStatus.GONE:
             return True
         beat = self.beats.get(member)
         empty_handed = beat is not None and not (beat.holds and beat.votes)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shoal.control.membership.types import MOST_MEMBERS, Ballot, Count, Generation, Member, Plain, Ranks, State
+from shoal.control.membership.types import MOST_MEMBERS, Ballot, Count, Generation, Member, Ranks, State, StrictModel
 from shoal.errors import ControlError
 
 # 64 members with 64 ranks each, twice, fit into this; anything larger was not written by us.
@@ -16,14 +16,14 @@ MOST_BYTES = 256 << 10
 Members = Annotated[tuple[Member, ...], Field(max_length=4 * MOST_MEMBERS)]
 
 
-class Vote(Plain):
+class Vote(StrictModel):
     """A successor that somebody accepted, and under which ballot."""
 
     ballot: Ballot
     successor: Generation
 
 
-class Beat(Plain):
+class Heartbeat(StrictModel):
     """Every quarter of a second, to everybody. `hears`: whom the sender holds for here. `votes`: it may vote on what
     follows its generation. `holds`: its ranks have a state to train on from. `asks`: the lineage it wants to be let
     into, with these ranks."""
@@ -39,14 +39,14 @@ class Beat(Plain):
     ranks: Ranks = ()
 
 
-class Alarm(Plain):
+class Alarm(StrictModel):
     """The sender's ranks cannot go on in this generation, or it misses somebody: let the first member propose."""
 
     type: Literal["member-alarm"] = "member-alarm"
     generation: Ballot
 
 
-class Prepare(Plain):
+class Prepare(StrictModel):
     """Stop your ranks and say where they stand; `at_edge`: after their step, since nobody is missing."""
 
     type: Literal["member-prepare"] = "member-prepare"
@@ -55,7 +55,7 @@ class Prepare(Plain):
     at_edge: bool
 
 
-class Promise(Plain):
+class Promise(StrictModel):
     """My ranks are out of this generation for good. No lower ballot gets my vote; this is what I had accepted before.
     Without `state` I have nothing to train on from: my copy had not arrived yet."""
 
@@ -68,7 +68,7 @@ class Promise(Plain):
     accepted: Vote | None = None
 
 
-class Refuse(Plain):
+class Refuse(StrictModel):
     """I have promised a higher ballot: this one."""
 
     type: Literal["member-refuse"] = "member-refuse"
@@ -76,20 +76,20 @@ class Refuse(Plain):
     ballot: Ballot
 
 
-class Accept(Plain):
+class Accept(StrictModel):
     type: Literal["member-accept"] = "member-accept"
     generation: Ballot
     ballot: Ballot
     successor: Generation
 
 
-class Accepted(Plain):
+class Accepted(StrictModel):
     type: Literal["member-accepted"] = "member-accepted"
     generation: Ballot
     ballot: Ballot
 
 
-class Announce(Plain):
+class Announce(StrictModel):
     """Decided: this generation exists. Told to everybody who seems not to know it."""
 
     type: Literal["member-announce"] = "member-announce"
@@ -99,7 +99,7 @@ class Announce(Plain):
 Why = Literal["leave", "ranks", "suspend", "restart", "elsewhere"]
 
 
-class Resign(Plain):
+class Resign(StrictModel):
     """I give up my vote on what follows this generation, for ever; it counts as a promise to every ballot."""
 
     type: Literal["member-resign"] = "member-resign"
@@ -109,7 +109,7 @@ class Resign(Plain):
     accepted: Vote | None = None
 
 
-Message = Beat | Alarm | Prepare | Promise | Refuse | Accept | Accepted | Announce | Resign
+Message = Heartbeat | Alarm | Prepare | Promise | Refuse | Accept | Accepted | Announce | Resign
 
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 

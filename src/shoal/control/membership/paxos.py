@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from shoal.control.membership import sentences
 from shoal.control.membership.messages import Accept, Accepted, Alarm, Prepare, Promise, Refuse, Resign, Vote
-from shoal.control.membership.quorum import Electorate, Outcome, Verdict, succeed
-from shoal.control.membership.state import Desk, Pause, Phase
+from shoal.control.membership.quorum import Quorum, QuorumDecision, QuorumVerdict, succeed
+from shoal.control.membership.state import MembershipState, PauseTraining, Phase
 from shoal.control.membership.types import Ballot, Generation
 
 # SECTION control/membership/elector
 # How one agent answers those who propose a successor.
 
 
-class Elector:
-    def __init__(self, desk: Desk) -> None:
+class Acceptor:
+    def __init__(self, desk: MembershipState) -> None:
         self._desk = desk
         self._complained = False
         self.due: Prepare | None = None
@@ -83,13 +83,13 @@ class Elector:
 
 
 @dataclass
-class Round:
+class PaxosRound:
     base: Generation
     ballot: Ballot
     at_edge: bool
     began_at: float
     promises: dict[int, Promise] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: QuorumDecision | None = None
     accepts: set[int] = field(default_factory=set)
 
     def waits_for(self, present: Iterable[int]) -> bool:
@@ -104,7 +104,7 @@ class Round:
         """A resigned member answers every ballot, and no lower one than it had promised."""
         return max((word.promised for word in resignations if word.promised > self.ballot), default=None)
 
-    def bound_to(self, electorate: Electorate, words: Mapping[int, Resign]) -> Outcome | None:
+    def bound_to(self, electorate: Quorum, words: Mapping[int, Resign]) -> QuorumDecision | None:
         """A successor that may have been decided already, unknown to us, must be proposed again as it is."""
         votes = [promise.accepted for promise in self.promises.values()]
         votes += [word.accepted for member, word in words.items() if member in electorate.resigned]
@@ -112,7 +112,7 @@ class Round:
         if not known or len(self.promises.keys() & electorate.voters) < electorate.quorum:
             return None
         newest: Vote = max(known, key=lambda vote: vote.ballot)
-        return Outcome(Verdict.CONTINUE, newest.successor, electorate.voters, electorate.quorum)
+        return QuorumDecision(QuorumVerdict.CONTINUE, newest.successor, electorate.voters, electorate.quorum)
 
     def decided(self) -> Generation | None:
         outcome = self.outcome
@@ -124,11 +124,11 @@ class Round:
 _AGAIN_S = 1.0
 
 
-class Chair:
-    def __init__(self, desk: Desk, elector: Elector) -> None:
+class Proposer:
+    def __init__(self, desk: MembershipState, elector: Acceptor) -> None:
         self._desk = desk
         self._elector = elector
-        self._round: Round | None = None
+        self._round: PaxosRound | None = None
         self._need_since: float | None = None
         self._next_try = desk.now
         self._paused = False
@@ -212,18 +212,18 @@ class Chair:
     def _propose(self, current: Generation, at_edge: bool) -> None:
         desk = self._desk
         ballot = Ballot(desk.voter.record.highest + 1, desk.me)
-        self._round = Round(current, ballot, at_edge, desk.now)
+        self._round = PaxosRound(current, ballot, at_edge, desk.now)
         for member in current.members:
             self._ask(self._round, member)
 
-    def _ask(self, round: Round, member: int) -> None:
+    def _ask(self, round: PaxosRound, member: int) -> None:
         base, ballot = round.base.id, round.ballot
         if member not in round.promises:
             self._desk.post(member, Prepare(generation=base, ballot=ballot, at_edge=round.at_edge))
         elif round.outcome and round.outcome.successor:
             self._desk.post(member, Accept(generation=base, ballot=ballot, successor=round.outcome.successor))
 
-    def _conclude(self, round: Round, missing: bool) -> Generation | None:
+    def _conclude(self, round: PaxosRound, missing: bool) -> Generation | None:
         desk = self._desk
         if missing:
             round.hurry(desk.now)
@@ -235,7 +235,7 @@ class Chair:
             self._drop_round()
         return round.decided()
 
-    def _choose(self, round: Round) -> None:
+    def _choose(self, round: PaxosRound) -> None:
         desk, view, base = self._desk, self._desk.view, round.base
         electorate = view.electorate(base, desk.passed)
         words = {member: view.resignations[member, base.id] for member in electorate.resigned}
@@ -256,13 +256,13 @@ class Chair:
         if outcome.successor is None:
             self._pause(round, outcome.why)
             return
-        if outcome.verdict is Verdict.FORK and self._should_wait(round, electorate):
+        if outcome.verdict is QuorumVerdict.FORK and self._should_wait(round, electorate):
             return
         round.outcome, round.began_at = outcome, desk.now
         for member in round.promises:
             self._ask(round, member)
 
-    def _should_wait(self, round: Round, electorate: Electorate) -> bool:
+    def _should_wait(self, round: PaxosRound, electorate: Quorum) -> bool:
         """A lineage of our own is for when the others are out of reach: not while one of them can be heard, which may
         hear us in a moment or go on already, nor before a broken connection could have been made again, or everybody
         heard of who just came back."""
@@ -275,7 +275,7 @@ class Chair:
             self._sight, self._calm_since = sight, self._desk.now
         return heard or self._desk.now - self._calm_since < self._desk.rules.fork_after_s
 
-    def _pause(self, round: Round, why: str) -> None:
+    def _pause(self, round: PaxosRound, why: str) -> None:
         desk = self._desk
         self._round = None
         self._next_try = desk.now + _AGAIN_S
@@ -285,7 +285,7 @@ class Chair:
             text = sentences.paused(
                 why, sorted(round.promises), round.base, desk.name, rules.min_nodes, rules.recover_after_s
             )
-            desk.actions.append(Pause(text))
+            desk.actions.append(PauseTraining(text))
 
     def _drop_round(self) -> None:
         self._round = None

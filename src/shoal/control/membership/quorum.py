@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shoal.control.membership.messages import Promise
-from shoal.control.membership.settings import Rules
-from shoal.control.membership.types import Ballot, Generation, Ranks, Seat, State
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.membership.types import Ballot, Generation, MemberRanks, Ranks, State
 
 
-class Verdict(Enum):
+class QuorumVerdict(Enum):
     """`CONTINUE`: nobody else can go on in this lineage. `FORK`: somebody might, so this becomes a lineage of its own.
     `PAUSE`: others have the better right to go on, or nobody has the state."""
 
@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Electorate:
+class Quorum:
     """The last generation, seen by one who wants to follow it. `resigned` gave their vote up by their own word, so it
     can never be cast elsewhere. `away` are gone by other signs: enough to go on without them, but no proof that they
     don't go on themselves. `closed`: the lineage has gone on already, so that nobody else can continue it."""
@@ -41,16 +41,16 @@ class Electorate:
         return len(self.voters) // 2 + 1
 
 
-def judge(electorate: Electorate, votes: frozenset[int], on_silent_tie: str) -> Verdict:
+def judge(electorate: Quorum, votes: frozenset[int], on_silent_tie: str) -> QuorumVerdict:
     cast = votes & electorate.voters
     if len(cast) >= electorate.quorum:
-        return Verdict.FORK if electorate.closed else Verdict.CONTINUE
+        return QuorumVerdict.FORK if electorate.closed else QuorumVerdict.CONTINUE
     rest = electorate.voters - (electorate.away - cast)
     if 2 * len(cast) > len(rest):
-        return Verdict.FORK
+        return QuorumVerdict.FORK
     if cast and 2 * len(cast) == len(rest) and on_silent_tie == "continue":
-        return Verdict.FORK
-    return Verdict.PAUSE
+        return QuorumVerdict.FORK
+    return QuorumVerdict.PAUSE
 
 
 def mutual(hears: Mapping[int, Iterable[int]]) -> frozenset[int]:
@@ -71,7 +71,7 @@ def mutual(hears: Mapping[int, Iterable[int]]) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Guest:
+class JoinCandidate:
     """Somebody outside the generation who asks to be let in."""
 
     ranks: Ranks
@@ -79,11 +79,11 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class QuorumDecision:
     """What a proposer makes of the promises it has: a verdict, and unless that is to pause, a successor with those
     whose acceptance decides it."""
 
-    verdict: Verdict
+    verdict: QuorumVerdict
     successor: Generation | None = None
     electors: frozenset[int] = frozenset()
     quorum: int = 0
@@ -93,35 +93,35 @@ class Outcome:
 def succeed(
     base: Generation,
     ballot: Ballot,
-    electorate: Electorate,
+    electorate: Quorum,
     promises: Mapping[int, Promise],
-    guests: Mapping[int, Guest],
-    rules: Rules,
+    guests: Mapping[int, JoinCandidate],
+    rules: MembershipSettings,
     gives_up_state: bool = False,
-) -> Outcome:
+) -> QuorumDecision:
     """`gives_up_state`: members that did not answer have had their time to come back with the state."""
     seats = _seats(base, promises, guests, rules)
     stay = frozenset(seat.member for seat in seats) & promises.keys()
     verdict = judge(electorate, frozenset(promises), rules.on_silent_tie)
-    if verdict is not Verdict.CONTINUE:
+    if verdict is not QuorumVerdict.CONTINUE:
         verdict = judge(electorate, stay, rules.on_silent_tie)
-    if verdict is Verdict.PAUSE:
-        return Outcome(verdict, why="minority")
+    if verdict is QuorumVerdict.PAUSE:
+        return QuorumDecision(verdict, why="minority")
     if len(seats) < rules.min_nodes:
-        return Outcome(Verdict.PAUSE, why="min_nodes")
+        return QuorumDecision(QuorumVerdict.PAUSE, why="min_nodes")
     best = _best(base, {member: promises[member] for member in stay})
     if best is None:
         if not gives_up_state and electorate.voters - electorate.away - promises.keys():
-            return Outcome(Verdict.PAUSE, why="no state")
-        return Outcome(Verdict.FORK, recover(base, ballot, seats), stay, len(stay))
+            return QuorumDecision(QuorumVerdict.PAUSE, why="no state")
+        return QuorumDecision(QuorumVerdict.FORK, recover(base, ballot, seats), stay, len(stay))
     committed = max(promise.state.committed for promise in promises.values() if promise.state)
     successor = _generation(base, ballot, verdict, seats, best, committed)
-    if verdict is Verdict.CONTINUE:
-        return Outcome(verdict, successor, electorate.voters, electorate.quorum)
-    return Outcome(verdict, successor, stay, len(stay))
+    if verdict is QuorumVerdict.CONTINUE:
+        return QuorumDecision(verdict, successor, electorate.voters, electorate.quorum)
+    return QuorumDecision(verdict, successor, stay, len(stay))
 
 
-def recover(base: Generation, ballot: Ballot, seats: tuple[Seat, ...]) -> Generation:
+def recover(base: Generation, ballot: Ballot, seats: tuple[MemberRanks, ...]) -> Generation:
     """What follows when the state is lost: a lineage of its own, since committed steps are done again."""
     return Generation(
         id=ballot,
@@ -134,7 +134,7 @@ def recover(base: Generation, ballot: Ballot, seats: tuple[Seat, ...]) -> Genera
     )
 
 
-def fitting_seats(first: int, ready: Mapping[int, Ranks], rules: Rules) -> tuple[Seat, ...]:
+def fitting_seats(first: int, ready: Mapping[int, Ranks], rules: MembershipSettings) -> tuple[MemberRanks, ...]:
     """`first` and as many of the others, lowest first, as the limits of nodes and ranks allow; none without `first`."""
     inside: list[int] = []
     for member in sorted(ready, key=lambda member: (member != first, member)):
@@ -143,12 +143,12 @@ def fitting_seats(first: int, ready: Mapping[int, Ranks], rules: Rules) -> tuple
             inside.append(member)
     if first not in inside:
         return ()
-    return tuple(Seat(member=member, ranks=ready[member]) for member in sorted(inside))
+    return tuple(MemberRanks(member=member, ranks=ready[member]) for member in sorted(inside))
 
 
 def _seats(
-    base: Generation, promises: Mapping[int, Promise], guests: Mapping[int, Guest], rules: Rules
-) -> tuple[Seat, ...]:
+    base: Generation, promises: Mapping[int, Promise], guests: Mapping[int, JoinCandidate], rules: MembershipSettings
+) -> tuple[MemberRanks, ...]:
     """Who was in stays in; guests come in where there is room."""
     brings = {member: promise.ranks for member, promise in promises.items() if promise.ranks}
     inside = mutual({member: promises[member].hears for member in brings})
@@ -160,7 +160,7 @@ def _seats(
         if room and len(mutual(wider)) == len(wider):
             inside |= {member}
             brings[member] = guests[member].ranks
-    return tuple(Seat(member=member, ranks=brings[member]) for member in sorted(inside))
+    return tuple(MemberRanks(member=member, ranks=brings[member]) for member in sorted(inside))
 
 
 def _best(base: Generation, promises: Mapping[int, Promise]) -> tuple[int, State] | None:
@@ -180,10 +180,15 @@ def _best(base: Generation, promises: Mapping[int, Promise]) -> tuple[int, State
 
 
 def _generation(
-    base: Generation, ballot: Ballot, verdict: Verdict, seats: tuple[Seat, ...], best: tuple[int, State], committed: int
+    base: Generation,
+    ballot: Ballot,
+    verdict: QuorumVerdict,
+    seats: tuple[MemberRanks, ...],
+    best: tuple[int, State],
+    committed: int,
 ) -> Generation:
     source, state = best
-    forked = verdict is Verdict.FORK
+    forked = verdict is QuorumVerdict.FORK
     return Generation(
         id=ballot,
         lineage=base.lineage.branch(ballot, base.id, committed) if forked else base.lineage,

@@ -23,7 +23,7 @@ _CAUSES: dict[Cause, str] = {
 
 
 @dataclass(frozen=True)
-class Change:
+class GenerationChange:
     """From one generation to the next, as one member saw it. `since_s`: how long nobody trained, so far."""
 
     before: Generation
@@ -32,7 +32,7 @@ class Change:
     since_s: float
 
 
-def regrouped(change: Change, name: Name) -> str:
+def regrouped(change: GenerationChange, name: Name) -> str:
     what = "; ".join(_events(change, name)) or "An exchange failed"
     step = change.after.state.step
     who = _all(change.after.members, name)
@@ -106,7 +106,7 @@ def cannot_promise(me: int, error: OSError, name: Name) -> str:
     )
 
 
-def _forked(change: Change) -> bool:
+def _forked(change: GenerationChange) -> bool:
     return change.before.lineage.name != change.after.lineage.name
 
 
@@ -115,7 +115,7 @@ def _all(members: Iterable[int], name: Name) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
 
 
-def _events(change: Change, name: Name) -> Iterator[str]:
+def _events(change: GenerationChange, name: Name) -> Iterator[str]:
     before, after = change.before, change.after
     for member, cause in sorted(change.causes.items()):
         yield f"{name(member)} {_CAUSES[cause]}"

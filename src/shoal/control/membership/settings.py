@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Rules:
+class MembershipSettings:
     """`silent_after_s`: raise it when busy machines or a bad Wi-Fi are taken for absent ones; every silent loss then
     takes that much longer to notice. `closed_within_s`: a connection that closes this soon after a heartbeat was closed
     by the other machine, not by our own waiting. `away_after_s`: a gap in our own time that means that we slept.

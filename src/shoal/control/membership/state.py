@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.control.membership.failure_detector import View
-from shoal.control.membership.messages import Announce, Beat, Message
+from shoal.control.membership.failure_detector import PeerReports
+from shoal.control.membership.messages import Announce, Heartbeat, Message
 from shoal.control.membership.sentences import Name
-from shoal.control.membership.settings import Rules
+from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import NEVER, Ballot, Generation, Ranks, State
-from shoal.control.membership.vote_store import Promises, Voter
+from shoal.control.membership.vote_store import DurableVoter, VoteStore
 
 # SECTION control/membership/actions
 # What the council wants done. The agent does it; nothing else follows from a decision.
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage:
     to: int
     message: Message
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopGeneration:
     """Ranks leave this generation, after their step (`at_edge`) or at once, and say where they stand. Nothing that
     they compute in it afterwards counts."""
 
@@ -32,7 +32,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartGeneration:
     """Ranks form this generation's group and begin with its state, copied from its source where theirs differs. Unless
     they hold one of its own, what they have counts for nothing until that copy has arrived."""
 
@@ -41,14 +41,14 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Pause:
+class PauseTraining:
     """Nobody may go on here for now. The state stays where it is, and the council keeps asking."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Abandon:
+class AbandonLineage:
     """Our lineage has ended: our commits after `shared_step` that the standing ledger lacks are marked abandoned."""
 
     lineage: Ballot
@@ -58,14 +58,14 @@ class Abandon:
 
 
 @dataclass(frozen=True)
-class Tell:
+class LogSentence:
     """One plain sentence for the user; agents of one generation say the same, so readers show it once."""
 
     generation: Ballot | None
     text: str
 
 
-Action = Send | Stop | Start | Pause | Abandon | Tell
+Action = SendMessage | StopGeneration | StartGeneration | PauseTraining | AbandonLineage | LogSentence
 
 
 # SECTION control/membership/ownranks
@@ -79,7 +79,7 @@ class Phase(Enum):
 
 
 @dataclass
-class OwnRanks:
+class LocalRankStates:
     numbers: Ranks = ()
     state: State | None = None
     committed: int = 0
@@ -87,13 +87,13 @@ class OwnRanks:
     phase: Phase = Phase.STOPPED
     at_edge: bool = False
 
-    def halt(self, generation: Ballot, at_edge: bool) -> list[Stop]:
+    def halt(self, generation: Ballot, at_edge: bool) -> list[StopGeneration]:
         """Asks them to stop, once, and once more where there is no time left for their step."""
         asked = self.phase is Phase.STOPPING and (at_edge or not self.at_edge)
         if self.phase is Phase.STOPPED or asked:
             return []
         self.phase, self.at_edge = Phase.STOPPING, at_edge
-        return [Stop(generation, at_edge)]
+        return [StopGeneration(generation, at_edge)]
 
     def halted(self, state: State | None, numbers: Ranks) -> None:
         self.phase, self.state, self.numbers = Phase.STOPPED, state, numbers
@@ -109,18 +109,18 @@ class OwnRanks:
         self.phase, self.state, self.numbers, self.holds = Phase.STOPPED, None, (), False
 
 
-class Desk:
+class MembershipState:
     """`asks`: the lineage we want to be let into. `passed`: a later generation of our lineage that has no seat for us.
     `alarm`: this generation cannot go on as it is. `unsure`: whom we have to hear before we trust our generation again.
     """
 
-    def __init__(self, me: int, rules: Rules, promises: Promises, now: float, name: Name) -> None:
+    def __init__(self, me: int, rules: MembershipSettings, promises: VoteStore, now: float, name: Name) -> None:
         self.me = me
         self.rules = rules
         self.name = name
-        self.voter = Voter(promises)
-        self.view = View(me, rules, now)
-        self.ranks = OwnRanks()
+        self.voter = DurableVoter(promises)
+        self.view = PeerReports(me, rules, now)
+        self.ranks = LocalRankStates()
         self.now = self.began_at = self._beat_at = now
         self.asks: Ballot | None = None
         self.passed: Generation | None = None
@@ -140,21 +140,21 @@ class Desk:
         if to == self.me:
             self.inbox.append(message)
         elif to in self.view.linked:
-            self.actions.append(Send(to, message))
+            self.actions.append(SendMessage(to, message))
 
     def tell_all(self, message: Message) -> None:
         for member in sorted(self.view.linked):
             self.post(member, message)
 
     def say(self, text: str, generation: Ballot | None = None) -> None:
-        self.actions.append(Tell(generation, text))
+        self.actions.append(LogSentence(generation, text))
 
     def beat(self, at_once: bool = True) -> None:
         if not at_once and self.now - self._beat_at < self.rules.beat_s:
             return
         self._beat_at = self.now
         current = self.generation
-        beat = Beat(
+        beat = Heartbeat(
             generation=current.id if current else None,
             lineage=current.lineage.name if current else None,
             committed=self.ranks.committed,

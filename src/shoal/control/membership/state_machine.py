@@ -15,7 +15,7 @@ from shoal.control.membership.messages import (
     Accepted,
     Alarm,
     Announce,
-    Beat,
+    Heartbeat,
     Message,
     Prepare,
     Promise,
@@ -23,20 +23,20 @@ from shoal.control.membership.messages import (
     Resign,
     Why,
 )
-from shoal.control.membership.paxos import Chair, Elector
+from shoal.control.membership.paxos import Acceptor, Proposer
 from shoal.control.membership.quorum import fitting_seats, mutual, recover
-from shoal.control.membership.sentences import Change, Name
-from shoal.control.membership.settings import Rules
-from shoal.control.membership.state import Abandon, Action, Desk, Phase, Start
+from shoal.control.membership.sentences import GenerationChange, Name
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.membership.state import AbandonLineage, Action, MembershipState, Phase, StartGeneration
 from shoal.control.membership.types import NEVER, Ballot, Generation, Ranks, State, next_member
-from shoal.control.membership.vote_store import Promises
+from shoal.control.membership.vote_store import VoteStore
 
 # SECTION control/membership/tenure
 # Which generation an agent is in: how it learns of others, enters the next one, and gives up its place.
 
 
-class Tenure:
-    def __init__(self, desk: Desk) -> None:
+class CurrentGeneration:
+    def __init__(self, desk: MembershipState) -> None:
         self._desk = desk
 
     def is_for_us(self, generation: Generation) -> bool:
@@ -77,7 +77,7 @@ class Tenure:
         for member in generation.members:
             desk.view.watch.expect(member)
         desk.view.forget_before(generation.id)
-        desk.actions.append(Start(generation, ranks.holds))
+        desk.actions.append(StartGeneration(generation, ranks.holds))
         desk.beat()
 
     def resign(self, why: Why) -> None:
@@ -102,7 +102,7 @@ class Tenure:
         left = [member for member in before.members if member not in after.members]
         causes = {member: desk.view.cause(member, before) for member in left}
         silent_s = [desk.view.watch.silent_s(member) for member, cause in causes.items() if cause == "silent"]
-        change = Change(before, after, causes, max(sought_s, *silent_s, 0.0))
+        change = GenerationChange(before, after, causes, max(sought_s, *silent_s, 0.0))
         desk.say(sentences.regrouped(change, desk.name), after.id)
 
     def _give_up(self, before: Generation, after: Generation) -> None:
@@ -110,15 +110,17 @@ class Tenure:
         shared, committed = types.shared_step(old, new), desk.ranks.committed
         if old.name != new.name and committed > shared:
             text = sentences.abandoned(desk.me, after, committed, shared, desk.name)
-            desk.actions.append(Abandon(old.name, new.name, shared, text))
+            desk.actions.append(AbandonLineage(old.name, new.name, shared, text))
 
 
-class Council:
-    def __init__(self, me: int, rules: Rules, promises: Promises, now: float, name: Name = "machine {}".format) -> None:
-        self._desk = Desk(me, rules, promises, now, name)
-        self._elector = Elector(self._desk)
-        self._chair = Chair(self._desk, self._elector)
-        self._tenure = Tenure(self._desk)
+class MembershipMachine:
+    def __init__(
+        self, me: int, rules: MembershipSettings, promises: VoteStore, now: float, name: Name = "machine {}".format
+    ) -> None:
+        self._desk = MembershipState(me, rules, promises, now, name)
+        self._elector = Acceptor(self._desk)
+        self._chair = Proposer(self._desk, self._elector)
+        self._tenure = CurrentGeneration(self._desk)
         self._over = False
         # What a member without a vote saw of the others when it last looked for a state, and since when.
         self._loss: tuple[object, float] = (None, now)
@@ -283,7 +285,7 @@ class Council:
     def _handle(self, sender: int, message: Message) -> None:
         desk = self._desk
         match message:
-            case Beat():
+            case Heartbeat():
                 self._on_beat(sender, message)
             case Announce():
                 desk.view.generations[sender] = message.generation
@@ -301,7 +303,7 @@ class Council:
             case Promise() | Accepted() | Refuse():
                 self._chair.on_answer(sender, message)
 
-    def _on_beat(self, sender: int, beat: Beat) -> None:
+    def _on_beat(self, sender: int, beat: Heartbeat) -> None:
         desk = self._desk
         desk.view.beats[sender] = beat
         # Numbers rise for everybody who may ever belong to one generation, so nobody enters an old one again.

@@ -40,13 +40,13 @@ def read_ballot(text: str) -> Ballot:
     return Ballot(int(number), int(proposer))
 
 
-class Plain(BaseModel):
+class StrictModel(BaseModel):
     """Immutable, and strict about what comes from outside: nothing is converted, nothing unknown is passed over."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class State(Plain):
+class State(StrictModel):
     """Where a member's replica stands: the last step it has applied, its digest, and the last step it knows to be
     committed. An empty digest is one that nobody has computed."""
 
@@ -55,14 +55,14 @@ class State(Plain):
     committed: Count = 0
 
 
-class Seat(Plain):
+class MemberRanks(StrictModel):
     """A member of a generation, with the local numbers of the ranks it brings."""
 
     member: Member
     ranks: Ranks
 
 
-class Fork(Plain):
+class LineageFork(StrictModel):
     """Where a lineage left another one: after which generation of it, and the last step that both surely share."""
 
     lineage: Ballot
@@ -70,14 +70,14 @@ class Fork(Plain):
     step: Count
 
 
-class Lineage(Plain):
+class Lineage(StrictModel):
     """`forks` leads from the run's first lineage to this one; only the newest are kept."""
 
     name: Ballot
-    forks: Annotated[tuple[Fork, ...], Field(max_length=MOST_FORKS)] = ()
+    forks: Annotated[tuple[LineageFork, ...], Field(max_length=MOST_FORKS)] = ()
 
     def branch(self, name: Ballot, generation: Ballot, step: int) -> Lineage:
-        fork = Fork(lineage=self.name, generation=generation, step=step)
+        fork = LineageFork(lineage=self.name, generation=generation, step=step)
         return Lineage(name=name, forks=(*self.forks, fork)[-MOST_FORKS:])
 
     def restart(self, name: Ballot, generation: Ballot) -> Lineage:
@@ -87,14 +87,14 @@ class Lineage(Plain):
         return Lineage(name=name, forks=tuple(fork.model_copy(update={"step": 0}) for fork in branched.forks))
 
 
-class Generation(Plain):
+class Generation(StrictModel):
     """`state` is what all members begin with; a member with another one copies it from `source`. `recovers`: no member
     has a state, and all begin with the newest checkpoint that one of them finds."""
 
     id: Ballot
     lineage: Lineage
     parent: Ballot = NEVER
-    seats: Annotated[tuple[Seat, ...], Field(min_length=1, max_length=MOST_MEMBERS)]
+    seats: Annotated[tuple[MemberRanks, ...], Field(min_length=1, max_length=MOST_MEMBERS)]
     state: State
     source: Member
     recovers: bool = False
@@ -117,7 +117,7 @@ class Generation(Plain):
 
 
 def founding(
-    seats: tuple[Seat, ...], state: State | None = None, after: Generation | None = None, above: int = 0
+    seats: tuple[MemberRanks, ...], state: State | None = None, after: Generation | None = None, above: int = 0
 ) -> Generation:
     """The first generation of a launch. A resumed run says which one its checkpoint came from, so that its lineage is
     known to branch off there, and the highest number in its ledger (`above`), so that none is used again."""

@@ -10,14 +10,14 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from shoal.control.membership.messages import Resign, Vote, Why
-from shoal.control.membership.types import NEVER, Ballot, Count, Generation, Plain
+from shoal.control.membership.types import NEVER, Ballot, Count, Generation, StrictModel
 from shoal.errors import ControlError
 from shoal.run_folder import write_durably
 
 _MOST_ENTERED = 64
 
 
-class Record(Plain):
+class VoteRecord(StrictModel):
     """`highest` is the highest number ever seen: none at or below it is used for a new ballot. `entered` are the newest
     generations that the agent was in; `guests` counts the new machines it gave an id."""
 
@@ -30,18 +30,18 @@ class Record(Plain):
     guests: Count = 0
 
 
-class Promises(Protocol):
+class VoteStore(Protocol):
     """Where the record is kept. `save` returns when it would survive a power cut, and raises OSError otherwise."""
 
-    def load(self) -> Record: ...
+    def load(self) -> VoteRecord: ...
 
-    def save(self, record: Record) -> None: ...
+    def save(self, record: VoteRecord) -> None: ...
 
 
-class Voter:
+class DurableVoter:
     """One agent's vote: never for a lower ballot than it promised, and written down before it is given."""
 
-    def __init__(self, promises: Promises) -> None:
+    def __init__(self, promises: VoteStore) -> None:
         self._promises = promises
         self.record = promises.load()
 
@@ -129,16 +129,16 @@ class Voter:
 # Promises on disk: one small file, replaced as a whole. The only I/O of this package.
 
 
-class PromiseFile:
+class VoteFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def load(self) -> Record:
+    def load(self) -> VoteRecord:
         """A new record where there is none. A broken one is never guessed at: a vote could be cast twice."""
         try:
-            return Record.model_validate_json(self._path.read_bytes())
+            return VoteRecord.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
-            return Record()
+            return VoteRecord()
         except (OSError, ValidationError) as error:
             raise ControlError(
                 f"cannot read which votes this machine has cast: {self._path}",
@@ -146,7 +146,7 @@ class PromiseFile:
                 fix=f"remove it and let the machine join again as a new one: rm {shlex.quote(str(self._path))}",
             ) from None
 
-    def save(self, record: Record) -> None:
+    def save(self, record: VoteRecord) -> None:
         """The file, then its name: after a power cut there is the old record or the new one."""
         temporary = self._path.with_name(f".{self._path.name}.new")
         write_durably(self._path, record.model_dump_json().encode(), temporary, 0o600)

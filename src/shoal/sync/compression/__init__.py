@@ -8,17 +8,17 @@ from torch import Tensor
 
 from shoal.config.sync_choice import WireChoice, parse_wire
 from shoal.errors import UsageError
-from shoal.sync.compression.base import TORCH_GOES_ONE_BY_ONE, Bucket, Fp16, Fp32, Released, Wire
+from shoal.sync.compression.base import TORCH_GOES_ONE_BY_ONE, Bucket, Compressor, Fp16, Fp32, InterruptibleCompressor
 from shoal.sync.compression.codecs import bf16_codec, int8_codec
 from shoal.sync.compression.native import load_kernels
 from shoal.sync.compression.powersgd import PowerSGD
-from shoal.sync.compression.reduce_scatter import Scattered
+from shoal.sync.compression.reduce_scatter import ReduceScatter
 from shoal.sync.world import World
 
 __all__ = ["Bucket", "Wire", "made_by", "make_wire"]
 
 
-def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Wire:
+def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
     """For gradients of these parameters, named as in the model; every bucket is made of some of them."""
     choice = parse_wire(text)
     if world.device.type != "cpu" and choice.name in ("bf16", "int8", "powersgd"):
@@ -31,19 +31,19 @@ def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Wire
     if world.release is None or world.backend != "gloo":
         # A future of ours knows nothing of a GPU's streams: whoever waits for it would not wait for them.
         return wire
-    return Released(wire, world.release)
+    return InterruptibleCompressor(wire, world.release)
 
 
-def _make(choice: WireChoice, world: World, parameters: Mapping[str, Tensor]) -> Wire:
+def _make(choice: WireChoice, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
     match choice.name:
         case "fp32":
             return Fp32(world)
         case "fp16":
             return Fp16(world)
         case "bf16":
-            return Scattered(world, parameters, bf16_codec(load_kernels()))
+            return ReduceScatter(world, parameters, bf16_codec(load_kernels()))
         case "int8":
-            return Scattered(world, parameters, int8_codec(load_kernels()))
+            return ReduceScatter(world, parameters, int8_codec(load_kernels()))
         case "powersgd":
             return PowerSGD(world, parameters, choice.rank)
 

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from shoal.errors import CheckpointError
 from shoal.sync.compression.native import load_kernels
-from shoal.sync.interruptible import Release
+from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.world import World
 
 State = Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class Bucket:
     is_last: bool = True
 
 
-class Wire(Protocol):
+class Compressor(Protocol):
     """Made once per run. Called with a bucket it gives a future of `flat` holding the *sum*, the same bits on every
     rank; nobody divides by the world size, because the loss was already divided by the global token count."""
 
@@ -44,10 +44,10 @@ class Wire(Protocol):
     def load_state(self, state: State) -> None: ...
 
 
-class Released:
+class InterruptibleCompressor:
     """A wire whose sums end, at the latest, with the generation."""
 
-    def __init__(self, wire: Wire, release: Release) -> None:
+    def __init__(self, wire: Compressor, release: GroupInterrupt) -> None:
         self._wire = wire
         self._release = release
 
@@ -61,7 +61,7 @@ class Released:
         self._wire.load_state(state)
 
 
-class Stateless:
+class NoState:
     """What a format that forgets everything after a step has to keep: nothing."""
 
     def state(self) -> dict[str, Tensor]:
@@ -71,10 +71,10 @@ class Stateless:
         check_names({}, state)
 
 
-class WithWire:
+class CompressorState:
     """What a rank has to remember is in its wire format."""
 
-    _wire: Wire
+    _wire: Compressor
 
     def state(self) -> dict[str, Tensor]:
         return self._wire.state()
@@ -117,7 +117,7 @@ def begun(work: dist.Work | None) -> dist.Work:
 T = TypeVar("T")
 
 
-class Desks(Generic[T]):
+class BufferPool(Generic[T]):
     """One for each bucket, until DDP fills its buckets differently: after the first backward it knows in which order
     gradients come."""
 
@@ -145,7 +145,7 @@ _FP16_SCALE = 256.0
 TORCH_GOES_ONE_BY_ONE = platform.machine() == "aarch64"
 
 
-class Fp32(Stateless):
+class Fp32(NoState):
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -154,12 +154,12 @@ class Fp32(Stateless):
         return future_of(work).then(lambda done: done.value()[0])
 
 
-class Fp16(Stateless):
+class Fp16(NoState):
     """Half the bytes and 11 bits of precision. All ranks get the same bits."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._halves = Desks(lambda bucket: torch.empty_like(bucket.flat, dtype=torch.float16))
+        self._halves = BufferPool(lambda bucket: torch.empty_like(bucket.flat, dtype=torch.float16))
         if TORCH_GOES_ONE_BY_ONE:
             load_kernels()
 

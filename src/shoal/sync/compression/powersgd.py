@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from shoal.cost.model_size import is_low_rank
-from shoal.sync.compression.base import Bucket, Desks, State, begun, load_tensors
+from shoal.sync.compression.base import Bucket, BufferPool, State, begun, load_tensors
 from shoal.sync.compression.native import Kernels, load_kernels
-from shoal.sync.compression.reduce_scatter import Lane, Rounds
+from shoal.sync.compression.reduce_scatter import OrderedQueue, Rounds
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World
 
@@ -54,7 +54,7 @@ class _Low:
 
 
 @dataclass(frozen=True)
-class _Desk:
+class _PowerBuffers:
     """`first` holds the vectors and every P, `second` every Q."""
 
     vectors: list[tuple[slice, Tensor]]
@@ -68,11 +68,11 @@ class PowerSGD:
     def __init__(self, world: World, parameters: Mapping[str, Tensor], rank: int) -> None:
         self._world = world
         self._rank = rank
-        self._lane = Lane()
+        self._lane = OrderedQueue()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         low = {name: each for name, each in parameters.items() if is_low_rank(tuple(each.shape), rank)}
         self._matrices = {name: _begin(each, rank, seed) for seed, (name, each) in enumerate(low.items())}
-        self._desks = Desks(self._make_desk)
+        self._desks = BufferPool(self._make_desk)
         load_kernels()
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
@@ -85,7 +85,7 @@ class PowerSGD:
     def load_state(self, state: State) -> None:
         load_tensors(self.state(), state)
 
-    def _rounds(self, bucket: Bucket, desk: _Desk) -> Rounds:
+    def _rounds(self, bucket: Bucket, desk: _PowerBuffers) -> Rounds:
         for place, sent in desk.vectors:
             sent.copy_(bucket.flat[place])
         for low in desk.low:
@@ -109,13 +109,13 @@ class PowerSGD:
     def _sum(self, message: Tensor) -> dist.Work:
         return begun(dist.all_reduce(message, group=self._world.group, async_op=True))
 
-    def _make_desk(self, bucket: Bucket) -> _Desk:
+    def _make_desk(self, bucket: Bucket) -> _PowerBuffers:
         matrices = [self._matrices.get(self._names[id(parameter)]) for parameter in bucket.parameters]
         sizes = [parameter.numel() for parameter in bucket.parameters]
         firsts = [size if m is None else len(m.residual) * self._rank for m, size in zip(matrices, sizes, strict=True)]
         seconds = [0 if m is None else m.q.numel() for m in matrices]
         first, second, mine = torch.zeros(sum(firsts)), torch.zeros(sum(seconds)), torch.zeros(sum(seconds))
-        desk = _Desk([], [], first, second, mine)
+        desk = _PowerBuffers([], [], first, second, mine)
         offset = 0
         places = zip(matrices, sizes, first.split(firsts), second.split(seconds), mine.split(seconds), strict=True)
         for matrix, size, one, two, own in places:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shoal.cost.model_size import BLOCK, blocks_of
-from shoal.sync.compression.base import Bucket, Desks, State, begun, load_tensors
+from shoal.sync.compression.base import Bucket, BufferPool, State, begun, load_tensors
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World
 
@@ -38,7 +38,7 @@ _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRange:
     """Neighbouring elements of one parameter that travel in one piece to one owner."""
 
     parameter: int
@@ -61,14 +61,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ScatterLayout:
     """`pieces[k][r]` is what piece k has for owner r; every one of them has room for `records` blocks."""
 
-    pieces: tuple[tuple[tuple[Run, ...], ...], ...]
+    pieces: tuple[tuple[tuple[ElementRange, ...], ...], ...]
     records: int
 
 
-def lay_out(bucket: Sequence[tuple[int, int]], world_size: int, record_bytes: int) -> Layout:
+def lay_out(bucket: Sequence[tuple[int, int]], world_size: int, record_bytes: int) -> ScatterLayout:
     """`bucket` has the number and the size of each parameter, in the order in which they lie in it."""
     parts = [list(_part(bucket, owner, world_size)) for owner in range(world_size)]
     longest = max(1, *(sum(blocks_of(run.count) for run in part) for part in parts))
@@ -78,10 +78,10 @@ def lay_out(bucket: Sequence[tuple[int, int]], world_size: int, record_bytes: in
     pieces = tuple(
         tuple(tuple(run for piece, run in part if piece == number) for part in cut) for number in range(count)
     )
-    return Layout(pieces, each)
+    return ScatterLayout(pieces, each)
 
 
-def _part(bucket: Sequence[tuple[int, int]], owner: int, world_size: int) -> Iterator[Run]:
+def _part(bucket: Sequence[tuple[int, int]], owner: int, world_size: int) -> Iterator[ElementRange]:
     """The owner of the first part changes from one parameter to the next, so that crumbs don't all go to one rank."""
     offset = 0
     for parameter, size in bucket:
@@ -89,27 +89,27 @@ def _part(bucket: Sequence[tuple[int, int]], owner: int, world_size: int) -> Ite
         start = BLOCK * (blocks * turn // world_size)
         end = min(size, BLOCK * (blocks * (turn + 1) // world_size))
         if start < end:
-            yield Run(parameter, start, offset + start, end - start, 0)
+            yield ElementRange(parameter, start, offset + start, end - start, 0)
         offset += size
 
 
-def _placed(parts: list[list[Run]]) -> Iterator[list[Run]]:
+def _placed(parts: list[list[ElementRange]]) -> Iterator[list[ElementRange]]:
     """Behind one another on the wire."""
     for part in parts:
         record, placed = 0, []
         for run in part:
-            placed.append(Run(run.parameter, run.start, run.offset, run.count, record))
+            placed.append(ElementRange(run.parameter, run.start, run.offset, run.count, record))
             record += blocks_of(run.count)
         yield placed
 
 
-def _cut(run: Run, each: int) -> Iterator[tuple[int, Run]]:
+def _cut(run: ElementRange, each: int) -> Iterator[tuple[int, ElementRange]]:
     """Where pieces end; with the number of the piece, and the record counted from its beginning."""
     done = 0
     while done < run.count:
         piece, record = divmod(run.record + done // BLOCK, each)
         count = min(run.count - done, BLOCK * (each - record))
-        yield piece, Run(run.parameter, run.start + done, run.offset + done, count, record)
+        yield piece, ElementRange(run.parameter, run.start + done, run.offset + done, count, record)
         done += count
 
 
@@ -141,7 +141,7 @@ class _Job:
         return self.bucket.flat
 
 
-class Lane:
+class OrderedQueue:
     def __init__(self) -> None:
         self._waiting: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -208,27 +208,27 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class _Desk:
+class _BucketBuffers:
     """What a bucket needs in every step: who gets what, and room for it, piece by piece and rank by rank.
 
     `parts` holds what goes to each owner, and after that what each owner sends back.
     """
 
-    layout: Layout
+    layout: ScatterLayout
     parts: Tensor
     received: Tensor
     own: Tensor
 
 
-class Scattered:
+class ReduceScatter:
     def __init__(self, world: World, parameters: Mapping[str, Tensor], codec: Codec) -> None:
         self._world = world
         self._codec = codec
-        self._lane = Lane()
+        self._lane = OrderedQueue()
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters.values())}
         self._residuals = [torch.zeros(each.numel() * codec.keeps_residual) for each in parameters.values()]
-        self._desks = Desks(self._make_desk)
+        self._desks = BufferPool(self._make_desk)
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
         return self._lane.take(self._rounds(bucket, self._desks.of(bucket)), bucket)
@@ -242,15 +242,15 @@ class Scattered:
     def load_state(self, state: State) -> None:
         load_tensors(self.state(), state)
 
-    def _make_desk(self, bucket: Bucket) -> _Desk:
+    def _make_desk(self, bucket: Bucket) -> _BucketBuffers:
         members = [(self._numbers[id(parameter)], parameter.numel()) for parameter in bucket.parameters]
         layout = lay_out(members, self._world.size, self._codec.record_bytes)
         one = (layout.records, self._codec.record_bytes)
         for_all = (len(layout.pieces), self._world.size, *one)
         parts, received = (torch.zeros(for_all, dtype=torch.int8) for _ in range(2))
-        return _Desk(layout, parts, received, torch.zeros(len(layout.pieces), *one, dtype=torch.int8))
+        return _BucketBuffers(layout, parts, received, torch.zeros(len(layout.pieces), *one, dtype=torch.int8))
 
-    def _rounds(self, bucket: Bucket, desk: _Desk) -> Rounds:
+    def _rounds(self, bucket: Bucket, desk: _BucketBuffers) -> Rounds:
         pieces = range(len(desk.layout.pieces))
         sent = [self._scatter(bucket, desk, piece) for piece in pieces]
         yield
@@ -259,7 +259,7 @@ class Scattered:
         for piece in pieces:
             self._spread(bucket, desk, piece, back[piece])
 
-    def _scatter(self, bucket: Bucket, desk: _Desk, piece: int) -> dist.Work:
+    def _scatter(self, bucket: Bucket, desk: _BucketBuffers, piece: int) -> dist.Work:
         for owner, runs in enumerate(desk.layout.pieces[piece]):
             for run in runs if owner != self._world.rank else ():
                 residual = self._residuals[run.parameter][run.of_parameter]
@@ -267,7 +267,7 @@ class Scattered:
         target, source = desk.received[piece].view(-1), desk.parts[piece].view(-1)
         return begun(dist.all_to_all_single(target, source, group=self._world.group, async_op=True))
 
-    def _gather(self, bucket: Bucket, desk: _Desk, piece: int, sent: dist.Work) -> dist.Work:
+    def _gather(self, bucket: Bucket, desk: _BucketBuffers, piece: int, sent: dist.Work) -> dist.Work:
         await_work(sent, self._world.release)
         theirs = [desk.received[piece, rank] for rank in range(self._world.size) if rank != self._world.rank]
         for run in desk.layout.pieces[piece][self._world.rank]:
@@ -277,7 +277,7 @@ class Scattered:
         # By the group itself: the public function of this name changed between the versions of torch that we allow.
         return self._world.group._allgather_base(desk.parts[piece].view(-1), desk.own[piece].view(-1))
 
-    def _spread(self, bucket: Bucket, desk: _Desk, piece: int, back: dist.Work) -> None:
+    def _spread(self, bucket: Bucket, desk: _BucketBuffers, piece: int, back: dist.Work) -> None:
         await_work(back, self._world.release)
         for owner, runs in enumerate(desk.layout.pieces[piece]):
             for run in runs:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.config.schema import SyncConfig
-from shoal.sync.shared_memory.ddp import SharedDDP, SharedWire, in_order, lay_out, row_bytes
-from shoal.sync.shared_memory.group import Inside, between_machines, come_together, wanted
+from shoal.sync.shared_memory.ddp import SharedCompressor, SharedDDP, in_order, lay_out, row_bytes
+from shoal.sync.shared_memory.group import InsideChoice, between_machines, come_together, wanted
 from shoal.sync.world import World
 
 
 def open_inside(
     config: SyncConfig, model: nn.Module, world: World, bucket_mb: float
-) -> tuple[Inside, SharedDDP | SharedWire | None]:
+) -> tuple[InsideChoice, SharedDDP | SharedCompressor | None]:
     """Either all of it, or a wire through shared memory for whoever makes buckets, or nothing: gloo between all."""
     inside = wanted(config, world, model)
     if inside.way == "shared":
@@ -22,7 +22,9 @@ def open_inside(
     return inside, None
 
 
-def _resident(config: SyncConfig, model: nn.Module, world: World, bucket_mb: float) -> tuple[Inside, SharedDDP | None]:
+def _resident(
+    config: SyncConfig, model: nn.Module, world: World, bucket_mb: float
+) -> tuple[InsideChoice, SharedDDP | None]:
     parameters = in_order(model)
     each = parameters[0].itemsize
     layout = lay_out([parameter.numel() for parameter in parameters], bucket_mb * 2**20 / each)
@@ -33,8 +35,8 @@ def _resident(config: SyncConfig, model: nn.Module, world: World, bucket_mb: flo
     return inside, SharedDDP(model, together, layout, wire, timed=config.measure == "hook")
 
 
-def _with_copies(config: SyncConfig, model: nn.Module, world: World) -> tuple[Inside, SharedWire | None]:
+def _with_copies(config: SyncConfig, model: nn.Module, world: World) -> tuple[InsideChoice, SharedCompressor | None]:
     inside, together = come_together(config, world, "copies", lambda kin: row_bytes(len(kin.firsts)))
     if together is None:
         return inside, None
-    return inside, SharedWire(together, between_machines(config, world, together.kin, model))
+    return inside, SharedCompressor(together, between_machines(config, world, together.kin, model))

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future as FuturesFuture
 
-from shoal.sync.compression.base import Bucket, State, Stateless, Wire
-from shoal.sync.shared_memory.group import Inside, Together
+from shoal.sync.compression.base import Bucket, Compressor, NoState, State
+from shoal.sync.shared_memory.group import HostSharing, InsideChoice
 from shoal.sync.step_stats import CommTimes, covered
 
 # SECTION sync/shared/pipeline
 # In the background and in order: sum inside the machine, then over the wire between machines, then spread inside.
 #
-# Backward goes on meanwhile. Two threads at most, one a turnstile, so that the next bucket is summed inside while this
+# Backward goes on meanwhile. Two threads at most, one a host_barrier, so that the next bucket is summed inside while
+# this
 # one is on the wire.
 
 
@@ -40,7 +41,7 @@ Content = TypeVar("Content", contravariant=True)
 AsBucket = Callable[[Tensor], Bucket]
 
 
-class Summing(Protocol[Content]):
+class HostSum(Protocol[Content]):
     """One way to sum through shared memory; all ranks of a machine call it with the same things in the same order."""
 
     def sum(self, item: Content, for_all: bool) -> Tensor:
@@ -55,13 +56,13 @@ class Summing(Protocol[Content]):
 class Pipeline(Generic[Item]):
     """`wire` is what the first rank of a machine sends its sums by, and nobody else."""
 
-    def __init__(self, together: Together, summing: Summing[Item], wire: Wire | None) -> None:
+    def __init__(self, together: HostSharing, summing: HostSum[Item], wire: Compressor | None) -> None:
         self._machines = len(together.kin.firsts)
         self._summing = summing
         self._wire = wire
         self._together = together
-        self._inside = Stage("inside", together.close)
-        self._spread = Stage("spread", together.close)
+        self._inside = PipelineStage("inside", together.close)
+        self._spread = PipelineStage("spread", together.close)
 
     def put(self, item: Item, as_bucket: AsBucket) -> Future[float]:
         """When it was done, by perf_counter."""
@@ -99,7 +100,7 @@ class Pipeline(Generic[Item]):
         return time.perf_counter()
 
 
-class Stage:
+class PipelineStage:
     """One thread, one thing after another. Once something failed nothing else is tried: after a deadline has passed,
     every later thing would wait for another one."""
 
@@ -171,7 +172,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """In elements. `begins` and `bucket_of` are by tensor."""
 
     begins: tuple[int, ...]
@@ -183,7 +184,7 @@ class Layout:
         return self.buckets[-1][1]
 
 
-def lay_out(sizes: Sequence[int], bucket_elements: float) -> Layout:
+def lay_out(sizes: Sequence[int], bucket_elements: float) -> RowLayout:
     """In the given order; a bucket is closed by the tensor that fills it, as in DDP."""
     begins, bucket_of = [], []
     buckets: list[Range] = []
@@ -195,13 +196,13 @@ def lay_out(sizes: Sequence[int], bucket_elements: float) -> Layout:
         if end - begin >= bucket_elements or number == len(sizes):
             buckets.append((begin, end))
             begin = end = -(-end // _LINE) * _LINE
-    return Layout(tuple(begins), tuple(bucket_of), tuple(buckets))
+    return RowLayout(tuple(begins), tuple(bucket_of), tuple(buckets))
 
 
 class ResidentSum:
     """Sums ranges of the rows in place."""
 
-    def __init__(self, together: Together, rows: tuple[Tensor, ...]) -> None:
+    def __init__(self, together: HostSharing, rows: tuple[Tensor, ...]) -> None:
         self._kin = together.kin
         self._lanes = together.lanes
         self._rows = rows
@@ -227,10 +228,10 @@ class SharedDDP:
     extra_bytes = 0
 
     def __init__(
-        self, model: nn.Module, together: Together, layout: Layout, wire: Wire | None, timed: bool = True
+        self, model: nn.Module, together: HostSharing, layout: RowLayout, wire: Compressor | None, timed: bool = True
     ) -> None:
         self.module = model
-        self.inside = Inside("shared")
+        self.inside = InsideChoice("shared")
         self._timed = timed
         parameters = in_order(model)
         rows = together.memory.rows(parameters[0].dtype)
@@ -245,7 +246,7 @@ class SharedDDP:
         for parameter, bucket in self._bucket_of.items():
             self._parameters[bucket].append(parameter)
         self._pipeline = Pipeline(together, ResidentSum(together, rows), wire)
-        self._wire: Wire | Stateless = wire or Stateless()
+        self._wire: Compressor | NoState = wire or NoState()
         self._is_last = False
         self._start_over()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
@@ -323,18 +324,19 @@ def in_order(model: nn.Module) -> list[nn.Parameter]:
 # Summing tensors that live elsewhere, DDP's buckets for one: copied in, summed, copied out, a chunk at a time.
 
 
-# Each costs two rounds through the turnstile, and that every rank is woken for them: with 2 MB a sum of 64 MB took 1.6
+# Each costs two rounds through the host_barrier, and that every rank is woken for them: with 2 MB a sum of 64 MB took
+# 1.6
 # times the time of processors (measured, four ranks on two cores), with 16 MB a tenth less.
 CHUNK_BYTES = 8 << 20
 
 
-class Slots:
+class DoubleSlots:
     """Two places in every row, used in turn: while somebody still reads a chunk from one, the next goes into the other.
 
     Nobody writes to the first again before all have come with the second, and they come when they have read.
     """
 
-    def __init__(self, together: Together, pair: int) -> None:
+    def __init__(self, together: HostSharing, pair: int) -> None:
         self._memory = together.memory
         self._pair = pair
         self._turn = 0
@@ -346,10 +348,10 @@ class Slots:
 
 
 class CopySum:
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: HostSharing) -> None:
         self._kin = together.kin
         self._lanes = together.lanes
-        self._summing, self._spreading = Slots(together, 0), Slots(together, 1)
+        self._summing, self._spreading = DoubleSlots(together, 0), DoubleSlots(together, 1)
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def sum(self, item: Tensor, for_all: bool) -> Tensor:
@@ -384,11 +386,11 @@ class CopySum:
             yield *slice_of(0, len(row), index, self._kin.size), row
 
 
-class SharedWire:
+class SharedCompressor:
     """A wire format for the ranks of one machine: takes a bucket, returns a future of its sum over the world."""
 
-    def __init__(self, together: Together, wire: Wire | None) -> None:
-        self._wire: Wire | Stateless = wire or Stateless()
+    def __init__(self, together: HostSharing, wire: Compressor | None) -> None:
+        self._wire: Compressor | NoState = wire or NoState()
         self._pipeline = Pipeline(together, CopySum(together), wire)
 
     def __call__(self, bucket: Bucket) -> FuturesFuture[Tensor]:

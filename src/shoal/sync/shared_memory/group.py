@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shoal.config.schema import SyncConfig
 from shoal.errors import PeerLost, RunFailed
 from shoal.sync.compression import make_wire
-from shoal.sync.compression.base import Wire
+from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World, beside
 
@@ -35,7 +35,7 @@ _NETWORK = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
-class Kin:
+class HostGroup:
     """`ranks` share our machine, in the order of the world; `firsts` are the first of every machine's.
 
     `address` is where the first of ours listens."""
@@ -54,7 +54,7 @@ class Kin:
         return self.index == 0
 
 
-def find_kin(world: World, address: bytes) -> Kin:
+def find_kin(world: World, address: bytes) -> HostGroup:
     """Everybody says on which machine it is, and where it would listen: one small all-gather."""
     mine = torch.frombuffer(bytearray(_machine(world.node) + address), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(world.size)]
@@ -62,7 +62,7 @@ def find_kin(world: World, address: bytes) -> Kin:
     said = [bytes(row.tolist()) for row in rows]
     groups = group_by_machine([each[:_DIGEST_BYTES] for each in said])
     ours = next(group for group in groups if world.rank in group)
-    return Kin(ours, ours.index(world.rank), tuple(group[0] for group in groups), said[ours[0]][_DIGEST_BYTES:])
+    return HostGroup(ours, ours.index(world.rank), tuple(group[0] for group in groups), said[ours[0]][_DIGEST_BYTES:])
 
 
 def group_by_machine(machines: Sequence[bytes]) -> list[tuple[int, ...]]:
@@ -95,7 +95,7 @@ def _machine(node: str) -> bytes:
 _PAGE = mmap.PAGESIZE
 
 
-class Memory:
+class SharedRows:
     """`rows` of `row_bytes` each, rounded up to whole pages."""
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
@@ -111,7 +111,7 @@ def whole_pages(size: int) -> int:
 
 
 def create(rows: int, row_bytes: int) -> int:
-    """A descriptor of memory that `Memory` can map; OSError where the kernel or a limit forbids it."""
+    """A descriptor of memory that `SharedRows` can map; OSError where the kernel or a limit forbids it."""
     size = rows * whole_pages(row_bytes)
     if (available := psutil.virtual_memory().available) < size:
         raise OSError(f"{size >> 20} MB of memory are wanted and {available >> 20} MB are free")
@@ -124,7 +124,7 @@ def create(rows: int, row_bytes: int) -> int:
     return fd
 
 
-# SECTION sync/shared/turnstile
+# SECTION sync/shared/host_barrier
 # A barrier between processes of one machine that sleeps, has a deadline, and notices at once that a peer is gone.
 #
 # Every rank has a socket to the first one: it sends a word when it has come and goes on when it gets one back. The
@@ -140,7 +140,7 @@ _GRACE_S = 2.0
 _MOST_BYTES = 16
 
 
-class Turnstile(Protocol):
+class HostBarrier(Protocol):
     def arrive(self) -> None:
         """Returns when everybody has come; raises PeerLost when somebody never will."""
         ...
@@ -150,7 +150,7 @@ class Turnstile(Protocol):
         ...
 
 
-class FirstTurnstile:
+class FirstRankBarrier:
     """`peers`: a connection to each of the others, by rank."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
@@ -201,7 +201,7 @@ class FirstTurnstile:
         raise _lost(self._rank, how, lost, self._timeout_s)
 
 
-class OtherTurnstile:
+class OtherRankBarrier:
     def __init__(self, rank: int, first_rank: int, first: socket.socket, timeout_s: float) -> None:
         self._rank = rank
         self._first_rank = first_rank
@@ -226,7 +226,7 @@ class OtherTurnstile:
         self._first.close()
 
 
-class OpenTurnstile:
+class LoneRankBarrier:
     """For a rank that is alone on its machine."""
 
     def arrive(self) -> None:
@@ -262,13 +262,13 @@ _READY = b"memory"
 
 
 @dataclass(frozen=True)
-class Together:
-    """What the ranks of one machine share. `lanes` are independent turnstiles: what goes through one never waits for
+class HostSharing:
+    """What the ranks of one machine share. `lanes` are independent host_barriers: what goes through one never waits for
     the other."""
 
-    kin: Kin
-    memory: Memory
-    lanes: tuple[Turnstile, ...]
+    kin: HostGroup
+    memory: SharedRows
+    lanes: tuple[HostBarrier, ...]
 
     def close(self) -> None:
         for lane in self.lanes:
@@ -285,28 +285,28 @@ def listening() -> Iterator[tuple[bytes, socket.socket]]:
         yield address, listener
 
 
-def meet(kin: Kin, listener: socket.socket, row_bytes: int, lane_s: tuple[float, ...]) -> Together:
-    """`lane_s`: a turnstile for each, with this deadline. OSError when it cannot be; nothing is left open then."""
+def meet(kin: HostGroup, listener: socket.socket, row_bytes: int, lane_s: tuple[float, ...]) -> HostSharing:
+    """`lane_s`: a host_barrier for each, with this deadline. OSError when it cannot be; nothing is left open then."""
     rank = kin.ranks[kin.index]
     if kin.size == 1:
         fd = create(1, row_bytes)
-        lanes: list[Turnstile] = [OpenTurnstile() for _ in lane_s]
+        lanes: list[HostBarrier] = [LoneRankBarrier() for _ in lane_s]
     elif kin.is_first:
         fd = create(kin.size, row_bytes)
         peers = _welcome(kin, listener, len(lane_s), fd)
-        lanes = [FirstTurnstile(rank, each, timeout_s) for each, timeout_s in zip(peers, lane_s, strict=True)]
+        lanes = [FirstRankBarrier(rank, each, timeout_s) for each, timeout_s in zip(peers, lane_s, strict=True)]
     else:
         firsts, fd = _call(kin, len(lane_s))
         pairs = zip(firsts, lane_s, strict=True)
-        lanes = [OtherTurnstile(rank, kin.ranks[0], first, timeout_s) for first, timeout_s in pairs]
+        lanes = [OtherRankBarrier(rank, kin.ranks[0], first, timeout_s) for first, timeout_s in pairs]
     try:
-        return Together(kin, Memory(fd, kin.size, row_bytes), tuple(lanes))
+        return HostSharing(kin, SharedRows(fd, kin.size, row_bytes), tuple(lanes))
     finally:
         # The mapping holds the memory.
         os.close(fd)
 
 
-def _welcome(kin: Kin, listener: socket.socket, lanes: int, fd: int) -> list[dict[int, socket.socket]]:
+def _welcome(kin: HostGroup, listener: socket.socket, lanes: int, fd: int) -> list[dict[int, socket.socket]]:
     deadline = time.monotonic() + _MEET_WITHIN_S
     found: list[dict[int, socket.socket]] = [{} for _ in range(lanes)]
     try:
@@ -338,7 +338,7 @@ def _hear(peer: socket.socket) -> tuple[int, int] | None:
     return _HELLO.unpack(said) if len(said) == _HELLO.size else None
 
 
-def _call(kin: Kin, lanes: int) -> tuple[list[socket.socket], int]:
+def _call(kin: HostGroup, lanes: int) -> tuple[list[socket.socket], int]:
     firsts: list[socket.socket] = []
     try:
         for lane in range(lanes):
@@ -376,17 +376,17 @@ Way = Literal["gloo", "copies", "shared"]
 
 
 @dataclass(frozen=True)
-class Inside:
+class InsideChoice:
     """`note` says why it is not shared memory where somebody might expect that."""
 
     way: Way = "gloo"
     note: str = ""
 
 
-GLOO = Inside()
+GLOO = InsideChoice()
 
 
-def wanted(config: SyncConfig, world: World, model: nn.Module) -> Inside:
+def wanted(config: SyncConfig, world: World, model: nn.Module) -> InsideChoice:
     """What to try, before anybody has looked at the machines. The same on every rank."""
     if config.inside == "gloo" or world.size == 1:
         return GLOO
@@ -396,13 +396,13 @@ def wanted(config: SyncConfig, world: World, model: nn.Module) -> Inside:
         return _refuse(config, "only Linux has memory without a name that processes hand to each other")
     is_mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
     if config.inside == "copies" or config.measure == "barrier" or is_mixed:
-        return Inside("copies")
-    return Inside("shared")
+        return InsideChoice("copies")
+    return InsideChoice("shared")
 
 
 def come_together(
-    config: SyncConfig, world: World, way: Way, row_bytes: Callable[[Kin], int]
-) -> tuple[Inside, Together | None]:
+    config: SyncConfig, world: World, way: Way, row_bytes: Callable[[HostGroup], int]
+) -> tuple[InsideChoice, HostSharing | None]:
     """Finds out who shares our machine and opens the memory, on all ranks of the world or on none."""
     with listening() as (address, listener):
         kin = find_kin(world, address)
@@ -410,7 +410,7 @@ def come_together(
             # Nothing to remark where nobody asked for it: one rank a machine is what most clusters are.
             return (GLOO if config.inside == "auto" else _refuse(config, "no two ranks share a machine")), None
         if len(kin.firsts) == 1 and config.wire != "fp32" and config.inside == "auto":
-            return Inside("gloo", f"nothing would travel as {config.wire} inside one machine"), None
+            return InsideChoice("gloo", f"nothing would travel as {config.wire} inside one machine"), None
         # The second lane waits for the wire between machines, too, which has a deadline of its own.
         lane_s = (config.timeout_s,) if len(kin.firsts) == 1 else (config.timeout_s, 2 * config.timeout_s)
         together, trouble = None, ""
@@ -419,13 +419,13 @@ def come_together(
         except OSError as error:
             trouble = f"no shared memory on {world.node}: {error}"
     if _everybody(world, together is not None):
-        return Inside(way), together
+        return InsideChoice(way), together
     if together is not None:
         together.close()
     return _refuse(config, trouble or "another rank of this run has no shared memory"), None
 
 
-def between_machines(config: SyncConfig, world: World, kin: Kin, model: nn.Module) -> Wire | None:
+def between_machines(config: SyncConfig, world: World, kin: HostGroup, model: nn.Module) -> Compressor | None:
     """What the first rank of every machine sends that machine's sums by; None on all others, and for one machine.
 
     All ranks of the world must call it, as they must for any new group.
@@ -444,10 +444,10 @@ def _everybody(world: World, is_there: bool) -> bool:
     return bool(flag)
 
 
-def _refuse(config: SyncConfig, reason: str) -> Inside:
+def _refuse(config: SyncConfig, reason: str) -> InsideChoice:
     """A wish is a wish; `auto` goes on with gloo and says why."""
     if config.inside == "auto":
-        return Inside("gloo", reason)
+        return InsideChoice("gloo", reason)
     raise RunFailed(
         f"sync.inside={config.inside} cannot be: {reason}",
         why="ranks of one machine exchange through memory that they share",

@@ -21,7 +21,7 @@ from shoal.run_folder import RunFolder
 from shoal.runs.start import MakeDisplay, train_new
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS
 from shoal.tools.report.manifest import writing
-from shoal.tools.report.summary import RankSummary, Summary, summarize
+from shoal.tools.report.summary import RankSummary, RunSummary, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,7 @@ class LeverTable(BaseModel):
 _POINTS = TypeAdapter(list[LeverPoint])
 
 
-def lever_point(name: str, summary: Summary) -> LeverPoint:
+def lever_point(name: str, summary: RunSummary) -> LeverPoint:
     if summary.step_s is None or summary.tokens_per_step is None:
         raise DataError(
             f"the run with {name} recorded no finished step",
@@ -171,7 +171,7 @@ def _ratio(point: LeverPoint, base: LeverPoint | None) -> float | None:
     return point.tokens_per_s / base.tokens_per_s if base is not None else None
 
 
-def _without_exchange_s(summary: Summary) -> float:
+def _without_exchange_s(summary: RunSummary) -> float:
     """Without the last step: a training ends with the average of all replicas, whatever its lever."""
     times = [_second_half(rank) for rank in summary.ranks.values()]
     return float(np.median(np.concatenate(times)))
@@ -182,7 +182,7 @@ def _second_half(rank: RankSummary) -> np.ndarray[tuple[int], np.dtype[np.float6
     return times[np.isfinite(times)]
 
 
-def _evaluations(summary: Summary) -> Iterable[Evaluation]:
+def _evaluations(summary: RunSummary) -> Iterable[Evaluation]:
     """By the clock of the slowest rank. A resumed run's steps before the last start count as any other."""
     elapsed = [np.cumsum(np.nan_to_num(rank.series["step_s"])) for rank in summary.ranks.values()]
     first = next(iter(summary.ranks.values()))

@@ -29,16 +29,16 @@ from typing import Literal
 
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Change, Lab, stop_or_go, up
-from shoal.cluster.lab.spec import LabSpec, Link
+from shoal.cluster.lab.spec import LabLink, LabSpec
 from shoal.cluster.target import LocalSpec, parse_on
-from shoal.control.processes import AGENT, Found, find, find_keeper
+from shoal.control.processes import AGENT, RunProcess, find, find_supervisor
 from shoal.errors import LabError, UsageError
 from shoal.events import EventLog, EventTail
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import stop
 from shoal.runs.start import train_on
 from shoal.tools.chaos import scenario
-from shoal.tools.chaos.scenario import Action, Answer, Scenario, describe
+from shoal.tools.chaos.scenario import Action, ChaosScenario, CommandResult, describe
 from shoal.units import parse_rate
 
 # SECTION trials/chaos/disks
@@ -256,7 +256,7 @@ def _place(digits: str) -> str:
 
 
 @dataclass(frozen=True)
-class Ground:
+class TestBed:
     """`on` is what the training gets; `lab` is None on this machine itself; `disk` is the one that can be filled, or
     lose its power; `holds_run`: the whole run folder lies on it."""
 
@@ -304,7 +304,7 @@ class Ground:
         _mount_image(disk)
 
 
-def why_not(scenario: Scenario, on: str) -> str:
+def why_not(scenario: ChaosScenario, on: str) -> str:
     """Why the scenario cannot be played there; nothing when it can."""
     match parse_on(on):
         case LabSpec(nodes=nodes):
@@ -323,7 +323,7 @@ def why_not(scenario: Scenario, on: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(scenario: Scenario, on: str, folder: Path, number: int) -> Iterator[Ground]:
+def opened(scenario: ChaosScenario, on: str, folder: Path, number: int) -> Iterator[TestBed]:
     """Gone with us, whatever ends us. The disk stands before the lab does: nodes see the mounts of their beginning."""
     with contextlib.ExitStack() as stack:
         disk, holds_run = None, scenario.disk_holds == "run"
@@ -335,9 +335,9 @@ def opened(scenario: Scenario, on: str, folder: Path, number: int) -> Iterator[G
                 own = {"name": f"chaos-{os.getpid()}-{number}", "nodes": spec.nodes[: scenario.nodes]}
                 lab = up(spec.model_copy(update=own), owner=os.getpid())
                 stack.callback(lab.close)
-                yield Ground(f"lab:{lab.name}", lab, disk, holds_run)
+                yield TestBed(f"lab:{lab.name}", lab, disk, holds_run)
             case _:
-                yield Ground(f"local:{scenario.nodes}", None, disk, holds_run)
+                yield TestBed(f"local:{scenario.nodes}", None, disk, holds_run)
 
 
 @contextlib.contextmanager
@@ -403,7 +403,7 @@ _POLL_S = 0.01
 _LOOK_AGAIN_S = 1.0
 
 
-class Silent:
+class NoDisplay:
     """A display that shows nothing: who plays a scenario tells of it in its own words."""
 
     def __init__(self, config: object) -> None: ...
@@ -412,11 +412,11 @@ class Silent:
 
 
 class Injector:
-    def __init__(self, name: str, run: RunFolder, ground: Ground, draw: random.Random) -> None:
+    def __init__(self, name: str, run: RunFolder, ground: TestBed, draw: random.Random) -> None:
         self._name, self._run, self._ground, self._draw = name, run, ground, draw
         self._log: EventLog | None = None
         self._last_at = 0.0
-        self.answers: list[Answer] = []
+        self.answers: list[CommandResult] = []
         self.joined: list[subprocess.Popen[bytes]] = []
 
     def inject(self, action: Action) -> dict[str, object]:
@@ -459,9 +459,9 @@ class Injector:
                 return self._signal(_rank_of(self._run.path, rank, None), "SIGSTOP")
             case scenario.ThawRank(rank=rank):
                 return self._signal(_rank_of(self._run.path, rank, None), "SIGCONT")
-            case scenario.SignalKeeper(signal=name, twice=twice):
-                return self._signal(_need(find_keeper(self._run.path), "the keeper"), f"SIG{name}", 1 + twice)
-            case scenario.Starve(rank=rank):
+            case scenario.SignalSupervisor(signal=name, twice=twice):
+                return self._signal(_need(find_supervisor(self._run.path), "the supervisor"), f"SIG{name}", 1 + twice)
+            case scenario.LimitMemory(rank=rank):
                 found = _rank_of(self._run.path, rank, None)
                 return lambda: no_more_memory(found.pid)
             case scenario.CorruptMemory(rank=rank, how=harm):
@@ -475,13 +475,13 @@ class Injector:
                 return self._cut_power()
             case scenario.CorruptCheckpoint(how=how):
                 return lambda: corrupt_newest(self._run.checkpoints, how, self._draw)
-            case scenario.Stop():
+            case scenario.StopRun():
                 return lambda: stop(self._run)
             case scenario.Resume():
-                return lambda: train_on(self._run.path, Silent, detach=True)
-            case scenario.Garbage(connections=connections, idle=idle):
+                return lambda: train_on(self._run.path, NoDisplay, detach=True)
+            case scenario.UnknownConnections(connections=connections, idle=idle):
                 return garbage(self._run.path, self._ground.lab, connections, idle)
-            case scenario.Command(words=words):
+            case scenario.RunShoal(words=words):
                 return lambda: self.answers.append(self._ask(words))
             case scenario.PowerOn(node=node):
                 return lambda: self._power_on(node)
@@ -489,12 +489,12 @@ class Injector:
                 change = _change(action)
                 return lambda: self._ground.need_lab().perform(change)
 
-    def _source_in_copy(self, within_s: float) -> Found:
+    def _source_in_copy(self, within_s: float) -> RunProcess:
         """The sending rank, once a receiving one has written that a copy begins. To find processes takes a while, so
         they are looked for before."""
         tails: dict[Path, EventTail] = {}
         deadline = time.monotonic() + within_s
-        ranks: list[Found] = []
+        ranks: list[RunProcess] = []
         looked_at = 0.0
         while time.monotonic() < deadline:
             if time.monotonic() - looked_at > _LOOK_AGAIN_S:
@@ -506,7 +506,7 @@ class Injector:
             time.sleep(_POLL_S)
         raise LabError(f"no copy began within {within_s:g} s", why="no rank came back, or none was behind")
 
-    def _signal(self, found: Found, name: str, times: int = 1) -> Deed:
+    def _signal(self, found: RunProcess, name: str, times: int = 1) -> Deed:
         def deed() -> None:
             for number in range(times):
                 # Two at once are one: the kernel keeps no count of them.
@@ -571,7 +571,7 @@ class Injector:
         log = self._run.log(node, "join")
         self.joined.append(lab.start(node, words, {}, log))
 
-    def _ask(self, words: tuple[str, ...]) -> Answer:
+    def _ask(self, words: tuple[str, ...]) -> CommandResult:
         said = [word.format(on=self._ground.on, run=self._run.path) for word in words]
         began = time.monotonic()
         argv = [sys.executable, "-P", "-m", "shoal", *said]
@@ -579,7 +579,7 @@ class Injector:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
         except subprocess.TimeoutExpired:
             raise LabError(f"shoal {' '.join(said)} gave no answer within {_COMMAND_S:.0f} s") from None
-        return Answer(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
+        return CommandResult(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
 
 
 def no_more_memory(pid: int) -> None:
@@ -608,16 +608,16 @@ def _change(action: Action) -> Change:
             return lab_lab.set_link(node, lambda link: link.model_copy(update={"rate_bps": rate_bps}))
         case scenario.Loss(node=node, percent=percent):
             return lab_lab.set_link(node, lambda link: _lossy(link, percent))
-        case scenario.Cpu(node=node, share=share):
+        case scenario.LimitCpu(node=node, share=share):
             return lab_lab.set_cpu(node, share)
     raise AssertionError(f"nobody knows how to {describe(action)}")
 
 
-def _lossy(link: Link, percent: float) -> Link:
+def _lossy(link: LabLink, percent: float) -> LabLink:
     return link.model_copy(update={"loss": percent / 100})
 
 
-def _rank_of(run: Path, rank: int | None, node: str | None) -> Found:
+def _rank_of(run: Path, rank: int | None, node: str | None) -> RunProcess:
     """The rank itself and not a process it started: that is younger."""
     ranks = [found for found in find(run) if found.part.startswith("rank-")]
     wanted = [found for found in ranks if (found.part == f"rank-{rank}" if node is None else found.node == node)]
@@ -626,18 +626,18 @@ def _rank_of(run: Path, rank: int | None, node: str | None) -> Found:
     )
 
 
-def _oldest(ranks: list[Found], part: str) -> Found:
+def _oldest(ranks: list[RunProcess], part: str) -> RunProcess:
     """The rank itself and not a process it started."""
     wanted = (found for found in ranks if found.part == part)
     return _need(min(wanted, key=lambda found: found.started_at, default=None), part)
 
 
-def _agent_of(run: Path, node: str) -> Found:
+def _agent_of(run: Path, node: str) -> RunProcess:
     wanted = (found for found in find(run) if found.part == AGENT and found.node == node)
     return _need(next(wanted, None), f"the agent of {node}")
 
 
-def _need(found: Found | None, what: str) -> Found:
+def _need(found: RunProcess | None, what: str) -> RunProcess:
     if found is None:
         raise LabError(f"{what} is not running", why="an earlier fault ended it, or the run is over")
     return found

@@ -11,7 +11,7 @@ from statistics import median
 from pydantic import BaseModel, ConfigDict
 
 from shoal.events import Event
-from shoal.tools.chaos.scenario import Ending, Expect, Record, Scenario
+from shoal.tools.chaos.scenario import ChaosScenario, Expect, RunEnding, ScenarioRecord
 from shoal.tools.report.commit_log import check_ledger
 
 # SECTION trials/chaos/replicas
@@ -26,13 +26,13 @@ def ballot(text: str) -> Ballot:
     return int(number), int(member or 0)
 
 
-def ranks_that_ended(record: Record) -> list[Event]:
+def ranks_that_ended(record: ScenarioRecord) -> list[Event]:
     """The last event of each rank that has one to end with."""
     last = {event.get("rank"): event for event in record.ranks}
     return [event for event in last.values() if event.get("event") == "end"]
 
 
-def compare_told(record: Record, every: int) -> tuple[bool | None, int]:
+def compare_told(record: ScenarioRecord, every: int) -> tuple[bool | None, int]:
     """Ranks compare themselves after each `every` steps and tell of a difference. None where the newest generation has
     not come to that yet: then nobody knows."""
     if record.ranks_said("divergence"):
@@ -46,12 +46,12 @@ def compare_told(record: Record, every: int) -> tuple[bool | None, int]:
     return True, size
 
 
-def newest_generation(record: Record) -> Event | None:
+def newest_generation(record: ScenarioRecord) -> Event | None:
     """Of all that ranks have entered."""
     return max(record.ranks_said("membership"), key=lambda event: ballot(str(event["generation"])), default=None)
 
 
-def came_back(record: Record, after: float) -> float | None:
+def came_back(record: ScenarioRecord, after: float) -> float | None:
     """When a rank that had no part in the training any more had one again: among ranks that trained, or after all
     went back to a checkpoint."""
     joined = (event for event in record.ranks_said("membership") if event.get("how") in ("joined", "recovered"))
@@ -64,7 +64,7 @@ def came_back(record: Record, after: float) -> float | None:
 # All times are of one machine's clock: an emulated node has no other.
 
 
-class Measured(BaseModel):
+class ScenarioTimes(BaseModel):
     """Seconds since the first injection, None for what never happened. `next_step_s` of a run that did not regroup is
     its longest time without a step. `slower` compares the median step after the last injection with that before the
     first. `resumed_behind`: how many committed steps were done again after the last resume. `warned`: what ranks said
@@ -96,9 +96,9 @@ class Measured(BaseModel):
     warned: tuple[tuple[str, int], ...] = ()
 
 
-def measure(record: Record) -> Measured:
+def measure(record: ScenarioRecord) -> ScenarioTimes:
     if not record.injected:
-        return Measured()
+        return ScenarioTimes()
     first, last = (float(record.injected[i]["time"]) for i in (0, -1))
     regrouped = _regrouped(record, first)
     ledger = check_ledger(record.commits)
@@ -106,7 +106,7 @@ def measure(record: Record) -> Measured:
     steps = sorted(float(event["time"]) for event in record.ranks_said("step"))
     pause = longest_pause(steps, first, record.asked_at)
     regroup, newest = _formed(regrouped), newest_generation(record)
-    return Measured(
+    return ScenarioTimes(
         detect_s=_since(first, _first_after(first, _signs_of_loss(record))),
         regroup_s=_since(first, regroup),
         next_step_s=pause if regroup is None else _since(first, _first_after(regroup, steps)),
@@ -152,24 +152,25 @@ def longest_pause(steps: Sequence[float], after: float, until: float | None = No
     return max(gaps, default=None)
 
 
-def sentences(record: Record, after: float) -> tuple[str, ...]:
-    """What the user was told: the keeper's notes and its last words, the ranks' warnings, and where they went on."""
-    keeper = [event for event in record.keeper if event["time"] > after]
-    notes = [str(event["text"]) for event in keeper if event.get("event") == "note"]
+def sentences(record: ScenarioRecord, after: float) -> tuple[str, ...]:
+    """What the user was told: the supervisor's notes and its last words, the ranks' warnings, and where they went
+    on."""
+    supervisor = [event for event in record.supervisor if event["time"] > after]
+    notes = [str(event["text"]) for event in supervisor if event.get("event") == "note"]
     warnings = [str(event["seen"]) for event in record.ranks_said("warning") if event["time"] > after]
     starts = [event for event in record.ranks_said("start") if event["time"] > after and event.get("resumed_from")]
     resumed = [f"going on after step {event['resumed_from']}" for event in starts]
-    ends = [str(event["seen"]) for event in keeper if event.get("event") == "ended" and event.get("seen")]
+    ends = [str(event["seen"]) for event in supervisor if event.get("event") == "ended" and event.get("seen")]
     return tuple(dict.fromkeys([*notes, *warnings, *resumed, *ends]))
 
 
-def warned(record: Record, after: float) -> tuple[tuple[str, int], ...]:
+def warned(record: ScenarioRecord, after: float) -> tuple[tuple[str, int], ...]:
     done = max((int(event["step"]) for event in record.ranks_said("step") if event["time"] <= after), default=0)
     said = [event for event in record.ranks_said("warning") if event["time"] > after and "step" in event]
     return tuple((str(event["seen"]), int(event["step"]) - done) for event in said)
 
 
-def _regrouped(record: Record, after: float) -> list[Event]:
+def _regrouped(record: ScenarioRecord, after: float) -> list[Event]:
     """Memberships since the injection; that of a launch is nobody's loss."""
     said = record.ranks_said("membership")
     return [event for event in said if event["time"] > after and event.get("how") != "first"]
@@ -183,7 +184,7 @@ def _formed(regrouped: Sequence[Event]) -> float | None:
     return max(float(event["time"]) for event in regrouped if event["generation"] == first)
 
 
-def _signs_of_loss(record: Record) -> list[float]:
+def _signs_of_loss(record: ScenarioRecord) -> list[float]:
     ended_badly = [event for event in record.agents_said("ended") if event.get("code")]
     return _times_measure(
         [
@@ -194,13 +195,13 @@ def _signs_of_loss(record: Record) -> list[float]:
     )
 
 
-def _lost_steps(record: Record, lost_samples: int) -> int:
+def _lost_steps(record: ScenarioRecord, lost_samples: int) -> int:
     """As many as it takes to use the samples that no standing record has."""
     sizes = [end - first for first, end in (commit["samples"] for commit in record.commits if "samples" in commit)]
     return math.ceil(lost_samples / median(sizes)) if lost_samples else 0
 
 
-def _redone(record: Record) -> int:
+def _redone(record: ScenarioRecord) -> int:
     """The most that one rank computed again."""
     by_rank: dict[int, list[int]] = {}
     for event in record.ranks_said("step"):
@@ -208,13 +209,13 @@ def _redone(record: Record) -> int:
     return max((len(steps) - len(set(steps)) for steps in by_rank.values()), default=0)
 
 
-def _slower(record: Record, first: float, last: float) -> float | None:
+def _slower(record: ScenarioRecord, first: float, last: float) -> float | None:
     steps = [(float(event["time"]), float(event["step_s"])) for event in record.ranks_said("step")]
     before, after = [s for at, s in steps if at < first], [s for at, s in steps if at > last]
     return median(after) / median(before) if before and after else None
 
 
-def _resumed_behind(record: Record, after: float) -> int | None:
+def _resumed_behind(record: ScenarioRecord, after: float) -> int | None:
     starts = [event for event in record.ranks_said("start") if event["time"] > after and "resumed_from" in event]
     if not starts:
         return None
@@ -248,7 +249,7 @@ class Assertion(BaseModel):
     seen: str
 
 
-def judge(scenario: Scenario, measured: Measured, ending: Ending) -> list[Assertion]:
+def judge(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnding) -> list[Assertion]:
     if ending.trouble:
         return [Assertion(name="the scenario could be played", ok=False, seen=ending.trouble)]
     found = [*_times(scenario.expect, measured, ending), *_counts(scenario.expect, measured)]
@@ -256,7 +257,7 @@ def judge(scenario: Scenario, measured: Measured, ending: Ending) -> list[Assert
     return [*found, *(_invariants(scenario, measured, ending) if scenario.trains else ())]
 
 
-def _times(expect: Expect, measured: Measured, ending: Ending) -> Iterator[Assertion]:
+def _times(expect: Expect, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
     for name, within_s, took_s in (
         ("detected", expect.detect_within_s, measured.detect_s),
         ("regrouped", expect.regroup_within_s, measured.regroup_s),
@@ -274,7 +275,7 @@ def _times(expect: Expect, measured: Measured, ending: Ending) -> Iterator[Asser
             )
 
 
-def _counts(expect: Expect, measured: Measured) -> Iterator[Assertion]:
+def _counts(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
     for name, asked, count in (
         ("reconfigurations", expect.reconfigurations, measured.reconfigurations),
         ("members at the end", expect.members, measured.members),
@@ -292,7 +293,7 @@ def _counts(expect: Expect, measured: Measured) -> Iterator[Assertion]:
             yield Assertion(name=f"{name}: at most {most:g}", ok=value is not None and value <= most, seen=seen)
 
 
-def _words(expect: Expect, measured: Measured) -> Iterator[Assertion]:
+def _words(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
     if expect.sentence is not None:
         hit = next((text for text in measured.sentences if re.search(expect.sentence, text)), None)
         seen = hit or "; ".join(measured.sentences) or "nothing was said"
@@ -304,7 +305,7 @@ def _words(expect: Expect, measured: Measured) -> Iterator[Assertion]:
         yield Assertion(name=name, ok=ok, seen=f"after {after[0]}" if after else "never")
 
 
-def _commands(expect: Expect, ending: Ending) -> Iterator[Assertion]:
+def _commands(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
     if not ending.answers:
         return
     last = ending.answers[-1]
@@ -327,7 +328,7 @@ def _commands(expect: Expect, ending: Ending) -> Iterator[Assertion]:
         )
 
 
-def _invariants(scenario: Scenario, measured: Measured, ending: Ending) -> Iterator[Assertion]:
+def _invariants(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
     expect = scenario.expect
     code = expect.exit_code if expect.exit_code is not None else (0 if scenario.ends_by_itself else _STOPPED)
     if expect.kept:

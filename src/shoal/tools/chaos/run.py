@@ -18,18 +18,18 @@ from shoal.control.processes import await_end, find
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.events import Event, EventTail
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.manage import Outcome, end_processes, stop
+from shoal.runs.manage import StopResult, end_processes, stop
 from shoal.runs.start import train_new
-from shoal.tools.chaos.inject import Ground, Injector, Silent, keep_checkpoints, opened, why_not
-from shoal.tools.chaos.judge import Assertion, Measured, came_back, compare_told, judge, measure, ranks_that_ended
+from shoal.tools.chaos.inject import Injector, NoDisplay, TestBed, keep_checkpoints, opened, why_not
+from shoal.tools.chaos.judge import Assertion, ScenarioTimes, came_back, compare_told, judge, measure, ranks_that_ended
 from shoal.tools.chaos.scenario import (
+    ChaosScenario,
     CutPower,
-    Ending,
     Injection,
-    Record,
     Resume,
-    Scenario,
-    Stop,
+    RunEnding,
+    ScenarioRecord,
+    StopRun,
     all_scenarios,
     describe,
     find_scenario,
@@ -40,20 +40,20 @@ from shoal.tools.report.replicas import compare_replicas
 from shoal.tools.report.verify import verify_run
 
 # SECTION trials/chaos/watch
-# Reads a run folder as it grows: ranks, agents, ledger and keeper.
+# Reads a run folder as it grows: ranks, agents, ledger and supervisor.
 
 
-class Watch:
+class ScenarioWatch:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._tails: dict[Path, EventTail] = {}
-        self.record = Record()
+        self.record = ScenarioRecord()
         self.furthest_step = 0
 
     def begin_again(self) -> None:
         """After a power cut: files may be shorter than what was read of them, and are read from their start."""
         self._tails.clear()
-        self.record.ranks, self.record.agents, self.record.commits, self.record.keeper = [], [], [], []
+        self.record.ranks, self.record.agents, self.record.commits, self.record.supervisor = [], [], [], []
         self.furthest_step = 0
 
     def poll(self) -> None:
@@ -65,12 +65,12 @@ class Watch:
         for path in self._run.journals():
             self.record.agents += [{**event, "node": event.get("node", path.stem)} for event in self._news(path)]
         self.record.commits += self._news(self._run.commits)
-        self.record.keeper += self._news(self._run.keeper)
+        self.record.supervisor += self._news(self._run.supervisor)
 
     @property
     def ended(self) -> Event | None:
-        """The keeper's last word of the newest launch; none while it keeps."""
-        last = self.record.keeper[-1] if self.record.keeper else {}
+        """The supervisor's last word of the newest launch; none while it keeps."""
+        last = self.record.supervisor[-1] if self.record.supervisor else {}
         return last if last.get("event") == "ended" else None
 
     def _news(self, path: Path) -> list[Event]:
@@ -84,7 +84,7 @@ _STOP_S = 30.0
 Show = Callable[[str], None]
 
 
-class Played(BaseModel):
+class ScenarioResult(BaseModel):
     """One run of a scenario, as `chaos.json` has it."""
 
     model_config = ConfigDict(frozen=True)
@@ -94,7 +94,7 @@ class Played(BaseModel):
     number: int
     run: str
     seconds: float
-    measured: Measured
+    measured: ScenarioTimes
     assertions: list[Assertion]
 
     @property
@@ -102,18 +102,18 @@ class Played(BaseModel):
         return all(assertion.ok for assertion in self.assertions)
 
 
-def play(scenario: Scenario, on: str, out: Path, number: int, seed: int, show: Show) -> Played:
+def play(scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, show: Show) -> ScenarioResult:
     began = time.monotonic()
     folder = out / f"{scenario.name}-{number}"
     with opened(scenario, on, out, number) as ground:
-        stage = Stage(scenario, ground, ground.run_folder(folder), random.Random(f"{seed}/{number}/harm"), show)
+        stage = ScenarioStage(scenario, ground, ground.run_folder(folder), random.Random(f"{seed}/{number}/harm"), show)
         try:
             ending = stage.act(plan_injections(scenario.steps, seed, number))
         finally:
             stage.clear()
             ground.keep_run(folder)
     measured = measure(stage.record)
-    return Played(
+    return ScenarioResult(
         scenario=scenario.name,
         row=scenario.row,
         number=number,
@@ -124,43 +124,43 @@ def play(scenario: Scenario, on: str, out: Path, number: int, seed: int, show: S
     )
 
 
-class Trouble(Exception):
+class ScenarioFailed(Exception):
     """The scenario could not be played to its end; the words say why."""
 
 
 @dataclass
-class Stage:
-    scenario: Scenario
-    ground: Ground
+class ScenarioStage:
+    scenario: ChaosScenario
+    ground: TestBed
     folder: Path
     draw: random.Random
     show: Show
     run: RunFolder = field(init=False)
-    watch: Watch = field(init=False)
+    watch: ScenarioWatch = field(init=False)
     injector: Injector = field(init=False)
 
     def __post_init__(self) -> None:
         self.run = RunFolder(self.folder.resolve())
-        self.watch = Watch(self.run)
+        self.watch = ScenarioWatch(self.run)
         self.injector = Injector(self.scenario.name, self.run, self.ground, self.draw)
         self._deadline = time.monotonic() + self.scenario.deadline_s
 
     @property
-    def record(self) -> Record:
+    def record(self) -> ScenarioRecord:
         return self.watch.record
 
-    def act(self, injections: list[Injection]) -> Ending:
+    def act(self, injections: list[Injection]) -> RunEnding:
         try:
             if self.scenario.trains:
                 self.show("starts")
                 config = self.scenario.config(self.ground.on, seed=35_000)
-                train_new(config, self.folder, Silent, detach=True, before=self.ground.before)
+                train_new(config, self.folder, NoDisplay, detach=True, before=self.ground.before)
             self._inject_all(injections)
             stop_s = self._see_to_the_end() if self.scenario.trains else None
         except Interrupted:
             # Somebody wants all of this to end, not only the run.
             raise
-        except Trouble as trouble:
+        except ScenarioFailed as trouble:
             return self._ending(None, str(trouble))
         except ShoalError as error:
             return self._ending(None, " ".join(filter(None, (error.seen, error.why))))
@@ -193,11 +193,11 @@ class Stage:
             if is_due(injection, step, None if reached is None else now - reached, now - last):
                 return
             if self.watch.ended and not over_is_fine and not self._stopped_on_purpose():
-                raise Trouble(f"the run ended before {describe(injection.action)}: {self._last_words()}")
+                raise ScenarioFailed(f"the run ended before {describe(injection.action)}: {self._last_words()}")
             time.sleep(POLL_S)
 
     def _stopped_on_purpose(self) -> bool:
-        return any(event.get("do") == Stop.model_fields["do"].default for event in self.record.injected)
+        return any(event.get("do") == StopRun.model_fields["do"].default for event in self.record.injected)
 
     def _see_to_the_end(self) -> float | None:
         """To its own end, or for as long as there is something to watch; then it is asked to stop."""
@@ -215,14 +215,14 @@ class Stage:
             time.sleep(POLL_S)
         self.watch.poll()
         if asked_at is None and not patient and self.watch.ended is None:
-            raise Trouble("nothing of the run was left before it was asked to stop")
+            raise ScenarioFailed("nothing of the run was left before it was asked to stop")
         return time.monotonic() - (asked_at or began)
 
     def _ask_to_stop(self) -> None:
         self.show("stops")
         self.record.asked_at = time.time()
-        if stop(self.run, wait_s=_STOP_S) is Outcome.ENDED:
-            raise Trouble(f"it did not stop by itself within {_STOP_S:g} s")
+        if stop(self.run, wait_s=_STOP_S) is StopResult.ENDED:
+            raise ScenarioFailed(f"it did not stop by itself within {_STOP_S:g} s")
 
     def _is_whole(self, waited_s: float) -> bool:
         """Whoever is expected back is back, or will not be in time."""
@@ -233,7 +233,7 @@ class Stage:
     def _is_ending(self) -> bool:
         """Whether the last thing that was done to it asks it to end."""
         last = self.record.injected[-1] if self.record.injected else {}
-        return last.get("do") == "signal-keeper" and last.get("signal") in ("INT", "TERM")
+        return last.get("do") == "signal-supervisor" and last.get("signal") in ("INT", "TERM")
 
     def _is_running(self) -> bool:
         self.watch.poll()
@@ -243,12 +243,14 @@ class Stage:
         self.watch.poll()
         self.show(f"step {self.watch.furthest_step}, {doing}")
         if time.monotonic() > self._deadline:
-            raise Trouble(f"after {self.scenario.deadline_s:g} s, at step {self.watch.furthest_step}: it still {doing}")
+            raise ScenarioFailed(
+                f"after {self.scenario.deadline_s:g} s, at step {self.watch.furthest_step}: it still {doing}"
+            )
 
     def _last_words(self) -> str:
         return str((self.watch.ended or {}).get("seen", "it was done"))
 
-    def _ending(self, stop_s: float | None, trouble: str) -> Ending:
+    def _ending(self, stop_s: float | None, trouble: str) -> RunEnding:
         self.watch.poll()
         await_end(lambda: find(self.run.path), _GRACE_S)
         left = tuple(f"{found.part} on {found.node} ({found.pid})" for found in find(self.run.path))
@@ -257,7 +259,7 @@ class Stage:
         ended = self.watch.ended
         every = self.scenario.config(self.ground.on, seed=0).members.digest_every
         equal, count = _replicas(self.run, self.record, every)
-        return Ending(
+        return RunEnding(
             exit_code=None if ended is None else int(ended["code"]),
             replicas_equal=equal,
             replicas=count,
@@ -280,7 +282,7 @@ def find_wrong(run: RunFolder) -> tuple[str, ...]:
     return tuple(wrong) or (() if verdict.ok else ("ledger or replicas are not in order",))
 
 
-def _replicas(run: RunFolder, record: Record, every: int) -> tuple[bool | None, int]:
+def _replicas(run: RunFolder, record: ScenarioRecord, every: int) -> tuple[bool | None, int]:
     """Of the ranks that came to an end: one that was killed and not started again has nothing to compare.
 
     A run that was asked to stop leaves no states, but its ranks have compared themselves now and then."""
@@ -301,7 +303,7 @@ def _replicas(run: RunFolder, record: Record, every: int) -> tuple[bool | None, 
 TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s", "rejoin_s", "pause_s")
 
 
-class Spread(BaseModel):
+class Percentiles(BaseModel):
     """Nearest-rank percentiles: with ten runs, p95 is the worst of them."""
 
     model_config = ConfigDict(frozen=True)
@@ -312,15 +314,15 @@ class Spread(BaseModel):
     worst: float
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def spread(values: Sequence[float]) -> Percentiles | None:
     if not values:
         return None
     ordered = sorted(values)
     at = {share: ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.95)}
-    return Spread(count=len(ordered), p50=at[0.5], p95=at[0.95], worst=ordered[-1])
+    return Percentiles(count=len(ordered), p50=at[0.5], p95=at[0.95], worst=ordered[-1])
 
 
-def spreads(played: Sequence[Played]) -> dict[str, Spread]:
+def spreads(played: Sequence[ScenarioResult]) -> dict[str, Percentiles]:
     """By name of the measured time; what never happened has no line."""
     found = {name: [getattr(each.measured, name) for each in played] for name in TIMES}
     known = {name: spread([value for value in values if value is not None]) for name, values in found.items()}
@@ -341,9 +343,9 @@ def left_out(words: Sequence[str], on: str) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason}
 
 
-def chosen(words: Sequence[str], on: str) -> list[Scenario]:
+def chosen(words: Sequence[str], on: str) -> list[ChaosScenario]:
     """Checked before the first one is played. `all` is every one of ours that can be played there."""
-    found: list[Scenario] = []
+    found: list[ChaosScenario] = []
     for word in words:
         found += [each for each in all_scenarios() if not why_not(each, on)] if word == ALL else [find_scenario(word)]
     for scenario in found:
@@ -353,17 +355,17 @@ def chosen(words: Sequence[str], on: str) -> list[Scenario]:
 
 
 def play_all(
-    scenarios: Sequence[Scenario],
+    scenarios: Sequence[ChaosScenario],
     on: str,
     times: int,
     seed: int,
     out: Path,
     show: Show,
-    done: Callable[[Played], None],
-) -> list[Played]:
+    done: Callable[[ScenarioResult], None],
+) -> list[ScenarioResult]:
     """The figures so far are in the file after every run: somebody may not wait for the last."""
     new_folder(out)
-    found: list[Played] = []
+    found: list[ScenarioResult] = []
     for scenario in scenarios:
         for number in range(1, times + 1):
             label = scenario.name + (f" {number} of {times}" if times > 1 else "")
@@ -377,8 +379,8 @@ def play_all(
     return found
 
 
-def document(played: Sequence[Played], on: str, seed: int) -> dict[str, Any]:
-    by_name: dict[str, list[Played]] = {}
+def document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, Any]:
+    by_name: dict[str, list[ScenarioResult]] = {}
     for each in played:
         by_name.setdefault(each.scenario, []).append(each)
     return {

@@ -84,7 +84,7 @@ class KillNode(Action):
 
 
 class KillRun(Action):
-    """Everything of it, as when the power of all machines fails: keeper, agents and ranks."""
+    """Everything of it, as when the power of all machines fails: supervisor, agents and ranks."""
 
     do: Literal["kill-run"] = "kill-run"
 
@@ -156,7 +156,7 @@ class Loss(Action):
     percent: Annotated[float, Field(ge=0, lt=100)]
 
 
-class Cpu(Action):
+class LimitCpu(Action):
     """`share` of one core; unset lifts the limit."""
 
     do: Literal["cpu"] = "cpu"
@@ -164,7 +164,7 @@ class Cpu(Action):
     share: Annotated[float, Field(gt=0)] | None = None
 
 
-class Starve(Action):
+class LimitMemory(Action):
     """The rank gets no more memory than it has."""
 
     do: Literal["starve"] = "starve"
@@ -196,15 +196,15 @@ class CutPower(Action):
     do: Literal["cut-power"] = "cut-power"
 
 
-class SignalKeeper(Action):
+class SignalSupervisor(Action):
     """What Ctrl-C, `kill` or a crash of the launcher does; `twice` is the impatient user."""
 
-    do: Literal["signal-keeper"] = "signal-keeper"
+    do: Literal["signal-supervisor"] = "signal-supervisor"
     signal: Literal["INT", "TERM", "HUP", "KILL"] = "INT"
     twice: bool = False
 
 
-class Stop(Action):
+class StopRun(Action):
     """`shoal stop`: the run finishes its step and saves. What follows happens after that."""
 
     do: Literal["stop"] = "stop"
@@ -221,7 +221,7 @@ class Resume(Action):
     do: Literal["resume"] = "resume"
 
 
-class Garbage(Action):
+class UnknownConnections(Action):
     """Strangers at every port that the agents listen on: `connections` that talk nonsense, `idle` that say nothing."""
 
     do: Literal["garbage"] = "garbage"
@@ -229,7 +229,7 @@ class Garbage(Action):
     idle: Annotated[int, Field(ge=0)] = 200
 
 
-class Command(Action):
+class RunShoal(Action):
     """A shoal command on this machine; `{on}` and `{run}` stand for the cluster and the run folder."""
 
     do: Literal["shoal"] = "shoal"
@@ -252,23 +252,23 @@ AnyAction = Annotated[
     | Flap
     | SetLink
     | Loss
-    | Cpu
-    | Starve
+    | LimitCpu
+    | LimitMemory
     | CorruptMemory
     | FillDisk
     | FreeDisk
     | CutPower
-    | SignalKeeper
-    | Stop
+    | SignalSupervisor
+    | StopRun
     | CorruptCheckpoint
     | Resume
-    | Garbage
-    | Command,
+    | UnknownConnections
+    | RunShoal,
     Field(discriminator="do"),
 ]
 
 # They need machines of their own: nodes with links, clocks and lids.
-ON_NODES = (KillAgent, KillNode, PowerOn, Freeze, Thaw, Cut, Heal, Flap, SetLink, Loss, Cpu)
+ON_NODES = (KillAgent, KillNode, PowerOn, Freeze, Thaw, Cut, Heal, Flap, SetLink, Loss, LimitCpu)
 
 
 def needs_nodes(action: Action) -> bool:
@@ -318,7 +318,8 @@ class Expect(BaseModel):
     A training's ledger must be whole, its replicas equal to the bit and nothing left of it 5 s after its end, whatever
     stands here; nor a checkpoint that was only begun, unless its ranks are killed at the end (`whole_checkpoints`).
     `exit_code` unset is 0 for a run that has a number of steps, and 130 for one that was asked to stop; `kept = false`
-    says that the keeper is killed, so that no process is left that could give one. `shoal verify` must pass on the run
+    says that the supervisor is killed, so that no process is left that could give one. `shoal verify` must pass on
+    the run
     folder, unless the scenario leaves damage in it on purpose (`verified = false`).
     """
 
@@ -359,7 +360,7 @@ class Expect(BaseModel):
         return value
 
 
-class Scenario(BaseModel):
+class ChaosScenario(BaseModel):
     """`row` is that of the table of faults. `trains = false` is for what is found before anything is started."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -406,7 +407,7 @@ class Scenario(BaseModel):
         return validate(merge(layers), source=f"scenario {self.name}")
 
     @model_validator(mode="after")
-    def _is_possible(self) -> Scenario:
+    def _is_possible(self) -> ChaosScenario:
         for step in self.steps:
             named = [getattr(step, "node", None), *getattr(step, "between", ())]
             for node in filter(None, named):
@@ -417,7 +418,7 @@ class Scenario(BaseModel):
             if not self.trains and step.at_step is not None:
                 raise ValueError(f"{describe(step)}: at_step needs a training, and the scenario has trains = false")
         if any(name.startswith("command_") for name in self.expect.model_fields_set) and not any(
-            isinstance(step, Command) for step in self.steps
+            isinstance(step, RunShoal) for step in self.steps
         ):
             raise ValueError('expect.command_… judges what a command says, and no step is one: do = "shoal"')
         if self.expect.sentence_within_steps is not None and self.expect.sentence is None:
@@ -429,7 +430,7 @@ class Scenario(BaseModel):
         return self
 
 
-def load_scenario(file: Path) -> Scenario:
+def load_scenario(file: Path) -> ChaosScenario:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -441,16 +442,16 @@ def load_scenario(file: Path) -> Scenario:
     return parse_scenario(values, str(file))
 
 
-def parse_scenario(values: dict[str, Any], source: str) -> Scenario:
+def parse_scenario(values: dict[str, Any], source: str) -> ChaosScenario:
     try:
-        scenario = Scenario.model_validate(values)
+        scenario = ChaosScenario.model_validate(values)
     except ValidationError as error:
         raise _explain(error, source) from None
     scenario.config("local:1", 0)
     return scenario
 
 
-def find_scenario(word: str) -> Scenario:
+def find_scenario(word: str) -> ChaosScenario:
     """By name, or a file of the user's own."""
     if word.endswith(".toml") or "/" in word:
         return load_scenario(Path(word))
@@ -465,7 +466,7 @@ def find_scenario(word: str) -> Scenario:
     return load_scenario(file)
 
 
-def all_scenarios() -> list[Scenario]:
+def all_scenarios() -> list[ChaosScenario]:
     """In the order of the table of faults."""
     return sorted(map(load_scenario, _files()), key=lambda scenario: (scenario.row, scenario.name))
 
@@ -491,7 +492,7 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
 
 
 def _nearest(place: tuple[int | str, ...]) -> str:
-    known = Expect.model_fields if place[0] == "expect" else Scenario.model_fields
+    known = Expect.model_fields if place[0] == "expect" else ChaosScenario.model_fields
     return did_you_mean(str(place[-1]), known)
 
 
@@ -500,7 +501,7 @@ def _nearest(place: tuple[int | str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class FaultRow:
     """`tests` hold it, beside the scenarios or in their place; `why` says what no scenario can do about it."""
 
     number: int
@@ -510,54 +511,59 @@ class Row:
 
 
 ROWS = (
-    Row(1, "kill -9 of any rank, at any moment", ("tests/test_membership_faults.py",)),
-    Row(2, "kill -9 of the leader, or of who keeps the keys", ("tests/test_membership_faults.py",)),
-    Row(3, "every process of a node killed; power cut or pulled cable", ("tests/test_membership_faults.py",)),
-    Row(4, "two of three nodes die at once", ("tests/test_membership_faults.py",)),
-    Row(5, "freeze for 1.5 s", ("tests/test_membership_faults.py",)),
-    Row(6, "freeze for 30 s, then wake", ("tests/test_membership_faults.py",)),
-    Row(7, "partition and heal: 2 against 1, 1 against 1", ("tests/test_membership_faults.py",)),
-    Row(8, "one-way block", ("tests/test_doctor_faults_net.py",)),
-    Row(9, "link flap of 0.5 s and of 5 s", ("tests/test_membership_faults.py",)),
-    Row(10, "a slow link; a rank three times slower", ("tests/test_laggards.py",)),
-    Row(11, "packet loss of 1% and 5%", ("tests/test_laggards.py",)),
-    Row(12, "a restarted or new machine joins", ("tests/test_membership_faults.py",)),
-    Row(13, "kill during a checkpoint", ("tests/test_checkpoint.py", "tests/test_long.py")),
-    Row(14, "checkpoint truncated or zero-filled", ("tests/test_checkpoint.py",)),
-    Row(15, "one flipped bit in a checkpoint", ("tests/test_checkpoint.py",)),
-    Row(16, "disk full, read-only folder", ("tests/test_bad_input.py",)),
-    Row(
+    FaultRow(1, "kill -9 of any rank, at any moment", ("tests/test_membership_faults.py",)),
+    FaultRow(2, "kill -9 of the leader, or of who keeps the keys", ("tests/test_membership_faults.py",)),
+    FaultRow(3, "every process of a node killed; power cut or pulled cable", ("tests/test_membership_faults.py",)),
+    FaultRow(4, "two of three nodes die at once", ("tests/test_membership_faults.py",)),
+    FaultRow(5, "freeze for 1.5 s", ("tests/test_membership_faults.py",)),
+    FaultRow(6, "freeze for 30 s, then wake", ("tests/test_membership_faults.py",)),
+    FaultRow(7, "partition and heal: 2 against 1, 1 against 1", ("tests/test_membership_faults.py",)),
+    FaultRow(8, "one-way block", ("tests/test_doctor_faults_net.py",)),
+    FaultRow(9, "link flap of 0.5 s and of 5 s", ("tests/test_membership_faults.py",)),
+    FaultRow(10, "a slow link; a rank three times slower", ("tests/test_stragglers.py",)),
+    FaultRow(11, "packet loss of 1% and 5%", ("tests/test_stragglers.py",)),
+    FaultRow(12, "a restarted or new machine joins", ("tests/test_membership_faults.py",)),
+    FaultRow(13, "kill during a checkpoint", ("tests/test_checkpoint.py", "tests/test_long.py")),
+    FaultRow(14, "checkpoint truncated or zero-filled", ("tests/test_checkpoint.py",)),
+    FaultRow(15, "one flipped bit in a checkpoint", ("tests/test_checkpoint.py",)),
+    FaultRow(16, "disk full, read-only folder", ("tests/test_bad_input.py",)),
+    FaultRow(
         17,
         "a clock that is wrong or jumps",
         ("tests/test_clocks.py", "tests/test_membership_rules.py", "tests/test_doctor_faults_machine.py"),
         "a lab's nodes have one clock, unless a test gives one of them another",
     ),
-    Row(18, "port taken, stale run", ("tests/test_detached.py", "tests/test_doctor_machine.py")),
-    Row(19, "garbage and idle connections on every port", ("tests/test_secure_runs.py",)),
-    Row(
+    FaultRow(18, "port taken, stale run", ("tests/test_detached.py", "tests/test_doctor_machine.py")),
+    FaultRow(19, "garbage and idle connections on every port", ("tests/test_secure_runs.py",)),
+    FaultRow(
         20,
         "wrong, missing or replayed token",
-        ("tests/test_mesh_strangers.py", "tests/test_doorkeeper.py", "tests/test_agents.py", "tests/test_guests.py"),
+        (
+            "tests/test_mesh_strangers.py",
+            "tests/test_connection_guard.py",
+            "tests/test_agents.py",
+            "tests/test_guests.py",
+        ),
         "the tests speak the protocol with a wrong token; a scenario only knocks",
     ),
-    Row(
+    FaultRow(
         21,
         "a peer with another torch, protocol, config or data set",
         ("tests/test_hello.py", "tests/test_agents.py"),
         "nodes of a lab run one installation",
     ),
-    Row(22, "out of memory in one rank", ("tests/test_out_of_memory.py", "tests/test_workplace.py")),
-    Row(23, "NaN or Inf loss on one rank", ("tests/test_refusal.py",)),
-    Row(24, "one weight bit changed on one rank", ("tests/test_comparing.py",)),
-    Row(
+    FaultRow(22, "out of memory in one rank", ("tests/test_out_of_memory.py", "tests/test_workplace.py")),
+    FaultRow(23, "NaN or Inf loss on one rank", ("tests/test_refusal.py",)),
+    FaultRow(24, "one weight bit changed on one rank", ("tests/test_comparing.py",)),
+    FaultRow(
         25,
         "dead DNS, a host name that is 127.0.1.1, the wrong interface",
         ("tests/test_doctor_faults_net.py", "tests/test_doctor_faults_machine.py"),
         "doctor's own tests break each of them on a node",
     ),
-    Row(26, "SSH drops, launcher killed, terminal closed", ("tests/test_detached.py", "tests/test_hosts_ssh.py")),
-    Row(27, "SIGINT once and twice, SIGTERM", ("tests/test_failing_ranks.py", "tests/test_chaos_runs.py")),
-    Row(28, "soak: a random fault every 15 s", (), "shoal chaos soak"),
+    FaultRow(26, "SSH drops, launcher killed, terminal closed", ("tests/test_detached.py", "tests/test_hosts_ssh.py")),
+    FaultRow(27, "SIGINT once and twice, SIGTERM", ("tests/test_failing_ranks.py", "tests/test_chaos_runs.py")),
+    FaultRow(28, "soak: a random fault every 15 s", (), "shoal chaos soak"),
 )
 
 
@@ -709,14 +715,14 @@ def plan_soak(
 
 
 @dataclass
-class Record:
-    """`ranks`, `agents` (each with its `node`), `commits` and `keeper` are the run folder's events as they came;
+class ScenarioRecord:
+    """`ranks`, `agents` (each with its `node`), `commits` and `supervisor` are the run folder's events as they came;
     `injected` is what was done to it, `asked_at` when it was asked to stop."""
 
     ranks: list[Event] = field(default_factory=list)
     agents: list[Event] = field(default_factory=list)
     commits: list[Event] = field(default_factory=list)
-    keeper: list[Event] = field(default_factory=list)
+    supervisor: list[Event] = field(default_factory=list)
     injected: list[Event] = field(default_factory=list)
     asked_at: float | None = None
 
@@ -732,7 +738,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What a shoal command said that the scenario ran."""
 
     code: int
@@ -741,8 +747,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How it came out: the keeper's word, and what a look around found afterwards.
+class RunEnding:
+    """How it came out: the supervisor's word, and what a look around found afterwards.
 
     `replicas_equal` is None where there were no final states to compare; `left` are processes that should be gone,
     `torn` checkpoints that were begun and never completed.
@@ -754,7 +760,7 @@ class Ending:
     left: tuple[str, ...] = ()
     torn: tuple[str, ...] = ()
     stop_s: float | None = None
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[CommandResult, ...] = ()
     # What `shoal verify` found wrong; None where it was not asked.
     verified: tuple[str, ...] | None = None
     trouble: str = ""

@@ -23,17 +23,17 @@ from shoal.control.processes import find
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.manage import Outcome, end_processes, stop
+from shoal.runs.manage import StopResult, end_processes, stop
 from shoal.runs.start import train_new
 from shoal.tools.bench.levers import parse_lever
-from shoal.tools.chaos.inject import Ground, Injector, Silent, keep_checkpoints, opened
+from shoal.tools.chaos.inject import Injector, NoDisplay, TestBed, keep_checkpoints, opened
 from shoal.tools.chaos.judge import Assertion, compare_told, count_stale, longest_pause
-from shoal.tools.chaos.run import POLL_S, Watch, find_wrong
+from shoal.tools.chaos.run import POLL_S, ScenarioWatch, find_wrong
 from shoal.tools.chaos.scenario import (
     SOAK_KINDS,
+    ChaosScenario,
     Injection,
-    Record,
-    Scenario,
+    ScenarioRecord,
     SoakBlock,
     SoakFault,
     describe,
@@ -54,7 +54,7 @@ _LEAST_PART = 1 / 3
 
 
 @dataclass(frozen=True)
-class Sample:
+class ResourceSample:
     """`world`: how many trained together at that moment. More of them have more connections and buckets."""
 
     at_s: float
@@ -85,7 +85,7 @@ class Growth(BaseModel):
     threads_a_minute: float
 
 
-def sample(run: Path, began: float, world: int) -> list[Sample]:
+def sample(run: Path, began: float, world: int) -> list[ResourceSample]:
     """Agents and ranks, as /proc shows them at this moment."""
     return [
         each
@@ -95,7 +95,7 @@ def sample(run: Path, began: float, world: int) -> list[Sample]:
     ]
 
 
-def _look(pid: int, part: str, node: str, began: float, world: int) -> Sample | None:
+def _look(pid: int, part: str, node: str, began: float, world: int) -> ResourceSample | None:
     """None for one that ended while we looked."""
     place = Path("/proc") / str(pid)
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -103,7 +103,7 @@ def _look(pid: int, part: str, node: str, began: float, world: int) -> Sample | 
         threads = len(list((place / "task").iterdir()))
         targets = [_target(path) for path in (place / "fd").iterdir()]
         sockets = sum(target.startswith("socket:") for target in targets)
-        return Sample(time.monotonic() - began, world, pid, part, node, rss, len(targets), sockets, threads)
+        return ResourceSample(time.monotonic() - began, world, pid, part, node, rss, len(targets), sockets, threads)
     return None
 
 
@@ -113,13 +113,13 @@ def _target(path: Path) -> str:
     return ""
 
 
-def growth(samples: Sequence[Sample]) -> list[Growth]:
+def growth(samples: Sequence[ResourceSample]) -> list[Growth]:
     """Of every process that was seen for long enough to say: a rank that starts is growing for half a minute, and in
     a short life one connection that is made anew is a slope."""
     times = [each.at_s for each in samples]
     least_s = max(_LEAST_S, (max(times) - min(times)) * _LEAST_PART) if times else _LEAST_S
     whole = max((each.world for each in samples), default=0)
-    by_pid: dict[int, list[Sample]] = {}
+    by_pid: dict[int, list[ResourceSample]] = {}
     for each in samples:
         if each.world == whole:
             by_pid.setdefault(each.pid, []).append(each)
@@ -127,7 +127,7 @@ def growth(samples: Sequence[Sample]) -> list[Growth]:
     return [_growth(life) for life in lives]
 
 
-def _growth(life: Sequence[Sample]) -> Growth:
+def _growth(life: Sequence[ResourceSample]) -> Growth:
     late = life[len(life) // 2 :]
     minutes = [each.at_s / 60 for each in late]
     return Growth(
@@ -236,7 +236,7 @@ class SoakResult(BaseModel):
         return all(assertion.ok for assertion in self.assertions)
 
 
-def judge_fault(fault: SoakFault, began: float, undone: float, record: Record, skipped: str) -> FaultOutcome:
+def judge_fault(fault: SoakFault, began: float, undone: float, record: ScenarioRecord, skipped: str) -> FaultOutcome:
     """What was committed before all of it was done says nothing of how it was survived."""
     steps = sorted((float(event["time"]), int(event["step"])) for event in record.ranks_said("step"))
     return FaultOutcome(
@@ -252,7 +252,7 @@ def judge_fault(fault: SoakFault, began: float, undone: float, record: Record, s
 
 def judge_mode(
     sync: str,
-    record: Record,
+    record: ScenarioRecord,
     outcomes: Sequence[FaultOutcome],
     planned: int,
     nodes: int,
@@ -432,10 +432,10 @@ class SoakOrder:
     sync: tuple[str, ...] = ("ddp",)
     kinds: tuple[str, ...] = tuple(SOAK_KINDS)
 
-    def scenario(self, sync: str) -> Scenario:
+    def scenario(self, sync: str) -> ChaosScenario:
         """The training of one mode. Its one step only makes it a scenario: the faults are drawn."""
         disk_mb = _DISK_MB if any(SOAK_KINDS[kind].needs_disk for kind in self.kinds) else None
-        return Scenario.model_validate(
+        return ChaosScenario.model_validate(
             {
                 "name": "soak",
                 "row": 28,
@@ -663,14 +663,14 @@ def _traces(lab: str) -> list[str]:
 class _Soaked:
     session: _Session
     block: SoakBlock
-    ground: Ground
+    ground: TestBed
     folder: Path
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ResourceSample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.order = self.session.order
         self.run = RunFolder(self.folder.resolve())
-        self.watch = Watch(self.run)
+        self.watch = ScenarioWatch(self.run)
         self._injector = Injector("soak", self.run, self.ground, random.Random(self.order.seed))
         self._sampled_at = 0.0
         self._began = time.monotonic()
@@ -680,7 +680,7 @@ class _Soaked:
 
     def through(self) -> None:
         config = self.order.scenario(self.block.sync).config(self.ground.on, seed=self.order.seed)
-        train_new(config, self.folder, Silent, detach=True, before=self.ground.before)
+        train_new(config, self.folder, NoDisplay, detach=True, before=self.ground.before)
         _await_step(self.watch, self.folder, self._look)
         self._began = time.monotonic()
         for number, fault in enumerate(self.block.faults, start=1):
@@ -723,7 +723,7 @@ class _Soaked:
         """Asked to stop, then looked after; what should have gone by itself is named and ended."""
         self._doing = "stops"
         self._show()
-        hung = ["the run itself, which had to be ended"] if stop(self.run, wait_s=_STOP_S) is Outcome.ENDED else []
+        hung = ["the run itself, which had to be ended"] if stop(self.run, wait_s=_STOP_S) is StopResult.ENDED else []
         self.watch.poll()
         self._injector.close()
         self.ground.thaw_all()
@@ -773,7 +773,7 @@ class _Soaked:
         self.session.show(self.block, self._doing, self.watch.furthest_step, max(0.0, left_s))
 
 
-def _await_step(watch: Watch, folder: Path, look: Callable[[], None]) -> None:
+def _await_step(watch: ScenarioWatch, folder: Path, look: Callable[[], None]) -> None:
     deadline = time.monotonic() + _START_S
     while watch.furthest_step < _FIRST_STEP and not watch.ended and time.monotonic() < deadline:
         look()
@@ -785,10 +785,10 @@ def _await_step(watch: Watch, folder: Path, look: Callable[[], None]) -> None:
         )
 
 
-def _reference(session: _Session, block: SoakBlock, ground: Ground, folder: Path) -> Record:
+def _reference(session: _Session, block: SoakBlock, ground: TestBed, folder: Path) -> ScenarioRecord:
     """The same training without faults, for as long as `SoakOrder.reference_s` says."""
     order, run = session.order, RunFolder(folder.resolve())
-    watch = Watch(run)
+    watch = ScenarioWatch(run)
     takes_s = order.reference_s(len(block.faults))
     whole_s = takes_s + len(block.faults) * order.every_s
     ends_at = time.monotonic() + _START_S + takes_s
@@ -800,7 +800,7 @@ def _reference(session: _Session, block: SoakBlock, ground: Ground, folder: Path
         time.sleep(POLL_S)
 
     try:
-        train_new(order.scenario(block.sync).config(ground.on, seed=order.seed), folder, Silent, detach=True)
+        train_new(order.scenario(block.sync).config(ground.on, seed=order.seed), folder, NoDisplay, detach=True)
         _await_step(watch, folder, look)
         ends_at = time.monotonic() + takes_s
         while time.monotonic() < ends_at and not watch.ended:

@@ -1,4 +1,4 @@
-"""Everything the scouts saw, as the checks read it."""
+"""Everything the collectors saw, as the checks read it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trial:
     interface allows; `burst` is as much as goes in a moment.
 
     `outcome` is ok, refused, timeout, unreachable (nobody there), no-route, forbidden (by the source itself), lost, or
-    stranger when somebody else answered; `detail` says more in the scout's own words, `numbers` what was measured.
+    stranger when somebody else answered; `detail` says more in the collector's own words, `numbers` what was measured.
     `mac` is whose card answers for the target, where both are on one wire.
     """
 
@@ -44,8 +44,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """`facts` by node: what its scout saw there, by topic. `unreached`: nodes that could not be looked at, and why.
+class ClusterFacts:
+    """`facts` by node: what its collector saw there, by topic. `unreached`: nodes that could not be looked at, and why.
     `on` names the cluster, for commands to paste."""
 
     nodes: list[Node]
@@ -215,11 +215,11 @@ def sudo(facts: Facts) -> str:
     return "" if facts.get("machine", {}).get("is_root") else "sudo "
 
 
-def again(scene: Scene) -> str:
+def again(scene: ClusterFacts) -> str:
     return f"shoal doctor --on {shlex.quote(scene.on)}" if scene.on else "shoal doctor"
 
 
-def same_versions(scene: Scene, otherwise: str) -> str:
+def same_versions(scene: ClusterFacts, otherwise: str) -> str:
     """On machines that shoal sets up, from here; on this one alone there is only `otherwise` to be typed."""
     if not scene.on or scene.on.partition(":")[0] in ("local", "lab"):
         return otherwise

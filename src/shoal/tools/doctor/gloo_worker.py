@@ -21,7 +21,7 @@ from shoal.errors import ForeignConnection, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder
 from shoal.sync.kv_store_client import AgentStore
-from shoal.sync.process_groups import Forming, form_bare_group, pair_key
+from shoal.sync.process_groups import GroupForming, form_bare_group, pair_key
 
 # gloo waits five times this for a connection; everybody is there by then.
 _CONNECT_S = 0.5
@@ -66,7 +66,7 @@ def try_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dict[st
         key = pair_key(store, keys, name, members.index(rank))
         names = tuple(f"rank {member}" for member in members)
         group = form_bare_group(
-            Forming(keys, members.index(rank), len(members), key, name, _CONNECT_S, names, warn=warnings.append)
+            GroupForming(keys, members.index(rank), len(members), key, name, _CONNECT_S, names, warn=warnings.append)
         )
         tensor = torch.full((_ELEMENTS,), float(rank + 1))
         options = dist.AllreduceOptions()

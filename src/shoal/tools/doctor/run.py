@@ -12,8 +12,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Protocol
 
-from shoal.cluster.cluster import Visit, open_cluster, visit
-from shoal.cluster.node import Answer, Cargo, Node, Talk, ask_each
+from shoal.cluster.cluster import NodePrograms, open_cluster, visit
+from shoal.cluster.node import Answer, Node, RemoteProgram, RunFiles, ask_each
 from shoal.config.schema import RunConfig
 from shoal.errors import ControlError, Interrupted, ShoalError
 from shoal.events import Event, EventLog
@@ -21,7 +21,7 @@ from shoal.launch.launcher import run_module
 from shoal.run_folder import RunFolder
 from shoal.tools.doctor.checks import judge, judge_proof
 from shoal.tools.doctor.checks.network import cables
-from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity, Trial, slow_links, worst_first
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, Trial, slow_links, worst_first
 
 # SECTION trials/packets
 # Single packets tell more than connections: which way it is shut, and up to which size it is open.
@@ -41,7 +41,7 @@ _ROUNDS = 5
 Pair = tuple[Node, Node]
 
 
-class Post(Protocol):
+class ListeningNodes(Protocol):
     """Nodes that answer, and the ports at which they listen."""
 
     @property
@@ -50,7 +50,7 @@ class Post(Protocol):
     def ask(self, requests: Mapping[str, Answer], takes_s: float) -> dict[str, Answer]: ...
 
 
-def try_sizes(post: Post, pairs: list[Pair], scene: Scene) -> list[Trial]:
+def try_sizes(post: ListeningNodes, pairs: list[Pair], scene: ClusterFacts) -> list[Trial]:
     """A small packet, and one as big as the sender's interface allows; where only the small one arrives, the biggest
     that does."""
     full = {pair: _full_size(scene, *pair) for pair in pairs}
@@ -64,7 +64,7 @@ def try_sizes(post: Post, pairs: list[Pair], scene: Scene) -> list[Trial]:
     ]
 
 
-def try_answers(post: Post, pairs: Collection[Pair]) -> list[Trial]:
+def try_answers(post: ListeningNodes, pairs: Collection[Pair]) -> list[Trial]:
     """Both sides send from where they listen, twice: a firewall that lets answers in takes the second one for one."""
     if not pairs:
         return []
@@ -75,11 +75,11 @@ def try_answers(post: Post, pairs: Collection[Pair]) -> list[Trial]:
     return [_trial("answer", pair, heard[pair] > 0) for pair in pairs]
 
 
-def _full_size(scene: Scene, source: Node, target: Node) -> int:
+def _full_size(scene: ClusterFacts, source: Node, target: Node) -> int:
     return min(int(scene.interface(source, target).get("mtu", _USUAL_BYTES)), _BIGGEST_BYTES)
 
 
-def _narrow(post: Post, gaps: dict[Pair, tuple[int, int]]) -> dict[Pair, int]:
+def _narrow(post: ListeningNodes, gaps: dict[Pair, tuple[int, int]]) -> dict[Pair, int]:
     """From a size that arrives and one that does not, for each pair, to the biggest that does."""
     for number in range(_ROUNDS):
         sizes = {pair: between(*gap) for pair, gap in gaps.items() if gap[1] - gap[0] > 1}
@@ -99,7 +99,9 @@ def between(low: int, high: int) -> list[int]:
     return list(range(low + step, high, step))[: _SIZES_AT_ONCE + 1]
 
 
-def _send(post: Post, tag: str, sizes: Mapping[Pair, list[int]], from_listener: bool = False) -> dict[Pair, Answer]:
+def _send(
+    post: ListeningNodes, tag: str, sizes: Mapping[Pair, list[int]], from_listener: bool = False
+) -> dict[Pair, Answer]:
     """What each sender's kernel had to say to it."""
     pairs = [pair for pair in sizes if pair[0].name in post.ports and pair[1].name in post.ports]
     requests: dict[str, Answer] = {}
@@ -111,7 +113,7 @@ def _send(post: Post, tag: str, sizes: Mapping[Pair, list[int]], from_listener: 
     return {pair: next(told[pair[0].name]) for pair in pairs if pair[0].name in told}
 
 
-def _hear(post: Post, tag: str, until: Mapping[Pair, int]) -> dict[Pair, int]:
+def _hear(post: ListeningNodes, tag: str, until: Mapping[Pair, int]) -> dict[Pair, int]:
     """The biggest packet of that tag that arrived, for each pair; 0 for none. Waits only while some is missing."""
     biggest: dict[Pair, int] = {}
     for wait_s in (_ARRIVE_S, _ARRIVE_LATE_S):
@@ -159,7 +161,7 @@ _BURST_ROUNDS = 3
 _NEIGHBOURS = 2
 
 
-def try_pairs(talks: Mapping[str, Talk], scene: Scene, port: int) -> list[Trial]:
+def try_pairs(talks: Mapping[str, RemoteProgram], scene: ClusterFacts, port: int) -> list[Trial]:
     """A node that falls silent meanwhile leaves the scene's facts and is noted as unreached."""
     stage = _Stage(dict(talks), scene)
     stage.listen(port)
@@ -172,11 +174,11 @@ def try_pairs(talks: Mapping[str, Talk], scene: Scene, port: int) -> list[Trial]
 
 
 @dataclass
-class _Stage(Post):
+class _Stage(ListeningNodes):
     """Those who still answer, and where they listen, for which kind of trial."""
 
-    talks: dict[str, Talk]
-    scene: Scene
+    talks: dict[str, RemoteProgram]
+    scene: ClusterFacts
     ears: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
     @property
@@ -277,7 +279,7 @@ def _names(pair: Iterable[Node]) -> tuple[str, str]:
     return one.name, other.name
 
 
-SCOUT = "shoal.tools.doctor.collect"
+COLLECTOR = "shoal.tools.doctor.collect"
 # A frozen node must not use up the twenty seconds in which everything else is found.
 _WAKE_S = 6.0
 _OBSERVE_S = 10.0
@@ -291,7 +293,7 @@ Say = Callable[[str], None]
 class Diagnosis:
     """`proved`: gloo itself was tried. `took_s` is wall time."""
 
-    scene: Scene
+    scene: ClusterFacts
     findings: list[Finding]
     proved: bool
     took_s: float
@@ -303,7 +305,7 @@ class Diagnosis:
 
 def examine(on: str, say: Say, port: int = 0, prove: bool = True) -> Diagnosis:
     began = time.monotonic()
-    with visit(on, SCOUT) as found:
+    with visit(on, COLLECTOR) as found:
         say("looking at each machine alone")
         scene = _look_at_each(found, port)
         say("trying every pair, both ways")
@@ -319,7 +321,7 @@ def examine(on: str, say: Say, port: int = 0, prove: bool = True) -> Diagnosis:
     return Diagnosis(scene, worst_first(findings), proved, time.monotonic() - began)
 
 
-def _look_at_each(found: Visit, port: int) -> Scene:
+def _look_at_each(found: NodePrograms, port: int) -> ClusterFacts:
     """Asked all at once. A node that does not even tell the time is not waited for again."""
     _, unreached = ask_each(found.talks, {name: {"do": "clock"} for name in found.talks}, _WAKE_S)
     clocks, requests = {}, {}
@@ -335,10 +337,10 @@ def _look_at_each(found: Visit, port: int) -> Scene:
             requests[name] = {"do": "observe", "peers": peers, "address": own, "port": port}
     seen, lost = ask_each(found.talks, requests, _OBSERVE_S)
     facts: dict[str, Facts] = {name: {**said, "clock": clocks[name]} for name, said in seen.items()}
-    return Scene(found.nodes, facts, {**found.unreached, **unreached, **lost}, on=found.on)
+    return ClusterFacts(found.nodes, facts, {**found.unreached, **unreached, **lost}, on=found.on)
 
 
-def _clock(talk: Talk) -> dict[str, float]:
+def _clock(talk: RemoteProgram) -> dict[str, float]:
     """Against ours; of several tries the quickest, whose answer says most about the moment it was given."""
     tries = []
     for _ in range(_CLOCK_TRIES):
@@ -350,13 +352,13 @@ def _clock(talk: Talk) -> dict[str, float]:
     return {"offset_s": offset_s, "uncertainty_s": uncertainty_s}
 
 
-def _prove(on: str, scene: Scene) -> list[Finding]:
+def _prove(on: str, scene: ClusterFacts) -> list[Finding]:
     """Ranks on every node, as a training would have them, in a run that leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="shoal-proof-") as folder:
         run = RunFolder.create(Path(folder) / "proof")
-        log = EventLog(run.path / "keeper.jsonl", 0)
+        log = EventLog(run.path / "supervisor.jsonl", 0)
         try:
-            with open_cluster(on, Cargo(stays=False), lambda text: None) as cluster:
+            with open_cluster(on, RunFiles(stays=False), lambda text: None) as cluster:
                 run_module(RunConfig(on=on), "shoal.tools.doctor.gloo_worker", (), run, cluster, log)
         except Interrupted:
             raise

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from shoal.errors import DataError, RunFailed, from_dict
 from shoal.events import Event, parse_event
 from shoal.run_folder import RunFolder
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 from shoal.tools.explain.patterns import PATTERNS
 
 # SECTION net/ports
@@ -81,7 +81,7 @@ class Explanation:
     """`count` is how many lines say so; the evidence is the first of them."""
 
     id: str
-    weight: Weight
+    weight: CauseOrder
     cause: str
     fix: str
     check: str
@@ -116,12 +116,12 @@ class Findings:
     @property
     def is_explained(self) -> bool:
         """Whether a cause was found, and not only what others saw of it or said about it."""
-        return self.best is not None and self.best.weight <= Weight.LIKELY
+        return self.best is not None and self.best.weight <= CauseOrder.LIKELY
 
 
 def explain(lines: Iterable[Line], source: str = "") -> Findings:
     """Lines may be as many as they like: only what was recognised is kept."""
-    reader = _Reader(source)
+    reader = _LogReader(source)
     rest = iter(lines)
     while batch := list(islice(rest, _BATCH)):
         if reader.listens or _is_of_interest("\n".join(text for _, text in batch)):
@@ -137,7 +137,7 @@ def explain_text(text: str) -> Findings:
 def is_consequence(text: str) -> bool:
     """Whether an error says only that another rank is gone."""
     found = explain_text(text)
-    return found.best is not None and found.best.weight == Weight.CONSEQUENCE and found.unknown is None
+    return found.best is not None and found.best.weight == CauseOrder.CONSEQUENCE and found.unknown is None
 
 
 def merge(found: Iterable[Findings]) -> Findings:
@@ -148,7 +148,7 @@ def merge(found: Iterable[Findings]) -> Findings:
     return Findings(_in_order(_settled(_once(each))), unknown)
 
 
-class _Reader:
+class _LogReader:
     def __init__(self, source: str) -> None:
         self._source = source
         self._number = 0
@@ -289,15 +289,15 @@ def explain_file(path: Path, source: str = "") -> Findings:
 
 
 def explain_run(run: RunFolder) -> Findings:
-    """The keeper's words first: it knows who failed first. Nothing of a run whose last launch ended well."""
+    """The supervisor's words first: it knows who failed first. Nothing of a run whose last launch ended well."""
     if _ended_well(run):
         return Findings()
     logs = [
         *sorted(run.path.glob("logs/*/*.log")),
         *sorted(run.path.glob("agents/*.log")),
-        run.keeper.with_suffix(".log"),
+        run.supervisor.with_suffix(".log"),
     ]
-    journals = [run.keeper, *sorted(run.path.glob("agents/*.jsonl"))]
+    journals = [run.supervisor, *sorted(run.path.glob("agents/*.jsonl"))]
     return merge(
         [
             *(explain(_said(path), _name(run, path)) for path in journals if path.is_file()),
@@ -320,7 +320,7 @@ def _lines(stream: BinaryIO) -> Iterator[Line]:
 
 
 def _last_launch(path: Path) -> list[tuple[int, Event]]:
-    """Numbered. What an earlier launch met is history: a keeper begins anew, an agent names the launch."""
+    """Numbered. What an earlier launch met is history: a supervisor begins anew, an agent names the launch."""
     with path.open("rb") as file:
         events = [(number, event) for number, line in enumerate(file, 1) if (event := parse_event(line)) is not None]
     begins = [place for place, (_, event) in enumerate(events) if event.get("event") == "keeping"]
@@ -336,9 +336,9 @@ def _said(path: Path) -> Iterator[Line]:
 
 
 def _ended_well(run: RunFolder) -> bool:
-    if not run.keeper.is_file():
+    if not run.supervisor.is_file():
         return False
-    ends = [event for _, event in _last_launch(run.keeper) if event.get("event") == "ended"]
+    ends = [event for _, event in _last_launch(run.supervisor) if event.get("event") == "ended"]
     return bool(ends) and ends[-1].get("code") == 0
 
 
@@ -358,5 +358,5 @@ def _worth_saying(found: Findings) -> Explanation | None:
     """A guess is not, where another error stands beside it that nobody knows."""
     if found.best is None or found.best.id.startswith("shoal."):
         return None
-    is_guess = found.best.weight == Weight.LIKELY
+    is_guess = found.best.weight == CauseOrder.LIKELY
     return found.best if found.is_explained and not (is_guess and found.unknown) else None

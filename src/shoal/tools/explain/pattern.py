@@ -12,7 +12,7 @@ from functools import cached_property
 _MOST_CHARACTERS = 4096
 
 
-class Weight(IntEnum):
+class CauseOrder(IntEnum):
     """How near a line is to what really went wrong. Of all that is found, the first by weight and place is the answer.
 
     A line that names its cause comes before one that fits few causes; both before somebody's summary of what happened,
@@ -37,7 +37,7 @@ class Pattern:
     """
 
     id: str
-    weight: Weight
+    weight: CauseOrder
     signs: tuple[str, ...]
     cause: str
     fix: str

@@ -11,13 +11,13 @@ from shoal.cost.buckets import AVAILABLE, Lever
 from shoal.cost.machines import Speed
 from shoal.cost.memory import PROCESS_BYTES, copied_bytes, largest_micro_batch, needed
 from shoal.cost.network import payload_factor
-from shoal.cost.predict import Prediction, Setting, predict, speeds
+from shoal.cost.predict import ClusterModel, Prediction, predict, speeds
 from shoal.cost.workload import RankWork, Workload
 from shoal.units import format_duration, format_si
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """So many nodes. Speed-up is against the fastest of all known nodes alone, one base for a whole plan; efficiency is
     against these nodes, each alone, added up."""
 
@@ -71,19 +71,19 @@ class Row:
 class Plan:
     workload: Workload
     lever: Lever
-    setting: Setting
-    rows: tuple[Row, ...]
+    setting: ClusterModel
+    rows: tuple[PlanRow, ...]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> PlanRow:
         return max(self.rows, key=lambda row: row.prediction.tokens_per_s)
 
 
-def make_plan(workload: Workload, lever: Lever, setting: Setting, nodes: Sequence[int]) -> Plan:
+def make_plan(workload: Workload, lever: Lever, setting: ClusterModel, nodes: Sequence[int]) -> Plan:
     return Plan(workload, lever, setting, tuple(make_row(workload, lever, setting, count) for count in nodes))
 
 
-def make_row(workload: Workload, lever: Lever, setting: Setting, nodes: int) -> Row:
+def make_row(workload: Workload, lever: Lever, setting: ClusterModel, nodes: int) -> PlanRow:
     world_size = nodes * setting.ranks_per_node
     prediction = predict(workload, lever, setting, world_size)
     known = len(setting.node_names)
@@ -91,10 +91,10 @@ def make_row(workload: Workload, lever: Lever, setting: Setting, nodes: int) -> 
     base = max(range(known), key=lambda node: alone[node])
     added_up = sum(alone[min(node, known - 1)] for node in range(nodes))
     speed = prediction.tokens_per_s
-    return Row(nodes, prediction, speed / alone[base], speed / added_up, setting.node_names[base], alone[base])
+    return PlanRow(nodes, prediction, speed / alone[base], speed / added_up, setting.node_names[base], alone[base])
 
 
-def one_node(workload: Workload, lever: Lever, setting: Setting, node: int = 0) -> Prediction:
+def one_node(workload: Workload, lever: Lever, setting: ClusterModel, node: int = 0) -> Prediction:
     """The same training on one of the nodes alone."""
     speed = _From(setting.speed, node * setting.ranks_per_node) if node else setting.speed
     return predict(workload, replace(lever, balanced=False), replace(setting, speed=speed), setting.ranks_per_node)
@@ -133,11 +133,11 @@ _UNEQUAL = 0.95
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """A lever on so many nodes, against one node alone; `costs` is its price in accuracy or memory, in words."""
 
     lever: Lever
-    row: Row
+    row: PlanRow
     costs: str
 
     @property
@@ -155,10 +155,10 @@ class Advice:
     faster than any number of them. It trains as one machine would; `larger_batch` is the best that a larger global
     batch would allow, `other_training` the best of those that change what is learned, if that is far ahead."""
 
-    options: tuple[Option, ...]
-    best: Option | None
-    larger_batch: Option | None
-    other_training: Option | None
+    options: tuple[PlanOption, ...]
+    best: PlanOption | None
+    larger_batch: PlanOption | None
+    other_training: PlanOption | None
 
 
 def advise(plan: Plan) -> Advice:
@@ -175,7 +175,7 @@ def advise(plan: Plan) -> Advice:
     return Advice(ranked, best, _best(plan, larger), other if ahead else None)
 
 
-def candidates(base: Lever, workload: Workload, setting: Setting, nodes: int) -> Iterator[Lever]:
+def candidates(base: Lever, workload: Workload, setting: ClusterModel, nodes: int) -> Iterator[Lever]:
     """From the plainest to those that cost more. What costs nothing is part of all the others, if it is there."""
     yield base
     free = list(_free(base, workload, setting, nodes))
@@ -198,7 +198,7 @@ def candidates(base: Lever, workload: Workload, setting: Setting, nodes: int) ->
     yield plain.with_(sync="sharded", wire="fp32")
 
 
-def _free(base: Lever, workload: Workload, setting: Setting, nodes: int) -> Iterator[str]:
+def _free(base: Lever, workload: Workload, setting: ClusterModel, nodes: int) -> Iterator[str]:
     """Levers that change nothing but the speed, where there is something to gain."""
     if not base.balanced and min(speeds(workload, setting.speed, nodes * setting.ranks_per_node)) < _UNEQUAL:
         yield "balanced"
@@ -206,7 +206,7 @@ def _free(base: Lever, workload: Workload, setting: Setting, nodes: int) -> Iter
         yield "hierarchical"
 
 
-def _best(plan: Plan, levers: Sequence[Lever]) -> Option | None:
+def _best(plan: Plan, levers: Sequence[Lever]) -> PlanOption | None:
     """The plainest lever and the fewest nodes that come close to the fastest of all, if that beats one node."""
     counts = sorted({row.nodes for row in plan.rows} - {1})
     tried = [_option(plan, lever, count) for lever in levers if lever.is_available for count in counts]
@@ -217,10 +217,10 @@ def _best(plan: Plan, levers: Sequence[Lever]) -> Option | None:
     return next(option for option in found if option.tokens_per_s * _WORTH >= fastest)
 
 
-def _option(plan: Plan, lever: Lever, nodes: int) -> Option:
+def _option(plan: Plan, lever: Lever, nodes: int) -> PlanOption:
     row = make_row(plan.workload, lever, plan.setting, nodes)
     words = [] if row.prediction.fits else ["does not fit into memory"]
-    return Option(lever, row, "; ".join([*words, *_costs(lever)]) or "nothing: the same training as on one machine")
+    return PlanOption(lever, row, "; ".join([*words, *_costs(lever)]) or "nothing: the same training as on one machine")
 
 
 def _costs(lever: Lever) -> Iterator[str]:
@@ -342,14 +342,14 @@ def _ratio(plan: Plan) -> str:
     return f"T_comm/T_compute is {ratios}. {_ratio_meaning(last)}{_latency(last)}"
 
 
-def _ratio_meaning(row: Row) -> str:
+def _ratio_meaning(row: PlanRow) -> str:
     if row.ratio > _HIDDEN:
         return "Above 0.67 it cannot all hide behind backward, which is two thirds of the computing."
     hidden = 1 - row.prediction.step.exposed_s / row.prediction.step.comm_s if row.prediction.step.comm_s else 1.0
     return f"Of the exchange {max(0.0, hidden):.0%} hides behind backward."
 
 
-def _latency(row: Row) -> str:
+def _latency(row: PlanRow) -> str:
     """Said where bytes over bandwidth would be far from the figure in the table."""
     step = row.prediction.step
     if step.latency_s < _LATENCY * step.comm_s:
@@ -403,7 +403,7 @@ def _memory(plan: Plan, advice: Advice) -> str:
     return " ".join([words + held, *_room(plan, row, available), *_sharding(plan, advice.options, row)])
 
 
-def _room(plan: Plan, row: Row, available: float) -> list[str]:
+def _room(plan: Plan, row: PlanRow, available: float) -> list[str]:
     if row.prediction.fits:
         return []
     world_size, batch = row.prediction.world_size, row.prediction.deal.global_batch
@@ -414,7 +414,7 @@ def _room(plan: Plan, row: Row, available: float) -> list[str]:
     return ["That does not fit, not even one sequence at a time."]
 
 
-def _sharding(plan: Plan, options: tuple[Option, ...], row: Row) -> list[str]:
+def _sharding(plan: Plan, options: tuple[PlanOption, ...], row: PlanRow) -> list[str]:
     sharded = next((option for option in options if option.lever.sync == "sharded"), None)
     if sharded is None or row.nodes == 1:
         return []
@@ -427,7 +427,7 @@ def _sharding(plan: Plan, options: tuple[Option, ...], row: Row) -> list[str]:
     ]
 
 
-def _by_ddp(plan: Plan, row: Row) -> list[str]:
+def _by_ddp(plan: Plan, row: PlanRow) -> list[str]:
     """What sharding is compared with."""
     if row.nodes == 1:
         return []

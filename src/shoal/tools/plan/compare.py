@@ -20,11 +20,11 @@ from shoal.cost.batch_plan import rank_weights
 from shoal.cost.buckets import lever_of
 from shoal.cost.measured import MeasuredSpeed, setting_of
 from shoal.cost.predict import Prediction, predict
-from shoal.cost.select_sync import WIRES, Option, candidates, pick, say_why
+from shoal.cost.select_sync import WIRES, SyncOption, candidates, pick, say_why
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.summary import Summary, summarize
+from shoal.tools.report.summary import RunSummary, summarize
 from shoal.units import count
 
 # SECTION cost/calibrate
@@ -39,7 +39,7 @@ _VISIBLE = 0.5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparedRun:
     """One run: its prediction from the uncalibrated profile, and the same phases as measured. `comm_s` is None where
     nobody timed the exchange."""
 
@@ -52,7 +52,7 @@ class Outcome:
     step_s: float
 
 
-def calibrate(outcomes: Sequence[Outcome]) -> Calibration:
+def calibrate(outcomes: Sequence[ComparedRun]) -> Calibration:
     """Medians over the runs: one disturbed run must not bend the constants for all others."""
     return Calibration(
         runs=len(outcomes),
@@ -63,7 +63,7 @@ def calibrate(outcomes: Sequence[Outcome]) -> Calibration:
     )
 
 
-def _exchanges(each: Outcome) -> list[tuple[float, float, float]]:
+def _exchanges(each: ComparedRun) -> list[tuple[float, float, float]]:
     """Nothing where most of it was hidden: behind backward it takes as long as the cores let it, whatever the wire."""
     if each.comm_s is None or each.exposed_s < _VISIBLE * each.comm_s:
         return []
@@ -118,7 +118,7 @@ def _predicted(config: Config, profile: Profile) -> Prediction:
     )
 
 
-def as_it_ran(config: Config, summary: Summary) -> Config:
+def as_it_ran(config: Config, summary: RunSummary) -> Config:
     """With what `sync.mode=auto` chose."""
     choice = choice_in(summary.start) if config.sync.mode == "auto" else None
     if choice is None:
@@ -157,7 +157,7 @@ def _other_lab(measured_on: str, on: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class CalibrationResult:
     """A run, and what the profile said of its step before and after it learned from it."""
 
     run: Path
@@ -166,7 +166,7 @@ class Lesson:
     after_s: float
 
 
-def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Lesson]]:
+def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[CalibrationResult]]:
     """The profile with constants fitted to runs on the same cluster. What it had learned before is forgotten."""
     old = read_profile(path)
     fresh = old.model_copy(update={"calibration": None})
@@ -179,13 +179,13 @@ def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Lesson]]
         return _predicted(ran, profile).step.step_s
 
     lessons = [
-        Lesson(run.path, outcome.step_s, step_s(old, run), step_s(learned, run))
+        CalibrationResult(run.path, outcome.step_s, step_s(old, run), step_s(learned, run))
         for run, outcome in zip(folders, outcomes, strict=True)
     ]
     return learned, lessons
 
 
-def _outcome(run: RunFolder, profile: Profile, path: Path) -> Outcome:
+def _outcome(run: RunFolder, profile: Profile, path: Path) -> ComparedRun:
     summary = summarize(run.read_all_events())
     config = as_it_ran(load_config(run.config), summary)
     refuse_another_cluster(profile, path, config.run.on)
@@ -198,9 +198,9 @@ def _outcome(run: RunFolder, profile: Profile, path: Path) -> Outcome:
     return _observed(_predicted(config, profile), summary, summary.step_s.median)
 
 
-def _observed(predicted: Prediction, summary: Summary, step_s: float) -> Outcome:
+def _observed(predicted: Prediction, summary: RunSummary, step_s: float) -> ComparedRun:
     phases = summary.phases
-    return Outcome(
+    return ComparedRun(
         predicted=predicted.step,
         compute_s=phases.get("forward", 0.0) + phases.get("backward", 0.0),
         optimizer_s=phases.get("optimizer", 0.0),
@@ -237,7 +237,7 @@ def store_sync_plan(run: RunFolder, path: Path, discard: bool = True) -> str:
     return f"plan: {say_why(best, options, options[0])}, by {path}; the first steps will show whether that is so"
 
 
-def sync_options(config: Config, profile: Profile, path: Path) -> list[Option]:
+def sync_options(config: Config, profile: Profile, path: Path) -> list[SyncOption]:
     """The ways a run could choose, as the profile predicts them; what does not fit into memory is none of them, but for
     the plainest."""
     refuse_another_cluster(profile, path, config.run.on)
@@ -246,7 +246,7 @@ def sync_options(config: Config, profile: Profile, path: Path) -> list[Option]:
         for choice in candidates(config.sync, _wires(config), config.train.steps)
     ]
     fitting = [(choice, predicted) for number, (choice, predicted) in enumerate(found) if predicted.fits or not number]
-    return [Option(choice, predicted.step.step_s) for choice, predicted in fitting]
+    return [SyncOption(choice, predicted.step.step_s) for choice, predicted in fitting]
 
 
 def _predict(config: Config, profile: Profile, planned: str) -> Prediction:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
-from shoal.tools.plan.advise import Plan, Row
+from shoal.tools.plan.advise import Plan, PlanRow
 from shoal.tools.plan.scenario import Policy
 from shoal.tools.plan.simulation import Band, Cause, Forecast
 from shoal.tools.report.figures import IDEAL, LOW, MEASURED, PHASE_COLOURS, PHASE_NAMES, set_log_ticks, step_unit
@@ -56,7 +56,7 @@ def draw_plan(plan: Plan) -> Figure:
     return figure
 
 
-def _draw_split(axes: Axes, rows: tuple[Row, ...]) -> None:
+def _draw_split(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
     names = [str(row.nodes) for row in rows]
     bottoms = [0.0] * len(rows)
     unit, per_s = step_unit(max(row.prediction.step.step_s for row in rows))
@@ -82,7 +82,7 @@ def _draw_split(axes: Axes, rows: tuple[Row, ...]) -> None:
     _title(axes, "Time of a step")
 
 
-def _draw_gain(axes: Axes, rows: tuple[Row, ...]) -> None:
+def _draw_gain(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
     nodes = [row.nodes for row in rows]
     axes.plot(nodes, [row.speedup / row.efficiency for row in rows], color=IDEAL, linestyle="--", label="ideal")
     axes.plot(nodes, [row.speedup for row in rows], color=MEASURED, marker="o", lw=2, label="predicted")

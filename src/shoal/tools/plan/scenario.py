@@ -64,7 +64,7 @@ class Lognormal:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStraggling:
     """Quantiles of what was measured; above the last of them (`_TAIL` of the steps) an exponential tail of the mean
     that was measured there, because the slowest of many ranks lies beyond what few were seen to do."""
 
@@ -79,7 +79,7 @@ class Measured:
         return np.where(above < _TAIL, tail, bulk)
 
 
-def fit(factors: npt.ArrayLike) -> Measured:
+def fit(factors: npt.ArrayLike) -> MeasuredStraggling:
     """From each rank's own step times, divided by its median."""
     seen = np.asarray(factors, dtype=np.float64)
     seen = seen[np.isfinite(seen) & (seen > 0)]
@@ -92,7 +92,7 @@ def fit(factors: npt.ArrayLike) -> Measured:
     quantiles = np.quantile(seen, np.linspace(0.0, 1.0 - _TAIL, _POINTS))
     beyond = seen[seen > quantiles[-1]]
     tail_mean = float(beyond.mean() - quantiles[-1]) if len(beyond) else 0.0
-    return Measured(tuple(map(float, quantiles)), tail_mean)
+    return MeasuredStraggling(tuple(map(float, quantiles)), tail_mean)
 
 
 class Slowest:
@@ -141,7 +141,7 @@ _MOST_FAILURES = 200_000
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """`strong` keeps the global batch, so that fewer nodes take longer; `weak` lets each node that is gone take its
     tokens with it. Spares take the place of lost nodes; below `min_nodes` everybody waits."""
 
@@ -195,7 +195,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryModel:
     """`restart`: everybody is stopped, started again and resumes from the last checkpoint, as torchrun does; also when
     a node comes back. `live`: the survivors regroup and redo the step; who comes back copies the state from them."""
 
@@ -228,10 +228,10 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    cluster: Cluster
+class SimulationScenario:
+    cluster: SimulatedCluster
     failures: Failures
-    recovery: Recovery
+    recovery: RecoveryModel
     checkpoints: Checkpoints
     horizon_s: float
     straggling: Straggling = _STEADY

@@ -17,12 +17,12 @@ from shoal.cost.network import ring_bytes
 from shoal.errors import ConfigError
 from shoal.tools.plan.scenario import (
     Checkpoints,
-    Cluster,
     Failures,
     Floats,
     Lognormal,
-    Recovery,
-    Scenario,
+    RecoveryModel,
+    SimulatedCluster,
+    SimulationScenario,
     Slowest,
     Steady,
     Straggling,
@@ -37,7 +37,7 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TrainingStretch:
     """`owed_s` of the pause for the last checkpoint are still to come; `saved` is the step of the last whole one."""
 
     steps: float
@@ -54,19 +54,19 @@ class Rhythm:
     every: int
     pause_s: float
 
-    def advance(self, position: float, owed_s: float, span_s: float) -> Stretch:
+    def advance(self, position: float, owed_s: float, span_s: float) -> TrainingStretch:
         """`span_s` from step `position` on, of whose checkpoint `owed_s` are still to be paid."""
         paid_s = min(owed_s, span_s)
         if paid_s < owed_s:
-            return Stretch(0.0, paid_s, owed_s - paid_s, None)
+            return TrainingStretch(0.0, paid_s, owed_s - paid_s, None)
         saved = position if owed_s > 0 else None
         first = next_multiple(position, self.every) - position
         left_s = span_s - paid_s - first * self.step_s
         if left_s < -_TINY * self.step_s:
-            return Stretch((span_s - paid_s) / self.step_s, paid_s, 0.0, saved)
-        return self._cycles(position + first, Stretch(first, paid_s, 0.0, saved), left_s)
+            return TrainingStretch((span_s - paid_s) / self.step_s, paid_s, 0.0, saved)
+        return self._cycles(position + first, TrainingStretch(first, paid_s, 0.0, saved), left_s)
 
-    def _cycles(self, at: float, before: Stretch, left_s: float) -> Stretch:
+    def _cycles(self, at: float, before: TrainingStretch, left_s: float) -> TrainingStretch:
         """From a checkpoint that is due: pause and steps in turn, as often as they fit."""
         cycle_s = self.pause_s + self.every * self.step_s
         cycles = max(0, math.floor(left_s / cycle_s))
@@ -77,8 +77,8 @@ class Rhythm:
         paused_s = before.paused_s + cycles * self.pause_s + paid_s
         if paid_s < self.pause_s:
             saved = at - self.every if cycles else before.saved
-            return Stretch(steps, paused_s, self.pause_s - paid_s, saved)
-        return Stretch(steps + (left_s - paid_s) / self.step_s, paused_s, 0.0, at)
+            return TrainingStretch(steps, paused_s, self.pause_s - paid_s, saved)
+        return TrainingStretch(steps + (left_s - paid_s) / self.step_s, paused_s, 0.0, at)
 
 
 def next_multiple(position: float, every: int) -> int:
@@ -125,7 +125,7 @@ class Leg:
         return replace(self, steps=steps, end_s=end_s)
 
 
-class Ledger:
+class TimeLedger:
     def __init__(self) -> None:
         self.legs: list[Leg] = []
         self.paused: dict[Pause, float] = {"checkpointing": 0.0, "detection": 0.0, "recovery": 0.0, "waiting": 0.0}
@@ -161,11 +161,11 @@ class Ledger:
                 return leg.first + part * leg.steps
         return 0.0
 
-    def useful_s(self, cluster: Cluster) -> float:
+    def useful_s(self, cluster: SimulatedCluster) -> float:
         """What the steps that count would have taken the undisturbed whole cluster."""
         return sum(self._tokens(cluster)) / cluster.ideal_tokens_per_s
 
-    def lost_s(self, cluster: Cluster) -> dict[Cause, float]:
+    def lost_s(self, cluster: SimulatedCluster) -> dict[Cause, float]:
         """By cause. With `useful_s` they add up to the wall time. Two can be below zero: `straggling` of few steps that
         happened to be quick, `reduced` where fewer nodes are faster."""
         undisturbed_s = sum(leg.steps * leg.step_s for leg in self.legs)
@@ -181,10 +181,10 @@ class Ledger:
             "waiting": self.paused["waiting"],
         }
 
-    def tokens(self, cluster: Cluster) -> float:
+    def tokens(self, cluster: SimulatedCluster) -> float:
         return sum(self._tokens(cluster))
 
-    def tokens_per_s(self, cluster: Cluster, edges_s: Floats) -> Floats:
+    def tokens_per_s(self, cluster: SimulatedCluster, edges_s: Floats) -> Floats:
         """Between each two edges; tokens of steps that were undone count only where they were redone."""
         if not self.legs:
             return np.zeros(len(edges_s) - 1)
@@ -193,14 +193,14 @@ class Ledger:
         rates: Floats = np.diff(np.interp(edges_s, times, gained)) / np.diff(edges_s)
         return rates
 
-    def _tokens(self, cluster: Cluster) -> list[float]:
+    def _tokens(self, cluster: SimulatedCluster) -> list[float]:
         return [leg.steps * cluster.tokens(leg.nodes) for leg in self.legs]
 
 
 class Paces:
     """Step times by number of nodes; shared by all seeds of a scenario, because a table takes a moment to make."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: SimulationScenario) -> None:
         self._scenario = scenario
         self._known: dict[int, tuple[float, Slowest]] = {}
 
@@ -218,12 +218,12 @@ class Paces:
         return step_s, step_s * slowest.draw_mean(random, round(span_s / (step_s * slowest.mean)))
 
 
-class Training:
-    def __init__(self, scenario: Scenario, paces: Paces, seed: Sequence[int]) -> None:
+class SimulatedTraining:
+    def __init__(self, scenario: SimulationScenario, paces: Paces, seed: Sequence[int]) -> None:
         self._scenario, self._paces = scenario, paces
         # Apart, so that stragglers do not move the failures: two scenarios that differ in them alone share the rest.
         self._faults, self._strays = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
-        self.ledger = Ledger()
+        self.ledger = TimeLedger()
         self.failures = 0
         self._now_s = 0.0
         self._nodes = scenario.cluster.nodes
@@ -385,7 +385,9 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + part / 3 + part**2 / 9) - cost_s
 
 
-def best_every(cluster: Cluster, failures: Failures, straggling: Straggling, checkpoints: Checkpoints) -> int | None:
+def best_every(
+    cluster: SimulatedCluster, failures: Failures, straggling: Straggling, checkpoints: Checkpoints
+) -> int | None:
     """Steps between checkpoints for a training that restarts from them. None: nothing fails, write none.
 
     A hidden one costs no time, so it is written as often as it can be.
@@ -416,7 +418,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SeedResult:
     """One seed."""
 
     wall_s: float
@@ -440,7 +442,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Forecast:
-    scenario: Scenario
+    scenario: SimulationScenario
     seeds: int
     goodput: Band
     of_ideal: Band
@@ -454,7 +456,7 @@ class Forecast:
     """Low, median, high between each two edges."""
 
 
-def simulate(scenario: Scenario, seeds: int = 20, seed: int = 0, bins: int = BINS) -> Forecast:
+def simulate(scenario: SimulationScenario, seeds: int = 20, seed: int = 0, bins: int = BINS) -> Forecast:
     if seeds < 1:
         raise ConfigError(
             f"{seeds} seeds give no forecast", why="at least one training is simulated", fix="for example: --seeds 20"
@@ -481,16 +483,16 @@ def simulate(scenario: Scenario, seeds: int = 20, seed: int = 0, bins: int = BIN
     )
 
 
-def outcomes_of(scenario: Scenario, seeds: int, seed: int, bins: int = BINS) -> list[Outcome]:
+def outcomes_of(scenario: SimulationScenario, seeds: int, seed: int, bins: int = BINS) -> list[SeedResult]:
     paces = Paces(scenario)
     return [simulate_once(scenario, paces, (seed, number), bins) for number in range(seeds)]
 
 
-def simulate_once(scenario: Scenario, paces: Paces, seed: tuple[int, int], bins: int = BINS) -> Outcome:
-    training = Training(scenario, paces, seed)
+def simulate_once(scenario: SimulationScenario, paces: Paces, seed: tuple[int, int], bins: int = BINS) -> SeedResult:
+    training = SimulatedTraining(scenario, paces, seed)
     training.run()
     ledger, cluster = training.ledger, scenario.cluster
-    return Outcome(
+    return SeedResult(
         wall_s=scenario.horizon_s,
         useful_s=ledger.useful_s(cluster),
         lost_s=ledger.lost_s(cluster),
@@ -506,7 +508,7 @@ def band(values: list[float]) -> Band:
     return Band(float(low), float(median), float(high))
 
 
-def _edges(scenario: Scenario, bins: int) -> Floats:
+def _edges(scenario: SimulationScenario, bins: int) -> Floats:
     return np.linspace(0.0, scenario.horizon_s, bins + 1)
 
 
@@ -552,7 +554,7 @@ BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulationRow:
     what: str
     source: str
     published: str
@@ -563,7 +565,7 @@ class Row:
         return vars(self)
 
 
-def validation(seeds: int = 20) -> list[Row]:
+def validation(seeds: int = 20) -> list[SimulationRow]:
     return [*_llama_rows(seeds), *_reliability_rows(seeds), *_horovod_rows(), *_ddp_rows()]
 
 
@@ -573,13 +575,13 @@ def validation(seeds: int = 20) -> list[Row]:
 def llama(mtbf_s: float, down_s: float, seeds: int = 20) -> Forecast:
     """`down_s` from a failure to the next step, which nobody published."""
     nodes = LLAMA_GPUS // GPUS_PER_NODE
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         nodes, divided_work(LLAMA_STEP_S, nodes, "strong"), LLAMA_STEP_TOKENS, GPUS_PER_NODE, spares=LLAMA_SPARES
     )
     checkpoints, failures = Checkpoints(1, LLAMA_CHECKPOINT_S), Failures(mtbf_s)
     every = best_every(cluster, failures, Steady(), checkpoints)
-    recovery = Recovery("restart", 0.0, down_s, 0.0, 0.0, repair_s=DAY)
-    world = Scenario(cluster, failures, recovery, Checkpoints(every, LLAMA_CHECKPOINT_S), LLAMA_DAYS * DAY)
+    recovery = RecoveryModel("restart", 0.0, down_s, 0.0, 0.0, repair_s=DAY)
+    world = SimulationScenario(cluster, failures, recovery, Checkpoints(every, LLAMA_CHECKPOINT_S), LLAMA_DAYS * DAY)
     return simulate(world, seeds)
 
 
@@ -592,27 +594,31 @@ def mttf_h(gpus: int, node_rate: float, seeds: int = 20) -> float:
     """The simulator's mean time to failure of a whole job, from about 200 failures a seed."""
     nodes = max(1, gpus // GPUS_PER_NODE)
     horizon_s = 200 / (nodes * node_rate)
-    cluster = Cluster(nodes, divided_work(60.0, nodes, "strong"), 1.0, GPUS_PER_NODE, spares=nodes)
-    recovery = Recovery("restart", 0.0, 0.0, 0.0, 0.0, 0.0)
-    found = simulate(Scenario(cluster, Failures(1 / node_rate), recovery, Checkpoints(None, 0.0), horizon_s), seeds)
+    cluster = SimulatedCluster(nodes, divided_work(60.0, nodes, "strong"), 1.0, GPUS_PER_NODE, spares=nodes)
+    recovery = RecoveryModel("restart", 0.0, 0.0, 0.0, 0.0, 0.0)
+    found = simulate(
+        SimulationScenario(cluster, Failures(1 / node_rate), recovery, Checkpoints(None, 0.0), horizon_s), seeds
+    )
     return horizon_s / found.failures.median / HOUR
 
 
-def _llama_rows(seeds: int) -> list[Row]:
+def _llama_rows(seeds: int) -> list[SimulationRow]:
     own, other = llama(llama_mtbf_s(), 600.0, seeds), llama(1 / PROJECTED_FROM, 600.0, seeds)
     known = "node MTBF of 264 days from the 419 themselves: says only that the engine draws what it is told"
     rows = [
-        Row("interruptions, 16,384 GPUs, 54 days", "[L]", "419", _span(own, "failures"), known),
-        Row("the same, foretold", "[L]", "419", _span(other, "failures"), "the rate of another cluster, from [R]"),
+        SimulationRow("interruptions, 16,384 GPUs, 54 days", "[L]", "419", _span(own, "failures"), known),
+        SimulationRow(
+            "the same, foretold", "[L]", "419", _span(other, "failures"), "the rate of another cluster, from [R]"
+        ),
     ]
     for minutes in (5, 10, 15, 20):
         found = llama(llama_mtbf_s(), 60.0 * minutes, seeds)
         text = f"{minutes} min from failure to next step; checkpoints of 2.8 s at Daly's interval"
-        rows.append(Row("effective time, the same", "[L]", "> 90%", _span(found, "goodput"), text))
+        rows.append(SimulationRow("effective time, the same", "[L]", "> 90%", _span(found, "goodput"), text))
     return rows
 
 
-def _reliability_rows(seeds: int) -> list[Row]:
+def _reliability_rows(seeds: int) -> list[SimulationRow]:
     measured = 1 / (MEASURED_MTTF_H[1024] * HOUR * 128)
     rows = [
         _mttf_row(gpus, hours, measured, "node MTBF of 1,011 h, from the 7.9 h", seeds)
@@ -626,9 +632,9 @@ def _reliability_rows(seeds: int) -> list[Row]:
     return [*rows, _mttf_row(1024, MEASURED_MTTF_H[1024], PROJECTED_FROM, clash, seeds)]
 
 
-def _mttf_row(gpus: int, published_h: float, rate: float, assumptions: str, seeds: int) -> Row:
+def _mttf_row(gpus: int, published_h: float, rate: float, assumptions: str, seeds: int) -> SimulationRow:
     what = f"mean time to failure, {gpus:,} GPUs"
-    return Row(what, "[R]", _hours(published_h), _hours(mttf_h(gpus, rate, seeds)), assumptions)
+    return SimulationRow(what, "[R]", _hours(published_h), _hours(mttf_h(gpus, rate, seeds)), assumptions)
 
 
 # Communication
@@ -654,14 +660,14 @@ def hidden_part(model: str) -> float:
     return 1 - exposed_s / exchange_s(model, 512, 25)
 
 
-def _horovod_rows() -> list[Row]:
+def _horovod_rows() -> list[SimulationRow]:
     hidden = hidden_part("VGG-16")
     rows = []
     for model, published in HOROVOD.items():
         exchanged_s = exchange_s(model, 512, 25)
         low, high = bounds(P100_S[model], exchanged_s)
         rows.append(
-            Row(
+            SimulationRow(
                 f"efficiency of {model}, 512 GPUs",
                 "[H]",
                 f"{published:.0%}",
@@ -672,19 +678,21 @@ def _horovod_rows() -> list[Row]:
         if model != "VGG-16":
             found = efficiency(P100_S[model], (1 - hidden) * exchanged_s)
             text = f"hidden part of {hidden:.0%} taken from VGG-16's 68%"
-            rows.append(Row(f"the same, {model} from VGG-16", "[H]", f"{published:.0%}", f"{found:.0%}", text))
+            rows.append(
+                SimulationRow(f"the same, {model} from VGG-16", "[H]", f"{published:.0%}", f"{found:.0%}", text)
+            )
     return rows
 
 
-def _ddp_rows() -> list[Row]:
+def _ddp_rows() -> list[SimulationRow]:
     compute_s = 64 / (219 * 15.7 / 10.6)
     low, high = bounds(compute_s, exchange_s("ResNet-50", 256, 100))
     text = "P100's 219 images/s [T] times fp32 peaks 15.7 ÷ 10.6 for a V100, batch 64; 100 Gbit/s a server"
-    rows = [Row("efficiency of ResNet-50, 256 GPUs", "[D]", "near-linear", f"{low:.0%}–{high:.0%}", text)]
+    rows = [SimulationRow("efficiency of ResNet-50, 256 GPUs", "[D]", "near-linear", f"{low:.0%}–{high:.0%}", text)]
     for sigma in (0.01, 0.03):
         found = 1 / Slowest(Lognormal(sigma), 256).mean
         text = f"slowest of 256 ranks alone, lognormal:{sigma:g}"
-        rows.append(Row("the same, stragglers", "[D]", "near-linear", f"{found:.0%}", text))
+        rows.append(SimulationRow("the same, stragglers", "[D]", "near-linear", f"{found:.0%}", text))
     return rows
 
 

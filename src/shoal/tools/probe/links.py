@@ -26,11 +26,11 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.cluster.cluster import Visit
+from shoal.cluster.cluster import NodePrograms
 from shoal.cluster.node import Node
 from shoal.config.profile import LinkProfile
 from shoal.control.channel import is_same
-from shoal.control.connection_guard import Doorkeeper, Knock, Rules
+from shoal.control.connection_guard import ConnectionGuard, GuardLimits, PendingConnection
 from shoal.control.processes import tie_to
 
 # SECTION net/flow_plan
@@ -135,7 +135,7 @@ Say = Callable[[str], None]
 class Links:
     """The gauges, each listening at a port of its own for the others."""
 
-    def __init__(self, found: Visit, plan: FlowPlan) -> None:
+    def __init__(self, found: NodePrograms, plan: FlowPlan) -> None:
         self._talks = found.talks
         self._plan = plan
         self._addresses = {node.name: node.address for node in found.nodes}
@@ -176,7 +176,7 @@ class Links:
         return {"address": self._addresses[target], "port": self._ports[target], "token": self._token}
 
 
-def measure_links(found: Visit, plan: FlowPlan, say: Say) -> list[LinkProfile]:
+def measure_links(found: NodePrograms, plan: FlowPlan, say: Say) -> list[LinkProfile]:
     if not plan.pairs:
         return []
     links = Links(found, plan)
@@ -285,11 +285,11 @@ _NOTE_EVERY_S = 0.005
 _STALL_S = 10.0
 _RESET = struct.pack("ii", 1, 0)
 
-_sinks: dict[str, Sink] = {}
-_sources: dict[str, Source] = {}
+_sinks: dict[str, FlowReceiver] = {}
+_sources: dict[str, FlowSender] = {}
 
 
-class Sink:
+class FlowReceiver:
     """The receiving end of one flow: one list of notes a stream."""
 
     def __init__(self, streams: int) -> None:
@@ -318,7 +318,7 @@ class Sink:
         return self._notes
 
 
-class Source:
+class FlowSender:
     """The sending end: every stream in a thread of its own, because Python lets go of its lock while it sends."""
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -356,12 +356,12 @@ def drink(connection: socket.socket, session: str) -> None:
 
 def expect(request: dict[str, Any]) -> dict[str, Any]:
     """At the port where this gauge listens anyway."""
-    _sinks[request["session"]] = Sink(int(request["streams"]))
+    _sinks[request["session"]] = FlowReceiver(int(request["streams"]))
     return {"port": request["port"]}
 
 
 def send(request: dict[str, Any]) -> dict[str, Any]:
-    _sources[request["session"]] = Source(request)
+    _sources[request["session"]] = FlowSender(request)
     return {}
 
 
@@ -536,20 +536,20 @@ def listen(request: dict[str, Any]) -> dict[str, Any]:
     return {"port": listener.getsockname()[1]}
 
 
-class Reception:
-    """A thread for each caller, and no more callers without the token at once than the doorkeeper has places for.
+class TokenListener:
+    """A thread for each caller, and no more callers without the token at once than the connection_guard has places for.
     Nobody is shut out for long: a measurement lasts seconds, and strangers may share an address with its callers."""
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._door = Doorkeeper(lambda _: None, time.monotonic, Rules(failures=1 << 30))
+        self._door = ConnectionGuard(lambda _: None, time.monotonic, GuardLimits(failures=1 << 30))
         self._lock = threading.Lock()
 
-    def knock(self, connection: socket.socket, address: str) -> Knock | None:
+    def knock(self, connection: socket.socket, address: str) -> PendingConnection | None:
         with self._lock:
             return self._door.knock(address, lambda: _shut(connection))
 
-    def hear(self, connection: socket.socket, knock: Knock) -> tuple[str, str] | None:
+    def hear(self, connection: socket.socket, knock: PendingConnection) -> tuple[str, str] | None:
         """What somebody with the token wants, or nothing."""
         try:
             said, kind, session = read_call(connection)
@@ -560,7 +560,7 @@ class Reception:
 
 
 def _welcome(listener: socket.socket, token: str) -> None:
-    reception = Reception(token)
+    reception = TokenListener(token)
     while True:
         connection, address = listener.accept()
         if knock := reception.knock(connection, address[0]):
@@ -575,7 +575,7 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(connection: socket.socket, reception: Reception, knock: Knock) -> None:
+def _serve(connection: socket.socket, reception: TokenListener, knock: PendingConnection) -> None:
     with connection, contextlib.suppress(OSError, ValueError):
         wanted = reception.hear(connection, knock)
         if wanted is None:

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.cluster.cluster import Visit, open_cluster, visit
-from shoal.cluster.node import Cargo, Node
+from shoal.cluster.cluster import NodePrograms, open_cluster, visit
+from shoal.cluster.node import Node, RunFiles
 from shoal.config.profile import (
     SMALL_GPT,
     WIDE_GPT,
@@ -28,7 +28,7 @@ from shoal.config.profile import (
     NodeProfile,
     Op,
     Profile,
-    Summary,
+    ProfileSummary,
     TrainingPoint,
     operation_label,
 )
@@ -53,7 +53,7 @@ _SHARED_RATIO = 0.8
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProbeData:
     """`facts` by node are the gauge's, `events` all ranks' own."""
 
     on: str
@@ -67,7 +67,7 @@ class Measured:
         return [event for event in self.events if event["event"] == kind]
 
 
-def assemble(found: Measured, created: str, budget_s: float, took_s: float) -> Profile:
+def assemble(found: ProbeData, created: str, budget_s: float, took_s: float) -> Profile:
     collectives = tuple(_collectives(found))
     trials = tuple(
         ConnectionTrial(connections=event["count"], seconds=event["seconds"]) for event in found.of_kind("connections")
@@ -93,15 +93,15 @@ def summarize(
     links: Sequence[LinkProfile],
     collectives: Sequence[CollectiveProfile],
     trials: Sequence[ConnectionTrial],
-) -> Summary:
+) -> ProfileSummary:
     wires = [link.together_gbps for link in links if link.together_gbps]
     reduce_ = next((entry for entry in collectives if entry.op == "all-reduce"), None)
     if not wires or reduce_ is None:
-        return Summary(nodes=len(nodes))
+        return ProfileSummary(nodes=len(nodes))
     largest = max(reduce_.points, key=lambda point: point.bytes)
     # Where even the largest buffer mostly waits, its figure tells of latency.
     is_bandwidth = reduce_.beta_s_per_byte * largest.bytes >= reduce_.alpha_s
-    return Summary(
+    return ProfileSummary(
         wire_gbps=min(wires),
         bus_gbps=largest.bus_gbps,
         stack_efficiency=largest.bus_gbps / min(wires) if is_bandwidth else None,
@@ -116,7 +116,7 @@ def fastest(trials: Sequence[ConnectionTrial]) -> int:
     return min(trial.connections for trial in trials if _WORTH_IT * trial.seconds <= best)
 
 
-def _collectives(found: Measured) -> list[CollectiveProfile]:
+def _collectives(found: ProbeData) -> list[CollectiveProfile]:
     events = found.of_kind("collective")
     held_out = {_kind(event): event for event in found.of_kind("held-out")}
     kinds = sorted({_kind(event) for event in events}, key=lambda kind: (get_args(Op).index(kind[0]), -kind[1]))
@@ -159,7 +159,7 @@ def _collective(kind: tuple[Op, int], events: Sequence[Event], held_out: Event |
     )
 
 
-def _node(node: Node, found: Measured) -> NodeProfile:
+def _node(node: Node, found: ProbeData) -> NodeProfile:
     facts = found.facts[node.name]
     said = next((event for event in found.of_kind("facts") if event["node"] == node.name), None)
     compute = next((event for event in found.of_kind("compute") if event["node"] == node.name), None)
@@ -192,14 +192,14 @@ def _node(node: Node, found: Measured) -> NodeProfile:
     )
 
 
-def _cores_of_others(node: Node, found: Measured) -> float | None:
+def _cores_of_others(node: Node, found: ProbeData) -> float | None:
     """Of the node's machine: what its kernel counted, less all ranks on it."""
     machine = found.facts[node.name]["machine"]
     here = [name for name, facts in found.facts.items() if facts["machine"] == machine]
     return cores_of_others([event for event in found.of_kind("load") if event["node"] in here])
 
 
-def _paces(node: str, found: Measured) -> Iterator[ModelPace]:
+def _paces(node: str, found: ProbeData) -> Iterator[ModelPace]:
     """Of the node's ranks, its slowest: the others wait for it."""
     said = [event for event in found.of_kind("pace") if event["node"] == node]
     for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in said):
@@ -225,7 +225,7 @@ def _compute(event: Event) -> ComputeProfile:
     )
 
 
-def _notes(found: Measured, nodes: Sequence[NodeProfile]) -> list[str]:
+def _notes(found: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
     notes = []
     if cuts := found.of_kind("cut"):
         left_out = ", ".join(map(_say_cut, cuts))
@@ -278,12 +278,12 @@ def probe(on: str, budget_s: float, say: Say, models: Mapping[str, ModelConfig] 
         say("starting ranks")
         left_s = budget_s - _ENDING_S - (time.monotonic() - began)
         events = _run_ranks(found.on, left_s, {**SMALL, **models} if models else STANDARD, say)
-    measured = Measured(on, found.nodes, facts, links, events, plan.notes)
+    measured = ProbeData(on, found.nodes, facts, links, events, plan.notes)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return assemble(measured, now, budget_s, time.monotonic() - began)
 
 
-def _need_everybody(found: Visit) -> None:
+def _need_everybody(found: NodePrograms) -> None:
     for error in found.unreached.values():
         raise error
 
@@ -291,10 +291,10 @@ def _need_everybody(found: Visit) -> None:
 def _run_ranks(on: str, left_s: float, models: Mapping[str, ModelConfig], say: Say) -> list[Event]:
     with tempfile.TemporaryDirectory(prefix="shoal-probe-") as folder:
         run = RunFolder.create(Path(folder) / "probe")
-        with contextlib.closing(EventLog(run.path / "keeper.jsonl", 0)) as log, _following(run, say):
+        with contextlib.closing(EventLog(run.path / "supervisor.jsonl", 0)) as log, _following(run, say):
             shapes = {name: model.model_dump(mode="json") for name, model in models.items()}
             words = ("--budget-s", f"{max(0.0, left_s):.1f}", "--models", json.dumps(shapes))
-            with open_cluster(on, Cargo(stays=False), lambda text: None) as cluster:
+            with open_cluster(on, RunFiles(stays=False), lambda text: None) as cluster:
                 run_module(RunConfig(on=on), RANKS, words, run, cluster, log)
         return list(run.read_all_events())
 

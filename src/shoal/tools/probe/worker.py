@@ -40,7 +40,7 @@ from shoal.events import EventLog
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World, barrier, beside, join, leave
 from shoal.train.build import hardware, versions
-from shoal.train.compute_speed import Machine, Pacer, halving_s
+from shoal.train.compute_speed import ComputePeaks, ModelTimer, halving_s
 from shoal.train.loop import LoadMeter
 
 # SECTION sync/gauge
@@ -252,7 +252,7 @@ def main() -> int:
 
 
 def gauge(placement: Placement, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
-    machine = Machine() if placement.local_rank == 0 else None
+    machine = ComputePeaks() if placement.local_rank == 0 else None
     world = join(placement, torch.device("cpu"), "gloo")
     load = LoadMeter()
     log.write("facts", node=world.node, interface=world.interface, versions=versions(), hardware=hardware())
@@ -282,7 +282,7 @@ def gauge(placement: Placement, log: EventLog, budget_s: float, models: Mapping[
 
 
 def _pace(world: World, log: EventLog, name: str, model: ModelConfig, budget_s: float) -> None:
-    pacer = Pacer(model)
+    pacer = ModelTimer(model)
     _wait_for_all(world, f"pace/{name}")
     for times in pacer.measure(budget_s):
         shape = model.model_dump(mode="json")

@@ -36,7 +36,7 @@ from shoal.units import spans_of, subtract_spans
 Range = tuple[int, int]
 
 
-class Entry(NamedTuple):
+class Commit(NamedTuple):
     line: int
     step: int
     samples: Range
@@ -52,11 +52,11 @@ class Abandonment(NamedTuple):
 
 
 @dataclass
-class Chapter:
+class LineageLog:
     """What one lineage committed, in the order in which it did."""
 
     lineage: Ballot
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Commit] = field(default_factory=list)
 
     @property
     def steps(self) -> Range:
@@ -75,10 +75,10 @@ class Chapter:
 
 
 @dataclass
-class Pages:
+class CommitLog:
     """A ledger as it was read."""
 
-    chapters: list[Chapter] = field(default_factory=list)
+    chapters: list[LineageLog] = field(default_factory=list)
     abandonments: list[Abandonment] = field(default_factory=list)
     generations: set[Ballot] = field(default_factory=set)
     # Steps, first and last, whose lines a resumed run found to be lost.
@@ -90,9 +90,9 @@ class Pages:
         return {chapter.lineage for chapter in self.chapters}
 
 
-def read_pages(records: Iterable[Event]) -> Pages:
-    pages = Pages()
-    open_chapters: dict[Ballot, Chapter] = {}
+def read_pages(records: Iterable[Event]) -> CommitLog:
+    pages = CommitLog()
+    open_chapters: dict[Ballot, LineageLog] = {}
     seen: set[tuple[int, Ballot, Range]] = set()
     for line, record in enumerate(records):
         if "hole" in record and (hole := _range(record["hole"])) is not None:
@@ -118,27 +118,27 @@ def read_pages(records: Iterable[Event]) -> Pages:
     return pages
 
 
-def _chapter_of(lineage: Ballot, open_chapters: dict[Ballot, Chapter], pages: Pages) -> Chapter:
+def _chapter_of(lineage: Ballot, open_chapters: dict[Ballot, LineageLog], pages: CommitLog) -> LineageLog:
     """Lines of launches without membership are one lineage only as long as nobody else writes in between."""
     if lineage != NEVER:
         open_chapters.pop(NEVER, None)
     if lineage not in open_chapters:
-        open_chapters[lineage] = Chapter(lineage)
+        open_chapters[lineage] = LineageLog(lineage)
         pages.chapters.append(open_chapters[lineage])
     return open_chapters[lineage]
 
 
-def _put_in_order(chapter: Chapter) -> None:
+def _put_in_order(chapter: LineageLog) -> None:
     if chapter.lineage != NEVER:
         chapter.entries.sort(key=lambda entry: (entry.generation, entry.step, entry.line))
 
 
-def _entry(line: int, record: Event) -> tuple[Entry, Ballot] | None:
+def _entry(line: int, record: Event) -> tuple[Commit, Ballot] | None:
     step, samples = record.get("step"), _range(record.get("samples"))
     generation, lineage = read_ballot(record.get("generation")), read_ballot(record.get("lineage"))
     if not is_step(step) or samples is None or generation is None or lineage is None:
         return None
-    return Entry(line, step, samples, generation), lineage
+    return Commit(line, step, samples, generation), lineage
 
 
 def _abandonment(record: Event) -> Abandonment | None:
@@ -159,7 +159,7 @@ def _range(samples: Any) -> Range | None:
     return (first, end) if first <= end else None
 
 
-def ran_at_once(pages: Pages) -> Iterator[tuple[Chapter, Chapter, int]]:
+def ran_at_once(pages: CommitLog) -> Iterator[tuple[LineageLog, LineageLog, int]]:
     """Pairs of lineages that trained the same steps at the same time, and the first of these steps.
 
     A launch that resumes a run begins to write after the last line of the one before it, so it only goes back.
@@ -174,7 +174,7 @@ def ran_at_once(pages: Pages) -> Iterator[tuple[Chapter, Chapter, int]]:
                 yield earlier, later, first
 
 
-class Fork(BaseModel):
+class ForkedSteps(BaseModel):
     """Two lineages that both trained the steps `first` to `last`."""
 
     lineages: tuple[str, str]
@@ -193,7 +193,7 @@ class LedgerReport(BaseModel):
     gaps: list[Range]
     overlaps: list[Range]
     doubles: list[int]
-    forked: list[Fork]
+    forked: list[ForkedSteps]
     redone: int
     abandoned: int
     generations: int
@@ -220,7 +220,7 @@ class _Ledger:
     doubles: set[int] = field(default_factory=set)
     redone: int = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Commit) -> None:
         step, samples = entry.step, entry.samples
         if step <= self.last:
             self._go_back(step, samples[0])
@@ -271,7 +271,7 @@ def _misplaced(ranges: dict[int, Range]) -> list[int]:
     return [step for step, (first, _) in ranges.items() if step - 1 in ranges and ranges[step - 1][1] != first]
 
 
-def _give_up(pages: Pages, given: Abandonment) -> int:
+def _give_up(pages: CommitLog, given: Abandonment) -> int:
     """How many entries no longer stand. The standing lineage may have left the other one a step after the last that
     both surely shared: what it was built on, and nobody else wrote down, stays."""
     others = [chapter for chapter in pages.chapters if chapter.lineage != given.lineage]
@@ -285,12 +285,12 @@ def _give_up(pages: Pages, given: Abandonment) -> int:
     return sum(chapter.take(is_void) for chapter in pages.chapters if chapter.lineage == given.lineage)
 
 
-def _part_forks(pages: Pages) -> list[Fork]:
+def _part_forks(pages: CommitLog) -> list[ForkedSteps]:
     """Names every fork and leaves only its longer branch, so that gaps and overlaps are judged as if that one stood."""
     found = []
     for earlier, later, first in ran_at_once(pages):
         last = min(earlier.steps[1], later.steps[1])
-        found.append(Fork(lineages=(str(earlier.lineage), str(later.lineage)), first=first, last=last))
+        found.append(ForkedSteps(lineages=(str(earlier.lineage), str(later.lineage)), first=first, last=last))
         shorter = later if later.steps[1] <= earlier.steps[1] else earlier
         shorter.take(first.__le__)
     return found

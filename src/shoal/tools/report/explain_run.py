@@ -10,7 +10,7 @@ from shoal.config.sync_choice import choice_in
 from shoal.events import Event
 from shoal.tools.report.figures import ScalingPoint, efficiency, in_order
 from shoal.tools.report.rank_log import is_number, is_step
-from shoal.tools.report.summary import Spread, Summary
+from shoal.tools.report.summary import MinMedianMax, RunSummary
 from shoal.units import (
     DISTURBING_CORES,
     count,
@@ -39,7 +39,7 @@ _WORTH_NAMING = 0.01
 _STOCK = "How long stock DDP's all-reduces took is not measured: only how long ranks stood still for them."
 
 
-def explain_single(summary: Summary) -> str:
+def explain_single(summary: RunSummary) -> str:
     """One paragraph: the split of a step, the cost of the all-reduce, bytes against theory, and who was slowest."""
     if summary.step_s is None:
         return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
@@ -55,14 +55,14 @@ def explain_single(summary: Summary) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _speed(summary: Summary, step_s: Spread) -> str:
+def _speed(summary: RunSummary, step_s: MinMedianMax) -> str:
     where = f"On {ranks(summary.world_size)} a step took {ms(step_s.median)}"
     rate = f", which is {speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
     window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
     return f"{where}{rate}{window}."
 
 
-def _changed(summary: Summary) -> str:
+def _changed(summary: RunSummary) -> str:
     """Figures of a world that came and went say whose they are."""
     changes = sum(not stretch.is_first for stretch in summary.history)
     if not changes:
@@ -71,7 +71,7 @@ def _changed(summary: Summary) -> str:
     return f"Who took part changed {times(changes)}; these figures are of steps that {together}."
 
 
-def _split(summary: Summary, step_s: Spread) -> str:
+def _split(summary: RunSummary, step_s: MinMedianMax) -> str:
     if not summary.phases:
         return "Its phases were not measured (sync.measure=off)."
     named = sorted(_parts(summary, _WORTH_NAMING * step_s.median).items(), key=lambda part: -part[1])
@@ -80,7 +80,7 @@ def _split(summary: Summary, step_s: Spread) -> str:
     return f"Of this time went {join(parts)}."
 
 
-def _parts(summary: Summary, least_s: float) -> dict[str, float]:
+def _parts(summary: RunSummary, least_s: float) -> dict[str, float]:
     """The phases by name; what is not worth a name is with everything else, so that they add up to a step."""
     phases = dict(summary.phases)
     phases["compute"] = phases.pop("forward", 0.0) + phases.pop("backward", 0.0)
@@ -89,7 +89,7 @@ def _parts(summary: Summary, least_s: float) -> dict[str, float]:
     return phases
 
 
-def _allreduce(summary: Summary) -> str:
+def _allreduce(summary: RunSummary) -> str:
     cost = summary.allreduce_s
     if summary.world_size < 2:
         return ""
@@ -100,7 +100,7 @@ def _allreduce(summary: Summary) -> str:
     return f"The all-reduce took {ms(cost.median)} a step (mean {ms(cost.mean)}, p95 {ms(cost.p95)}){behind}."
 
 
-def _bytes(summary: Summary) -> str:
+def _bytes(summary: RunSummary) -> str:
     measured, theory = summary.wire_bytes_per_step, summary.theoretical_bytes_per_step
     if summary.world_size < 2 or not measured or theory is None:
         return ""
@@ -111,7 +111,7 @@ def _bytes(summary: Summary) -> str:
     return f"{sent}, {measured / theory - 1:+.1%} against the {format_si(theory, 'B')} of {of}."
 
 
-def _slowest(summary: Summary, step_s: Spread) -> str:
+def _slowest(summary: RunSummary, step_s: MinMedianMax) -> str:
     """Who waited least was waited for; said only where the wait is worth naming and the ranks differ in it."""
     waits = {rank: one.phases["wait"].median for rank, one in summary.ranks.items() if "wait" in one.phases}
     if len(waits) < 2:
@@ -389,7 +389,7 @@ def choice_record(event: Event) -> ChoiceRecord | None:
     )
 
 
-def explain_choice(asked: SyncConfig, chosen: ChoiceRecord | None, summary: Summary) -> str | None:
+def explain_choice(asked: SyncConfig, chosen: ChoiceRecord | None, summary: RunSummary) -> str | None:
     """None where nothing was to be chosen."""
     if asked.mode != "auto":
         return None
@@ -431,7 +431,7 @@ class PhaseError:
         return self.measured_s - self.predicted_s
 
 
-def phase_errors(prediction: PredictionRecord, summary: Summary) -> list[PhaseError]:
+def phase_errors(prediction: PredictionRecord, summary: RunSummary) -> list[PhaseError]:
     """In the order of a step. Measured phases are those of a typical step, so that they add up."""
     phases = summary.phases
     measured = {
@@ -454,7 +454,7 @@ def say_prediction(prediction: PredictionRecord) -> str:
 
 
 def explain_prediction(
-    prediction: PredictionRecord | None, summary: Summary, chosen: ChoiceRecord | None = None
+    prediction: PredictionRecord | None, summary: RunSummary, chosen: ChoiceRecord | None = None
 ) -> str | None:
     if prediction is None or summary.step_s is None:
         return None
@@ -480,14 +480,14 @@ def explain_prediction(
     return f"{verdict} The difference: {join(reasons)}."
 
 
-def _reason(each: PhaseError, prediction: PredictionRecord, summary: Summary) -> str:
+def _reason(each: PhaseError, prediction: PredictionRecord, summary: RunSummary) -> str:
     amount = f"{NAMES[each.phase]} took {ms(abs(each.difference_s))} {'more' if each.difference_s > 0 else 'less'}"
     reason = _REASONS.get(each.phase)
     why = reason(each, prediction, summary) if reason else ""
     return f"{amount} ({why})" if why else amount
 
 
-def _compute(each: PhaseError, prediction: PredictionRecord, summary: Summary) -> str:
+def _compute(each: PhaseError, prediction: PredictionRecord, summary: RunSummary) -> str:
     if each.difference_s > 0 and summary.other_load is not None and summary.other_load >= DISTURBING_CORES:
         return f"contention: other programs kept {summary.other_load:.1f} cores busy"
     if not prediction.is_measured:
@@ -495,7 +495,7 @@ def _compute(each: PhaseError, prediction: PredictionRecord, summary: Summary) -
     return "cores were slower than probed" if each.difference_s > 0 else "cores were faster than probed"
 
 
-def _exposed(each: PhaseError, prediction: PredictionRecord, summary: Summary) -> str:
+def _exposed(each: PhaseError, prediction: PredictionRecord, summary: RunSummary) -> str:
     if summary.allreduce_s is None:
         return "the exchange itself was not timed"
     took_s, expected_s = summary.allreduce_s.median, prediction.comm_s
@@ -506,7 +506,7 @@ def _exposed(each: PhaseError, prediction: PredictionRecord, summary: Summary) -
     return f"{took}: the wire was {'slower' if took_s > expected_s else 'faster'} than probed"
 
 
-def _wait(each: PhaseError, prediction: PredictionRecord, summary: Summary) -> str:
+def _wait(each: PhaseError, prediction: PredictionRecord, summary: RunSummary) -> str:
     waits = {rank: one.phases["wait"].median for rank, one in summary.ranks.items() if "wait" in one.phases}
     if each.difference_s < 0 or len(waits) < 2:
         return ""

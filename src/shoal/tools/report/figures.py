@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
-from shoal.tools.report.summary import Summary
+from shoal.tools.report.summary import RunSummary
 from shoal.units import format_number
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ScalingPoint(BaseModel):
 _POINTS = TypeAdapter(list[ScalingPoint])
 
 
-def scaling_point(summary: Summary) -> ScalingPoint:
+def scaling_point(summary: RunSummary) -> ScalingPoint:
     """A run as a point of the curve; a run that measured no step has no place on it."""
     if summary.step_s is None or summary.tokens_per_s is None or summary.tokens_per_step is None:
         raise DataError(
@@ -128,7 +128,7 @@ def read_scaling(run: RunFolder) -> list[ScalingPoint]:
         ) from None
 
 
-def _cores(summary: Summary) -> int | None:
+def _cores(summary: RunSummary) -> int | None:
     """Cores of all nodes together, as far as they are known."""
     by_node = {rank.node: rank.hardware.get("cores") for rank in summary.ranks.values()}
     known = [cores for cores in by_node.values() if isinstance(cores, int)]

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shoal.config.load import load_config
-from shoal.config.manifest import ChoiceRecord, Levers, Manifest, NodeRecord, PredictionRecord
+from shoal.config.manifest import ChoiceRecord, Manifest, NodeRecord, PredictionRecord, SyncRecord
 from shoal.config.schema import Config
 from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.prepare import DataFacts, read_facts
@@ -26,12 +26,12 @@ from shoal.tools.report.figures import SCALING_FILE, ScalingPoint, read_scaling,
 from shoal.tools.report.membership import Changes, describe_changes
 from shoal.tools.report.rank_log import is_number
 from shoal.tools.report.replicas import ReplicaReport
-from shoal.tools.report.summary import Summary, summarize, timing_rows
+from shoal.tools.report.summary import RunSummary, summarize, timing_rows
 
 
 def compose_manifest(
     config: Config,
-    summary: Summary,
+    summary: RunSummary,
     replicas: ReplicaReport | None = None,
     scaling: list[ScalingPoint] | None = None,
     data: DataFacts | None = None,
@@ -103,7 +103,7 @@ def compose_manifest(
     )
 
 
-def lesson_notes(summary: Summary, scaling: list[ScalingPoint]) -> str:
+def lesson_notes(summary: RunSummary, scaling: list[ScalingPoint]) -> str:
     """Why N ranks are faster or slower than one where that was measured; where the time went, always."""
     alone = explain_single(summary)
     return f"{explain(scaling)} {alone}" if len(scaling) > 1 else alone
@@ -119,7 +119,7 @@ def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
     return fresh.model_copy(update=kept)
 
 
-def _carrier(summary: Summary) -> str | None:
+def _carrier(summary: RunSummary) -> str | None:
     """Between ranks of one machine gradients may go through memory, and between machines never."""
     group = _text(summary.start, "backend")
     if _text(summary.start, "inside") in (None, "gloo") or group is None:
@@ -128,13 +128,13 @@ def _carrier(summary: Summary) -> str | None:
     return "shared memory" if len(machines) == 1 else f"shared memory, {group} between machines"
 
 
-def _speeds(summary: Summary, scaling: list[ScalingPoint]) -> dict[int, float]:
+def _speeds(summary: RunSummary, scaling: list[ScalingPoint]) -> dict[int, float]:
     """Every rank count that was measured; the run's own speed stands where the experiment has no point for it."""
     own = {summary.world_size: summary.tokens_per_s} if summary.tokens_per_s else {}
     return dict(sorted({**own, **{point.ranks: point.tokens_per_s for point in scaling}}.items()))
 
 
-def _nodes(summary: Summary) -> list[NodeRecord]:
+def _nodes(summary: RunSummary) -> list[NodeRecord]:
     first = {rank.node: rank for rank in reversed(summary.ranks.values())}
     ranks_on = Counter(rank.node for rank in summary.ranks.values())
     records = []
@@ -157,8 +157,8 @@ def _nodes(summary: Summary) -> list[NodeRecord]:
     return records
 
 
-def _levers(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> Levers:
-    return Levers(
+def _levers(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> SyncRecord:
+    return SyncRecord(
         accumulation=_whole(start, "share"),
         bucket_mb=_bucket_mb(config, start),
         overlap=config.sync.measure != "barrier",
@@ -223,7 +223,7 @@ def current_manifest(run: RunFolder, replicas: ReplicaReport | None = None) -> M
 
 
 def manifest_of(
-    run: RunFolder, summary: Summary, replicas: ReplicaReport | None, scaling: list[ScalingPoint]
+    run: RunFolder, summary: RunSummary, replicas: ReplicaReport | None, scaling: list[ScalingPoint]
 ) -> Manifest:
     prediction = read_prediction(run)
     changes = describe_changes(summary.history, read_commits(run), _read_journals(run))
@@ -234,7 +234,8 @@ def manifest_of(
 
 
 def _read_commands(run: RunFolder) -> list[str]:
-    """What was typed, from the keeper's orders; another launcher leaves none, and on a guest's machine nothing was."""
+    """What was typed, from the supervisor's orders; another launcher leaves none, and on a guest's machine nothing
+    was."""
     try:
         found = json.loads(run.job.read_bytes()).get("commands", [])
     except (OSError, ValueError, AttributeError):

@@ -26,7 +26,7 @@ Logs = dict[int, RankLog]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class GenerationSpan:
     """A generation as its ranks saw it. It began after `step`; nobody of it trained for `lost_s` before. `stands` is
     false where its lineage was given up for another one."""
 
@@ -88,20 +88,20 @@ def measured_size(logs: Logs) -> int | None:
     return max(steps, key=lambda size: (steps[size], size)) or None
 
 
-def history(logs: Logs) -> tuple[Stretch, ...]:
+def history(logs: Logs) -> tuple[GenerationSpan, ...]:
     """Every generation that somebody entered, in order."""
-    standing = Standing(logs)
+    standing = FinalLineage(logs)
     by_name: dict[Ballot, list[Entered]] = {}
     for entered in _all_entered(logs):
         by_name.setdefault(entered.generation, []).append(entered)
     return tuple(_stretch(entries, standing) for _, entries in sorted(by_name.items()))
 
 
-def _stretch(entries: list[Entered], standing: Standing) -> Stretch:
+def _stretch(entries: list[Entered], standing: FinalLineage) -> GenerationSpan:
     any_of_them = entries[0]
     # A rank that came in has not lost the time that it waited outside.
     stayed = [entered for entered in entries if entered.how != "joined"] or entries
-    return Stretch(
+    return GenerationSpan(
         generation=any_of_them.generation,
         lineage=any_of_them.lineage,
         ids=any_of_them.ids,
@@ -113,7 +113,7 @@ def _stretch(entries: list[Entered], standing: Standing) -> Stretch:
     )
 
 
-class Standing:
+class FinalLineage:
     """Which steps belong to the model that the run ended with.
 
     A lineage follows another one where a rank went from one to the other with the state it had, or where all ranks
@@ -199,7 +199,7 @@ class Changes:
     abandoned_steps: int
 
 
-def describe_changes(history: Sequence[Stretch], commits: Sequence[Event], journals: Iterable[Event]) -> Changes:
+def describe_changes(history: Sequence[GenerationSpan], commits: Sequence[Event], journals: Iterable[Event]) -> Changes:
     said = list(journals)
     ledger = check_ledger(commits)
     standing = [stretch for stretch in history if stretch.stands]
@@ -226,7 +226,7 @@ def cost_sentence(recoveries: Sequence[RecoveryRecord], abandoned_steps: int, re
 
 
 def _recoveries(
-    history: Sequence[Stretch], first_commits: dict[Ballot, float], sentences: dict[Ballot, str]
+    history: Sequence[GenerationSpan], first_commits: dict[Ballot, float], sentences: dict[Ballot, str]
 ) -> list[RecoveryRecord]:
     return [
         RecoveryRecord(
@@ -243,21 +243,21 @@ def _recoveries(
     ]
 
 
-def _seconds(stretch: Stretch, committed_at: float | None) -> float | None:
+def _seconds(stretch: GenerationSpan, committed_at: float | None) -> float | None:
     """From when the first of its ranks stopped training to when the next step was done."""
     if committed_at is None:
         return None
     return round(max(committed_at - stretch.began_at, 0.0) + stretch.lost_s, 3)
 
 
-def _before(stretch: Stretch, earlier: Sequence[Stretch]) -> Stretch | None:
+def _before(stretch: GenerationSpan, earlier: Sequence[GenerationSpan]) -> GenerationSpan | None:
     """What its ranks were in before: of its own lineage, if there is one."""
     kin = [each for each in earlier if each.lineage == stretch.lineage]
     shared = [each for each in earlier if set(each.ids) & set(stretch.ids)]
     return next(reversed(kin or shared), None)
 
 
-def _own_sentence(stretch: Stretch, before: Stretch | None) -> str:
+def _own_sentence(stretch: GenerationSpan, before: GenerationSpan | None) -> str:
     """Where no agent's journal has one."""
     was = set(before.ids) if before else set()
     left, joined = sorted(was - set(stretch.ids)), sorted(set(stretch.ids) - was)

@@ -42,7 +42,7 @@ from shoal.tools.report.figures import (
 from shoal.tools.report.manifest import manifest_of
 from shoal.tools.report.membership import cost_sentence
 from shoal.tools.report.rank_log import Floats, Steps
-from shoal.tools.report.summary import RankSummary, Summary, summarize
+from shoal.tools.report.summary import RankSummary, RunSummary, summarize
 from shoal.units import count, format_count, format_number, format_share, format_si, ms
 
 # SECTION report/sections
@@ -53,7 +53,7 @@ NOTHING = "–"
 _ELSEWHERE = {"lesson_notes", "choice_notes", "recoveries", "membership_notes", "shoal_manifest"}
 
 
-def key_figures(manifest: Manifest, summary: Summary) -> str:
+def key_figures(manifest: Manifest, summary: RunSummary) -> str:
     """What somebody wants to know who looks at the page for three seconds."""
     exposed = manifest.phases.get("exposed", 0.0) + manifest.phases.get("wait", 0.0)
     share = format_share(exposed, manifest.step_s_measured or 0)
@@ -96,7 +96,7 @@ def choice_section(manifest: Manifest) -> str:
     return f"<p>{escape(manifest.choice_notes)}</p>" if manifest.choice_notes else ""
 
 
-def prediction_section(manifest: Manifest, summary: Summary) -> str:
+def prediction_section(manifest: Manifest, summary: RunSummary) -> str:
     """Nothing where nobody predicted, or nothing has been measured yet."""
     prediction, measured_s = manifest.prediction, manifest.step_s_measured
     if prediction is None or measured_s is None:
@@ -114,15 +114,15 @@ def _compared(name: str, predicted_s: float, measured_s: float) -> list[str]:
     return [name, f"{predicted_s * 1e3:.1f}", f"{measured_s * 1e3:.1f}", f"{difference_s * 1e3:+.1f}"]
 
 
-def faults_section(summary: Summary) -> str:
+def faults_section(summary: RunSummary) -> str:
     return "".join(_notice("fault", fault) for fault in summary.faults)
 
 
-def warnings_section(summary: Summary) -> str:
+def warnings_section(summary: RunSummary) -> str:
     return "".join(_notice("warning", warning) for warning in summary.warnings)
 
 
-def ranks_section(summary: Summary) -> str:
+def ranks_section(summary: RunSummary) -> str:
     rows = [
         [
             rank.rank,
@@ -254,11 +254,11 @@ _BAR_PX = 34
 _MOST_MARKS = 40
 
 
-def has_changed(summary: Summary) -> bool:
+def has_changed(summary: RunSummary) -> bool:
     return any(not stretch.is_first for stretch in summary.history)
 
 
-def members_chart(summary: Summary) -> Figure:
+def members_chart(summary: RunSummary) -> Figure:
     """One colour a lineage; one that was given up is hatched where it does not count."""
     ranks = [rank for rank in summary.took_part.values() if rank.spans]
     stands = {stretch.generation: stretch.stands for stretch in summary.history}
@@ -273,7 +273,7 @@ def members_chart(summary: Summary) -> Figure:
     return {"data": traces, "layout": _layout(summary, [_name(rank) for rank in ranks])}
 
 
-def members_section(summary: Summary, manifest: Manifest, chart: str) -> str:
+def members_section(summary: RunSummary, manifest: Manifest, chart: str) -> str:
     """Nothing where nobody came or went."""
     if not has_changed(summary):
         return ""
@@ -303,7 +303,7 @@ def _trace(bars: dict[str, list[Any]], lineage: Ballot, colour: str, counts: boo
     return {"type": "bar", "orientation": "h", "name": name, "marker": look, "width": 0.55, **bars, **shown}
 
 
-def _layout(summary: Summary, names: list[str]) -> Figure:
+def _layout(summary: RunSummary, names: list[str]) -> Figure:
     """A dotted line where a generation begins, with its number above; too many of them would hide the bars."""
     marks = [stretch for stretch in summary.history if not stretch.is_first][:_MOST_MARKS]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": IDEAL, "width": 1, "dash": "dot"}}
@@ -345,7 +345,7 @@ Figure = dict[str, Any]
 MAX_POINTS = 1000
 
 
-def charts(summary: Summary, scaling: list[ScalingPoint]) -> dict[str, Figure]:
+def charts(summary: RunSummary, scaling: list[ScalingPoint]) -> dict[str, Figure]:
     """Every figure that has something to show, by the id of its place on the page."""
     figures: dict[str, Figure] = {}
     if len(summary.loss):
@@ -361,7 +361,7 @@ def charts(summary: Summary, scaling: list[ScalingPoint]) -> dict[str, Figure]:
     return figures
 
 
-def loss_chart(summary: Summary) -> Figure:
+def loss_chart(summary: RunSummary) -> Figure:
     steps, loss = thin_keeping_extremes(summary.loss_steps, summary.loss)
     traces = [_line("training", steps, loss, MEASURED)]
     if summary.val_loss:
@@ -384,7 +384,7 @@ def steps_chart(rank: RankSummary) -> Figure:
     return _without_legend(_figure(traces, x="step", y="ms per step"))
 
 
-def medians_chart(summary: Summary) -> Figure:
+def medians_chart(summary: RunSummary) -> Figure:
     ranks = [rank for rank in summary.ranks.values() if rank.phases]
     names = [f"rank {rank.rank}" for rank in ranks]
     traces = []
@@ -492,7 +492,9 @@ def write_report(run: RunFolder, scaling: list[ScalingPoint] | None = None, out:
     return file
 
 
-def render_page(summary: Summary, manifest: Manifest, scaling: list[ScalingPoint] | None = None, name: str = "") -> str:
+def render_page(
+    summary: RunSummary, manifest: Manifest, scaling: list[ScalingPoint] | None = None, name: str = ""
+) -> str:
     """The whole page as text; `name` is the run's, for its title."""
     # Imported here because plotly takes as long to import as a short command takes to run.
     from plotly.offline import get_plotlyjs
@@ -518,7 +520,7 @@ def embed_json(value: object) -> str:
 
 
 def _body(
-    summary: Summary, manifest: Manifest, points: list[ScalingPoint], figures: dict[str, Figure], name: str
+    summary: RunSummary, manifest: Manifest, points: list[ScalingPoint], figures: dict[str, Figure], name: str
 ) -> str:
     parts = [
         _head(manifest, name),
@@ -550,12 +552,12 @@ def _day(created: str | None) -> str:
     return created[:16].replace("T", " ") + " UTC" if created else ""
 
 
-def _lesson(summary: Summary, points: list[ScalingPoint]) -> str:
+def _lesson(summary: RunSummary, points: list[ScalingPoint]) -> str:
     texts = [explain(points)] if len(points) > 1 else []
     return "".join(f'<p class="lesson">{escape(text)}</p>' for text in [*texts, explain_single(summary)])
 
 
-def _times(summary: Summary, figures: dict[str, Figure]) -> str:
+def _times(summary: RunSummary, figures: dict[str, Figure]) -> str:
     if "medians" not in figures:
         return ""
     window = f" over steps {summary.measured[0]}–{summary.measured[1]}" if summary.measured else ""

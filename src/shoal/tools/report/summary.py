@@ -15,9 +15,9 @@ from shoal.cost.network import ring_bytes
 from shoal.errors import PeerLost
 from shoal.events import Event
 from shoal.tools.report.membership import (
+    FinalLineage,
+    GenerationSpan,
     Logs,
-    Standing,
-    Stretch,
     elsewhere,
     history,
     last_members,
@@ -35,7 +35,7 @@ def losses(logs: Logs, longest: RankLog) -> tuple[Steps, Floats]:
     recorded that led to the model at the end."""
     if not any(log.entered for log in logs.values()):
         return longest.steps, longest.column("loss")
-    standing = Standing(logs)
+    standing = FinalLineage(logs)
     found: dict[int, tuple[Ballot, float]] = {}
     for log in logs.values():
         rows = zip(log.steps.tolist(), log.column("loss").tolist(), log.generations(), strict=True)
@@ -48,7 +48,7 @@ def losses(logs: Logs, longest: RankLog) -> tuple[Steps, Floats]:
 
 
 def val_losses(logs: Logs) -> dict[int, float]:
-    standing = Standing(logs)
+    standing = FinalLineage(logs)
     return {
         step: loss
         for log in logs.values()
@@ -62,7 +62,7 @@ Status = Literal["finished", "interrupted", "failed", "unfinished"]
 
 
 @dataclass(frozen=True)
-class Spread:
+class MinMedianMax:
     mean: float
     median: float
     p95: float
@@ -78,10 +78,10 @@ class RankSummary:
     shard: Event
     steps: Steps
     series: dict[str, Floats]
-    step_s: Spread | None
-    phases: dict[str, Spread]
+    step_s: MinMedianMax | None
+    phases: dict[str, MinMedianMax]
     typical: dict[str, float]
-    allreduce_s: Spread | None
+    allreduce_s: MinMedianMax | None
     spans: tuple[Span, ...]
 
     @property
@@ -95,7 +95,7 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """A run in figures. What was never recorded is None, an empty dictionary or an empty curve. `phases` add up to the
     median of `step_s`. `hidden_s` is the part of the median of `allreduce_s` that lay behind backward.
 
@@ -105,7 +105,7 @@ class Summary:
     status: Status
     world_size: int
     members: tuple[int, ...]
-    history: tuple[Stretch, ...]
+    history: tuple[GenerationSpan, ...]
     took_part: dict[int, RankSummary]
     ranks: dict[int, RankSummary]
     started_at: float | None
@@ -113,10 +113,10 @@ class Summary:
     steps_done: int
     measured: tuple[int, int] | None
     tokens_per_step: float | None
-    step_s: Spread | None
+    step_s: MinMedianMax | None
     tokens_per_s: float | None
     phases: dict[str, float]
-    allreduce_s: Spread | None
+    allreduce_s: MinMedianMax | None
     hidden_s: float | None
     wire_bytes_per_step: float | None
     theoretical_bytes_per_step: float | None
@@ -143,7 +143,7 @@ class Summary:
         return self.val_loss[max(self.val_loss)] if self.val_loss else None
 
 
-def summarize(events: Iterable[Event]) -> Summary:
+def summarize(events: Iterable[Event]) -> RunSummary:
     """Figures are medians, means and 95th percentiles over the second half of the steps since the last start; where
     the world changed in between, of the steps that `measured_size` says."""
     everybody = collect(events)
@@ -160,7 +160,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     step_s = spread(_pooled(logs, "step_s"))
     tokens = spread(_pooled(logs, "tokens"))
     allreduce_s = spread(_pooled(logs, "allreduce_s"))
-    return Summary(
+    return RunSummary(
         status=_status(last, len(members) - len(elsewhere(everybody))),
         world_size=world_size,
         members=members,
@@ -200,11 +200,11 @@ def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
             yield {"step": step, "rank": rank, **{name: time for name, time in times.items() if np.isfinite(time)}}
 
 
-def spread(values: Floats) -> Spread | None:
+def spread(values: Floats) -> MinMedianMax | None:
     values = values[np.isfinite(values)]
     if not len(values):
         return None
-    return Spread(float(values.mean()), float(np.median(values)), float(np.percentile(values, 95)))
+    return MinMedianMax(float(values.mean()), float(np.median(values)), float(np.percentile(values, 95)))
 
 
 def _summarize_rank(log: RankLog) -> RankSummary:
@@ -280,7 +280,7 @@ def _typical_phases(logs: Collection[RankLog], step_s: float) -> dict[str, float
     return {phase: seconds / whole_s * step_s for phase, seconds in (total_s | {"other": whole_s - named_s}).items()}
 
 
-def _hidden(logs: Collection[RankLog], allreduce_s: Spread | None) -> float | None:
+def _hidden(logs: Collection[RankLog], allreduce_s: MinMedianMax | None) -> float | None:
     """The part of the median all-reduce that lay behind backward: its share in the steps from which the phases are, so
     that it goes with their exposed communication and wait."""
     total_s = dict.fromkeys(OF_EXCHANGE, 0.0)

@@ -2,7 +2,7 @@
 
 Three accounts of a training are written independently: the ledger, the events of each rank, and the checkpoints with
 the final states. A file that was cut, edited, exchanged or lost disagrees with the other two. Each disagreement is a
-`Finding` that names the file.
+`VerifyFinding` that names the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FACTS = (
 )  # fmt: skip
 
 
-class Finding(BaseModel):
+class VerifyFinding(BaseModel):
     """One thing that is not as it should be, in one file. `is_wrong` is false for what could not be checked."""
 
     file: str
@@ -49,7 +49,7 @@ class Finding(BaseModel):
     is_wrong: bool = True
 
 
-class Verdict(BaseModel):
+class VerifyResult(BaseModel):
     """`status` is how the run ended by its events: finished, interrupted, or unfinished. `replicas` is None where there
     are no final states to compare; `step` is the last one that the ledger has."""
 
@@ -57,7 +57,7 @@ class Verdict(BaseModel):
     step: int
     replicas: ReplicaReport | None
     ledger: LedgerReport
-    findings: list[Finding]
+    findings: list[VerifyFinding]
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -75,16 +75,16 @@ class _Folder:
     commits: list[Event] = field(default_factory=list)
     lines: list[bytes] = field(default_factory=list)
     events: dict[int, list[Event]] = field(default_factory=dict)
-    keeper: list[Event] = field(default_factory=list)
+    supervisor: list[Event] = field(default_factory=list)
     logs: Logs = field(default_factory=dict)
     torn: list[Path] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[VerifyFinding] = field(default_factory=list)
 
     def wrong(self, path: Path, text: str) -> None:
-        self.findings.append(Finding(file=_name(self.run, path), text=text))
+        self.findings.append(VerifyFinding(file=_name(self.run, path), text=text))
 
     def unknown(self, path: Path, text: str) -> None:
-        self.findings.append(Finding(file=_name(self.run, path), text=text, is_wrong=False))
+        self.findings.append(VerifyFinding(file=_name(self.run, path), text=text, is_wrong=False))
 
     def locked(self, path: Path) -> None:
         """What this user may not read says nothing about the run."""
@@ -134,7 +134,7 @@ class _Folder:
         known = self.read_configs
         if not known or self.config is None or (now := _sha256(self.run.config)) in known:
             return False
-        for event in self.keeper:
+        for event in self.supervisor:
             if event.get("event") == "config" and event.get("before") in known:
                 known.add(str(event.get("after")))
         return now in known
@@ -150,7 +150,7 @@ class _Folder:
         return found
 
 
-def verify_run(run: RunFolder) -> Verdict:
+def verify_run(run: RunFolder) -> VerifyResult:
     folder = _read(run)
     ledger = check_ledger(folder.commits)
     if not ledger.ok:
@@ -166,7 +166,7 @@ def verify_run(run: RunFolder) -> Verdict:
     _check_checkpoints(folder, ledger)
     replicas = _check_states(folder)
     _check_manifest(folder)
-    return Verdict(
+    return VerifyResult(
         status=folder.status, step=ledger.last, replicas=replicas, ledger=ledger, findings=_once(folder.findings)
     )
 
@@ -187,8 +187,8 @@ def _read(run: RunFolder) -> _Folder:
         foreign = sum(event.get("rank") != rank for event in folder.events[rank])
         if foreign:
             folder.wrong(path, f"{foreign} of its lines are not of rank {rank}")
-    if run.keeper.exists():
-        folder.keeper = list(_records(folder, run.keeper))
+    if run.supervisor.exists():
+        folder.supervisor = list(_records(folder, run.supervisor))
     for path in run.journals():
         for _ in _records(folder, path):
             pass
@@ -268,13 +268,13 @@ def _check_ending(folder: _Folder) -> None:
     steps = {end.get("step") for end in ends.values()}
     if len(steps) > 1:
         folder.wrong(folder.run.path / "events", f"the ranks ended at different steps: {sorted(map(str, steps))}")
-    last = folder.keeper[-1] if folder.keeper else {}
+    last = folder.supervisor[-1] if folder.supervisor else {}
     if last.get("event") == "ended" and last.get("code") == 0:
         for rank in folder.members:
             if rank in folder.logs and folder.logs[rank].ended != "finished":
                 folder.wrong(
                     folder.run.events(rank),
-                    f"rank {rank} has no end, although {folder.run.keeper.name} says it finished",
+                    f"rank {rank} has no end, although {folder.run.supervisor.name} says it finished",
                 )
     if folder.status == "finished" and folder.config is not None and steps:
         planned = folder.newest_start.get("steps") if folder.is_config_to_come else folder.config.train.steps
@@ -483,7 +483,7 @@ def _check_state(folder: _Folder, path: Path, digests: list[Event]) -> None:
 
 def _check_manifest(folder: _Folder) -> None:
     """It follows from the other files, so that a change of it or of them shows. Only of a run that was summed up."""
-    path, last = folder.run.manifest, folder.keeper[-1] if folder.keeper else {}
+    path, last = folder.run.manifest, folder.supervisor[-1] if folder.supervisor else {}
     if last.get("event") != "ended" or folder.config is None or folder.status == "unfinished":
         return
     try:
@@ -547,7 +547,7 @@ def _last_step(events: Iterable[Event]) -> int:
     return last
 
 
-def _once(findings: Iterable[Finding]) -> list[Finding]:
+def _once(findings: Iterable[VerifyFinding]) -> list[VerifyFinding]:
     return list({(finding.file, finding.text): finding for finding in findings}.values())
 
 

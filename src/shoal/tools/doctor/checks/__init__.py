@@ -8,24 +8,26 @@ from typing import Any
 from shoal.cluster.node import Node
 from shoal.errors import ShoalError
 from shoal.tools.doctor.checks import machine, network, reach
-from shoal.tools.doctor.facts import Finding, Scene, Severity
+from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity
 
-Check = Callable[[Scene], Iterator[Finding]]
+Check = Callable[[ClusterFacts], Iterator[Finding]]
 
 
-def unreached(scene: Scene) -> Iterator[Finding]:
+def unreached(scene: ClusterFacts) -> Iterator[Finding]:
     for name, error in scene.unreached.items():
         yield Finding(
             "reach.host", Severity.ERROR, name, error.seen, error.why or "nothing can be started there", error.fix
         )
 
 
-def unseen(scene: Scene) -> Iterator[Finding]:
-    """A topic that the scout stumbled over must not pass for a healthy one."""
+def unseen(scene: ClusterFacts) -> Iterator[Finding]:
+    """A topic that the collector stumbled over must not pass for a healthy one."""
     for name, facts in scene.facts.items():
         for topic, error in facts.get("failed", {}).items():
             meaning = f"checks of {topic} were left out for this machine"
-            yield Finding("scout.failed", Severity.INFO, name, f"the scout could not see {topic}: {error}", meaning)
+            yield Finding(
+                "collector.failed", Severity.INFO, name, f"the collector could not see {topic}: {error}", meaning
+            )
 
 
 CHECKS: tuple[Check, ...] = (
@@ -63,7 +65,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def judge(scene: Scene) -> list[Finding]:
+def judge(scene: ClusterFacts) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(scene)]
 
 
@@ -115,7 +117,7 @@ CHECK_IDS_CHECKS = {
     "speed.lid": "closing the lid does not put it to sleep",
     "speed.load": "no other program takes its cores",
     "speed.run": "no other run of shoal takes them",
-    "scout.failed": "everything could be looked at",
+    "collector.failed": "everything could be looked at",
 }
 
 
@@ -126,7 +128,7 @@ CHECK_IDS_CHECKS = {
 Members = tuple[int, ...]
 
 
-def judge_proof(scene: Scene, proofs: Sequence[dict[str, Any]], error: ShoalError | None) -> list[Finding]:
+def judge_proof(scene: ClusterFacts, proofs: Sequence[dict[str, Any]], error: ShoalError | None) -> list[Finding]:
     """Nothing when every pair and the whole group went well. A group that fails because a pair does is no news."""
     said: dict[Members, str] = {}
     for proof in proofs:
@@ -139,7 +141,7 @@ def judge_proof(scene: Scene, proofs: Sequence[dict[str, Any]], error: ShoalErro
     return pairs or groups
 
 
-def _pair(scene: Scene, members: Members, said: str) -> Finding:
+def _pair(scene: ClusterFacts, members: Members, said: str) -> Finding:
     dialer, listener = scene.dialling(*(_owner(scene, member) for member in members))
     passed = scene.trial(dialer.name, listener.name, "tcp")
     meaning = f"{dialer.name} dials {listener.name}, and gloo's exchange between them fails"
@@ -148,11 +150,11 @@ def _pair(scene: Scene, members: Members, said: str) -> Finding:
     return Finding("proof.gloo", Severity.ERROR, listener.name, said, meaning)
 
 
-def _group(scene: Scene, members: Members, said: str) -> Finding:
+def _group(scene: ClusterFacts, members: Members, said: str) -> Finding:
     names = ", ".join(dict.fromkeys(_owner(scene, member).name for member in members))
     return Finding("proof.group", Severity.ERROR, "", said, f"each two of {names} can exchange gradients, all cannot")
 
 
-def _owner(scene: Scene, rank: int) -> Node:
+def _owner(scene: ClusterFacts, rank: int) -> Node:
     """Ranks count through the nodes in their order."""
     return [node for node in scene.nodes for _ in range(node.slots)][rank]

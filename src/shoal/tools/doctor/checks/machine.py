@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.cluster.node import Node
 from shoal.tools.doctor.collect.machine import TEMPORARY
-from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity, again, same_versions, sudo
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, again, same_versions, sudo
 from shoal.units import format_duration, format_si
 
 _CLOCK_S = 1.0
@@ -20,7 +20,7 @@ _CLOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Trait:
-    """`of` takes it from what a scout saw of its machine; None where there is nothing to compare."""
+    """`of` takes it from what a collector saw of its machine; None where there is nothing to compare."""
 
     id: str
     words: str
@@ -61,17 +61,17 @@ def release(version: str | None) -> str | None:
     return None if version is None else version.partition("+")[0]
 
 
-def kinds(scene: Scene) -> Iterator[Finding]:
+def kinds(scene: ClusterFacts) -> Iterator[Finding]:
     for trait in _KINDS:
         yield from _odd_ones(scene, trait)
 
 
-def versions(scene: Scene) -> Iterator[Finding]:
+def versions(scene: ClusterFacts) -> Iterator[Finding]:
     for trait in _VERSIONS:
         yield from _odd_ones(scene, trait)
 
 
-def _odd_ones(scene: Scene, trait: Trait) -> Iterator[Finding]:
+def _odd_ones(scene: ClusterFacts, trait: Trait) -> Iterator[Finding]:
     values = {name: value for name, seen in _machines(scene).items() if (value := trait.of(seen)) is not None}
     common = majority(list(values.values()))
     for name, value in values.items():
@@ -94,7 +94,7 @@ def majority(values: list[object]) -> object:
     return max(values, key=lambda value: counts[value], default=None)
 
 
-def no_torch(scene: Scene) -> Iterator[Finding]:
+def no_torch(scene: ClusterFacts) -> Iterator[Finding]:
     for name, seen in _machines(scene).items():
         if seen["torch"] is None:
             yield Finding(
@@ -108,7 +108,7 @@ def no_torch(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def clocks(scene: Scene) -> Iterator[Finding]:
+def clocks(scene: ClusterFacts) -> Iterator[Finding]:
     """Against each other. The machine that asked has a say in who is wrong, and no more than that."""
     offsets = {name: facts["clock"] for name, facts in scene.facts.items() if "clock" in facts}
     if not any(_apart(one, other) for one, other in combinations(offsets.values(), 2)):
@@ -135,7 +135,7 @@ def _apart(one: dict[str, float], other: dict[str, float]) -> bool:
     return abs(one["offset_s"] - other["offset_s"]) > _CLOCK_S + doubt_s
 
 
-def _machines(scene: Scene) -> dict[str, dict[str, Any]]:
+def _machines(scene: ClusterFacts) -> dict[str, dict[str, Any]]:
     return {name: facts["machine"] for name, facts in scene.facts.items() if facts.get("machine")}
 
 
@@ -151,7 +151,7 @@ _FEW_FILES = 1000
 _MEMORY_ERROR, _MEMORY_WARNING = 300e6, 1e9
 
 
-def memory(scene: Scene) -> Iterator[Finding]:
+def memory(scene: ClusterFacts) -> Iterator[Finding]:
     for node, seen in _seen(scene, "memory"):
         if seen and seen["available"] < _MEMORY_WARNING:
             yield Finding(
@@ -166,13 +166,13 @@ def memory(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def disks(scene: Scene) -> Iterator[Finding]:
+def disks(scene: ClusterFacts) -> Iterator[Finding]:
     for node, seen in _seen(scene, "disks"):
         for disk in seen or ():
             yield from _read_only(scene, node, disk) if disk["read_only"] else _full(scene, node, disk)
 
 
-def _full(scene: Scene, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
+def _full(scene: ClusterFacts, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
     free, files, place = disk["free"], disk["files_free"], shlex.quote(disk["path"])
     few_files = files is not None and files < _FEW_FILES
     enough = _TEMPORARY_WARNING if disk["for"] == [TEMPORARY] else _DISK_WARNING
@@ -190,7 +190,7 @@ def _full(scene: Scene, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
     )
 
 
-def _read_only(scene: Scene, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
+def _read_only(scene: ClusterFacts, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
     place = shlex.quote(disk["path"])
     yield Finding(
         "disk.readonly",
@@ -202,7 +202,7 @@ def _read_only(scene: Scene, node: str, disk: dict[str, Any]) -> Iterator[Findin
     )
 
 
-def _seen(scene: Scene, topic: str) -> Iterator[tuple[str, Any]]:
+def _seen(scene: ClusterFacts, topic: str) -> Iterator[tuple[str, Any]]:
     return ((node, facts.get("machine", {}).get(topic)) for node, facts in scene.facts.items())
 
 
@@ -220,7 +220,7 @@ _CHOOSES = ("intel_pstate", "amd-pstate-epp")
 Seen = dict[str, Any]
 
 
-def cores(scene: Scene) -> Iterator[Finding]:
+def cores(scene: ClusterFacts) -> Iterator[Finding]:
     """One line a machine: what a run will use of it."""
     for node, _, seen in _machines_speed(scene):
         have, memory = seen["cores"], seen.get("memory", {})
@@ -248,7 +248,7 @@ def _cores(have: Seen) -> str:
     return text if have["quota"] is None else f"{text}, of which a container may use {have['quota']:g}"
 
 
-def frequency(scene: Scene) -> Iterator[Finding]:
+def frequency(scene: ClusterFacts) -> Iterator[Finding]:
     for node, facts, seen in _machines_speed(scene):
         clock = seen.get("frequency")
         if not clock or clock["at_work_khz"] >= least_khz(clock):
@@ -262,7 +262,7 @@ def least_khz(clock: Seen) -> float:
     return float(_OF_BASE * base if base else _OF_MOST * clock["most_khz"])
 
 
-def _governor(scene: Scene, node: Node, facts: Facts, clock: Seen) -> Finding:
+def _governor(scene: ClusterFacts, node: Node, facts: Facts, clock: Seen) -> Finding:
     return Finding(
         "speed.governor",
         Severity.WARNING,
@@ -274,7 +274,7 @@ def _governor(scene: Scene, node: Node, facts: Facts, clock: Seen) -> Finding:
     )
 
 
-def _held_down(scene: Scene, node: Node, facts: Facts, clock: Seen) -> Finding:
+def _held_down(scene: ClusterFacts, node: Node, facts: Facts, clock: Seen) -> Finding:
     """By a limit that somebody set, which a command lifts; or by heat, firmware or a weak charger, which none does."""
     capped = clock["allowed_khz"] < least_khz(clock)
     return Finding(
@@ -300,7 +300,7 @@ def _hertz(khz: int) -> str:
     return format_si(khz * 1e3, "Hz")
 
 
-def throttled(scene: Scene) -> Iterator[Finding]:
+def throttled(scene: ClusterFacts) -> Iterator[Finding]:
     """Every laptop has been too hot once; what counts is now."""
     for node, _, seen in _machines_speed(scene):
         counts = seen.get("throttled")
@@ -317,7 +317,7 @@ def throttled(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def power(scene: Scene) -> Iterator[Finding]:
+def power(scene: ClusterFacts) -> Iterator[Finding]:
     for node, _, seen in _machines_speed(scene):
         supply = seen.get("power")
         if supply and supply["on_battery"]:
@@ -332,7 +332,7 @@ def power(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def lid(scene: Scene) -> Iterator[Finding]:
+def lid(scene: ClusterFacts) -> Iterator[Finding]:
     for node, facts, seen in _machines_speed(scene):
         if (actions := seen.get("lid")) and (doing := _sleeping(actions)):
             as_root = sudo(facts)
@@ -354,7 +354,7 @@ def _sleeping(actions: dict[str, str]) -> str:
     return " and ".join(f"{action} ({where.replace('_', ' ')})" for where, action in asleep.items())
 
 
-def load(scene: Scene) -> Iterator[Finding]:
+def load(scene: ClusterFacts) -> Iterator[Finding]:
     """Never more than a remark: a moment later it may be over."""
     for node, _, seen in _machines_speed(scene):
         busy = seen.get("load", {}).get("one_minute", 0.0)
@@ -370,7 +370,7 @@ def load(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def _machines_speed(scene: Scene) -> Iterator[tuple[Node, Facts, Seen]]:
+def _machines_speed(scene: ClusterFacts) -> Iterator[tuple[Node, Facts, Seen]]:
     for node in scene.nodes:
         facts = scene.facts.get(node.name, {})
         if seen := facts.get("machine"):

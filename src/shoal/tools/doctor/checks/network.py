@@ -14,9 +14,9 @@ from typing import Any
 from shoal.cluster.node import Node
 from shoal.tools.doctor.facts import (
     TELLS_UP_TO_MBPS,
+    ClusterFacts,
     Facts,
     Finding,
-    Scene,
     Severity,
     SlowLinks,
     Trial,
@@ -36,7 +36,7 @@ _WORDS = {
 _INSIDE = ("docker", "virtual")
 
 
-def addresses(scene: Scene) -> Iterator[Finding]:
+def addresses(scene: ClusterFacts) -> Iterator[Finding]:
     """An address that the node does not have, or one by which nobody else can mean it."""
     for node in _seen(scene):
         has = _listing(scene, node)
@@ -70,7 +70,7 @@ def _down(node: Node, carrier: Facts) -> Finding:
     )
 
 
-def offers(scene: Scene) -> Iterator[Finding]:
+def offers(scene: ClusterFacts) -> Iterator[Finding]:
     """gloo is told the interface, and takes the first address that this has."""
     for node in _seen(scene):
         tried = (scene.trial(dialer.name, node.name, "gloo") for dialer, listener in scene.pairs() if listener is node)
@@ -90,12 +90,12 @@ def offers(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def misplaced(scene: Scene) -> set[str]:
+def misplaced(scene: ClusterFacts) -> set[str]:
     """Nodes whose address is not one by which others reach them: what those see of them is no news."""
     return {finding.node for check in (addresses, decoys) for finding in check(scene) if finding.severity == "error"}
 
 
-def decoys(scene: Scene) -> Iterator[Finding]:
+def decoys(scene: ClusterFacts) -> Iterator[Finding]:
     """Addresses of networks that end inside the machine."""
     for node in _seen(scene):
         carrier = scene.carrying(node, node.address)
@@ -112,7 +112,7 @@ def decoys(scene: Scene) -> Iterator[Finding]:
                 yield _named_decoy(scene, node, address, carrier)
 
 
-def _named_decoy(scene: Scene, node: Node, address: str, carrier: Facts) -> Finding:
+def _named_decoy(scene: ClusterFacts, node: Node, address: str, carrier: Facts) -> Finding:
     host = _network(scene, node)["host_name"]
     return Finding(
         "interface.decoy",
@@ -128,7 +128,7 @@ def _named_decoy(scene: Scene, node: Node, address: str, carrier: Facts) -> Find
 
 
 @dataclass(frozen=True)
-class Cable:
+class UnusedCable:
     """A wired interface of `node` on whose network `peer` has an address too, while another kind is used between them.
     Whether they meet there is to be tried: two homes may have the same network."""
 
@@ -141,17 +141,17 @@ class Cable:
     peer_address: str
 
 
-def cables(scene: Scene) -> list[Cable]:
+def cables(scene: ClusterFacts) -> list[UnusedCable]:
     pairs = ((node, peer, scene.interface(node, peer)) for node, peer in permutations(_seen(scene), 2))
     found = ((node, peer, used, _cable(scene, node, peer)) for node, peer, used in pairs if used.get("kind") in _WORDS)
     return [
-        Cable(node.name, peer.name, used["name"], _WORDS[used["kind"]], *cable)
+        UnusedCable(node.name, peer.name, used["name"], _WORDS[used["kind"]], *cable)
         for node, peer, used, cable in found
         if cable
     ]
 
 
-def detours(scene: Scene) -> Iterator[Finding]:
+def detours(scene: ClusterFacts) -> Iterator[Finding]:
     """A VPN, Wi-Fi or the like, where a cable leads to the same machine. Once for a node."""
     better = [cable for cable in cables(scene) if _passes(scene.trial(cable.node, cable.peer, "cable"))]
     for cable in {each.node: each for each in reversed(better)}.values():
@@ -169,7 +169,7 @@ def _passes(trial: Trial | None) -> bool:
     return trial is not None and trial.ok
 
 
-def _cable(scene: Scene, node: Node, peer: Node) -> tuple[str, str, str] | None:
+def _cable(scene: ClusterFacts, node: Node, peer: Node) -> tuple[str, str, str] | None:
     """A wired interface of the node, its address, and an address of the peer on the same network."""
     theirs = [ipaddress.ip_interface(each) for each in _addresses(scene, peer)]
     for name, found in _network(scene, node).get("interfaces", {}).items():
@@ -181,13 +181,13 @@ def _cable(scene: Scene, node: Node, peer: Node) -> tuple[str, str, str] | None:
     return None
 
 
-def _addresses(scene: Scene, node: Node) -> list[str]:
+def _addresses(scene: ClusterFacts, node: Node) -> list[str]:
     """Those that others may use."""
     interfaces = _network(scene, node).get("interfaces", {}).values()
     return [each for found in interfaces if found["kind"] not in (*_INSIDE, "loopback") for each in found["addresses"]]
 
 
-def _suggestion(scene: Scene, node: Node) -> str | None:
+def _suggestion(scene: ClusterFacts, node: Node) -> str | None:
     """An address of the node on a network that another node is on too; failing that, any that is nobody else's."""
     shared = [cable[1] for peer in _seen(scene) if peer is not node and (cable := _cable(scene, node, peer))]
     taken = {other.address for other in scene.nodes}
@@ -195,18 +195,18 @@ def _suggestion(scene: Scene, node: Node) -> str | None:
     return next((address for address in own if address not in taken), None)
 
 
-def _listing(scene: Scene, node: Node) -> str:
+def _listing(scene: ClusterFacts, node: Node) -> str:
     found = _network(scene, node).get("interfaces", {})
     each = [f"{' '.join(item['addresses'])} on {name}" for name, item in found.items() if item["addresses"]]
     return ", ".join(each) or "none"
 
 
-def _network(scene: Scene, node: Node) -> Facts:
+def _network(scene: ClusterFacts, node: Node) -> Facts:
     found: Facts = scene.facts[node.name].get("network", {})
     return found
 
 
-def _seen(scene: Scene) -> list[Node]:
+def _seen(scene: ClusterFacts) -> list[Node]:
     """Where the kernel told of its interfaces."""
     return [node for node in scene.nodes if scene.facts.get(node.name, {}).get("network", {}).get("interfaces")]
 
@@ -218,7 +218,7 @@ def _seen(scene: Scene) -> list[Node]:
 SLOW_S = 1.0
 
 
-def own_name(scene: Scene) -> Iterator[Finding]:
+def own_name(scene: ClusterFacts) -> Iterator[Finding]:
     """A machine alone talks to itself, and loopback is the best way to do it."""
     for node in scene.nodes if len(scene.nodes) > 1 else ():
         facts = scene.facts.get(node.name, {})
@@ -279,7 +279,7 @@ def _myhostname(node: Node, names: dict[str, Any]) -> Iterator[Finding]:
     )
 
 
-def reverse(scene: Scene) -> Iterator[Finding]:
+def reverse(scene: ClusterFacts) -> Iterator[Finding]:
     for node in scene.nodes:
         facts = scene.facts.get(node.name, {})
         asked = facts.get("names", {}).get("reverse", {})
@@ -305,7 +305,7 @@ def _time(took_s: float | None) -> str:
     return "too long: no answer when we stopped waiting" if took_s is None else f"{took_s:.1f} s"
 
 
-def _add_lines(scene: Scene, addresses: list[str], sudo: str) -> str:
+def _add_lines(scene: ClusterFacts, addresses: list[str], sudo: str) -> str:
     """After an empty one: the file's last line may lack its end."""
     names = {node.address: _as_name(node.name) for node in scene.nodes}
     lines = ["", *(f"{form} {names[address]}" for address in addresses for form in _both(address))]
@@ -313,7 +313,7 @@ def _add_lines(scene: Scene, addresses: list[str], sudo: str) -> str:
 
 
 def _both(address: str) -> list[str]:
-    """Also as torch asks for it, see the scout."""
+    """Also as torch asks for it, see the collector."""
     return [address] if ":" in address else [address, f"::ffff:{address}"]
 
 
@@ -333,7 +333,7 @@ def _as_name(text: str) -> str:
 _USUAL = 1500
 
 
-def sizes(scene: Scene) -> Iterator[Finding]:
+def sizes(scene: ClusterFacts) -> Iterator[Finding]:
     """One size for all: the most common one, or what really passes where even that does not."""
     used = {node.name: way for node in scene.nodes for peer in scene.nodes if (way := scene.interface(node, peer))}
     mtus = {name: int(way["mtu"]) for name, way in used.items()}
@@ -380,7 +380,7 @@ def _most_common(mtus: list[int]) -> int:
 _BROKEN = "a damaged cable, a loose plug, or a setting made by hand; where the command does not help, try another cable"
 
 
-def cards(scene: Scene) -> Iterator[Finding]:
+def cards(scene: ClusterFacts) -> Iterator[Finding]:
     """A card that runs below what it can do. One for 2.5 Gbit/s at a switch for 1 is as it should be."""
     for node, used in _used(scene):
         half = used.get("duplex") == "half"
@@ -399,7 +399,7 @@ def cards(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def links(scene: Scene) -> Iterator[Finding]:
+def links(scene: ClusterFacts) -> Iterator[Finding]:
     """Slower than the others', measured; of two nodes, slower than their cards say."""
     found = slow_links(scene.trials)
     for name, mbps in found.slow.items():
@@ -422,7 +422,7 @@ def links(scene: Scene) -> Iterator[Finding]:
     yield from _slower_than_cards(scene)
 
 
-def _slower_than_cards(scene: Scene) -> Iterator[Finding]:
+def _slower_than_cards(scene: ClusterFacts) -> Iterator[Finding]:
     """Where only two nodes were measured."""
     rates = {(trial.source, trial.target): trial.numbers["mbps"] for trial in scene.trials if trial.kind == "burst"}
     names = list(dict.fromkeys(name for pair in rates for name in pair))
@@ -440,7 +440,7 @@ def _slower_than_cards(scene: Scene) -> Iterator[Finding]:
         )
 
 
-def _unmeasured(scene: Scene, found: SlowLinks) -> str:
+def _unmeasured(scene: ClusterFacts, found: SlowLinks) -> str:
     """Which pairs of the suspects are missing, and what to do about it."""
     shut = [
         f"{trial.source} → {trial.target}"
@@ -452,7 +452,7 @@ def _unmeasured(scene: Scene, found: SlowLinks) -> str:
     return f", because there is no connection {', '.join(shut)}: open those first (see reach.pair), then look again"
 
 
-def power_save(scene: Scene) -> Iterator[Finding]:
+def power_save(scene: ClusterFacts) -> Iterator[Finding]:
     for node, used in _used(scene):
         if used.get("power_save"):
             yield Finding(
@@ -465,7 +465,7 @@ def power_save(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def _used(scene: Scene) -> Iterator[tuple[Node, Facts]]:
+def _used(scene: ClusterFacts) -> Iterator[tuple[Node, Facts]]:
     """Each node with each interface that leads to a peer, once."""
     for node in scene.nodes:
         ways = [scene.interface(node, peer) for peer in scene.nodes if peer is not node]

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.cluster.node import Node
 from shoal.host.facts import dial_order
 from shoal.tools.doctor.checks.network import misplaced
-from shoal.tools.doctor.facts import Facts, Finding, Scene, Severity, Trial, again, sudo
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, Trial, again, sudo
 from shoal.units import format_duration
 
 # SECTION net/checks/opening
@@ -80,7 +80,7 @@ _EVERYWHERE = ("docker", "loopback")
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedAddress:
     """`other` has the address of `owner`, on the interface `held`."""
 
     owner: Node
@@ -88,7 +88,7 @@ class Shared:
     held: Facts
 
 
-def twins(scene: Scene) -> Iterator[Finding]:
+def twins(scene: ClusterFacts) -> Iterator[Finding]:
     for each in _shared(scene):
         owner, other = each.owner, each.other
         yield Finding(
@@ -111,22 +111,22 @@ def twins(scene: Scene) -> Iterator[Finding]:
             )
 
 
-def involved(scene: Scene) -> set[str]:
+def involved(scene: ClusterFacts) -> set[str]:
     """Nodes of which nothing can be told by their address."""
     return {node.name for each in _shared(scene) for node in (each.owner, each.other)}
 
 
-def _shared(scene: Scene) -> list[Shared]:
+def _shared(scene: ClusterFacts) -> list[SharedAddress]:
     found = []
     for owner in scene.nodes:
         for other in scene.nodes:
             held = scene.carrying(other, owner.address) if other is not owner else {}
             if held and held["kind"] not in _EVERYWHERE and owner.name in scene.facts:
-                found.append(Shared(owner, other, held))
+                found.append(SharedAddress(owner, other, held))
     return found
 
 
-def _who_answered(scene: Scene, each: Shared) -> str:
+def _who_answered(scene: ClusterFacts, each: SharedAddress) -> str:
     cards = {found["mac"] for found in scene.facts[each.other.name]["network"]["interfaces"].values()}
     misled = [trial.source for trial in scene.trials if trial.target == each.owner.name and trial.mac in cards]
     return f"; to {', '.join(misled)} it is {each.other.name} that answers" if misled else ""
@@ -144,7 +144,7 @@ _BY_ADDRESS = (
 
 
 @dataclass(frozen=True, order=True)
-class Block:
+class BlockedPair:
     """`node` lets nothing in from `peer`, or nothing out to it."""
 
     node: str
@@ -152,7 +152,7 @@ class Block:
     peer: str
 
 
-def pairs(scene: Scene) -> Iterator[Finding]:
+def pairs(scene: ClusterFacts) -> Iterator[Finding]:
     """The direction that gloo dials is needed; the other one is only worth knowing."""
     needed = _shut(scene, scene.pairs())
     yield from _elsewhere(needed)
@@ -166,7 +166,7 @@ def pairs(scene: Scene) -> Iterator[Finding]:
         yield Finding("reach.other-way", Severity.INFO, each[0].node, _evidence(seen), meaning)
 
 
-def store(scene: Scene) -> Iterator[Finding]:
+def store(scene: ClusterFacts) -> Iterator[Finding]:
     """torch's own store, by which scripts meet, is on the first node: every other one dials it."""
     first = scene.nodes[0]
     already = {(trial.source, trial.target) for trial in _shut(scene, scene.pairs())}
@@ -180,7 +180,7 @@ def store(scene: Scene) -> Iterator[Finding]:
         yield _to_open(scene, "reach.store", Severity.WARNING, seen, blocks, meaning)
 
 
-def family(scene: Scene) -> Iterator[Finding]:
+def family(scene: ClusterFacts) -> Iterator[Finding]:
     """gloo connects addresses of one family only."""
     by_version: dict[int, list[Node]] = {}
     for node in scene.nodes:
@@ -199,7 +199,7 @@ def family(scene: Scene) -> Iterator[Finding]:
 
 
 def _to_open(
-    scene: Scene, check: str, severity: Severity, seen: list[Trial], blocks: list[Block], harm: str
+    scene: ClusterFacts, check: str, severity: Severity, seen: list[Trial], blocks: list[BlockedPair], harm: str
 ) -> Finding:
     name, way = blocks[0].node, blocks[0].way
     addresses = [node.address for node in scene.nodes if node.name in {block.peer for block in blocks}]
@@ -209,14 +209,14 @@ def _to_open(
     return Finding(check, severity, name, evidence, f"{_words(scene, blocks)}: {harm}.{where} {_BY_ADDRESS}", fix)
 
 
-def _words(scene: Scene, blocks: list[Block]) -> str:
+def _words(scene: ClusterFacts, blocks: list[BlockedPair]) -> str:
     deaf = any(_lost(scene.trial(block.peer, block.node, "answer")) for block in blocks)
     inward = "hears nothing from" if deaf else "lets in no connection from"
     peers = ", ".join(block.peer for block in blocks)
     return f"{blocks[0].node} {inward if blocks[0].way == 'in' else 'lets nothing out to'} {peers}"
 
 
-def _packets(scene: Scene, block: Block) -> str:
+def _packets(scene: ClusterFacts, block: BlockedPair) -> str:
     """What shows that it is this side, and whether it at least hears answers."""
     sender, hearer = (block.peer, block.node) if block.way == "in" else (block.node, block.peer)
     if not _lost(scene.trial(sender, hearer, "udp")):
@@ -225,9 +225,9 @@ def _packets(scene: Scene, block: Block) -> str:
     return f"single packets {sender} → {hearer} are lost, {answers}"
 
 
-def _by_node(blocks: Iterable[Block], trials: list[Trial]) -> Iterator[tuple[list[Block], list[Trial]]]:
+def _by_node(blocks: Iterable[BlockedPair], trials: list[Trial]) -> Iterator[tuple[list[BlockedPair], list[Trial]]]:
     """One finding for each node and direction, with the trials that show it."""
-    grouped: dict[tuple[str, str], list[Block]] = {}
+    grouped: dict[tuple[str, str], list[BlockedPair]] = {}
     for block in sorted(blocks):
         grouped.setdefault((block.node, block.way), []).append(block)
     for (name, _), each in grouped.items():
@@ -235,11 +235,11 @@ def _by_node(blocks: Iterable[Block], trials: list[Trial]) -> Iterator[tuple[lis
         yield each, [trial for trial in trials if {trial.source, trial.target} - peers == {name}]
 
 
-def _blocks(scene: Scene, trials: Iterable[Trial]) -> set[Block]:
+def _blocks(scene: ClusterFacts, trials: Iterable[Trial]) -> set[BlockedPair]:
     return {block for trial in trials for block in _blocks_of(scene, trial)}
 
 
-def _blocks_of(scene: Scene, trial: Trial) -> set[Block]:
+def _blocks_of(scene: ClusterFacts, trial: Trial) -> set[BlockedPair]:
     """Who drops what, told by single packets: a connection that fails may have lost its question or its answer."""
     source, target = trial.source, trial.target
     if trial.outcome in ("unreachable", "no-route", "stranger"):
@@ -252,10 +252,10 @@ def _blocks_of(scene: Scene, trial: Trial) -> set[Block]:
     return found
 
 
-def _deaf(scene: Scene, node: str, peer: str) -> Block:
+def _deaf(scene: ClusterFacts, node: str, peer: str) -> BlockedPair:
     """`node` does not hear `peer`; it may be the peer itself that lets nothing out."""
     sent = scene.trial(peer, node, "udp")
-    return Block(peer, "out", node) if sent and sent.outcome == "forbidden" else Block(node, "in", peer)
+    return BlockedPair(peer, "out", node) if sent and sent.outcome == "forbidden" else BlockedPair(node, "in", peer)
 
 
 def _lost(trial: Trial | None) -> bool:
@@ -274,14 +274,14 @@ def _elsewhere(shut: list[Trial]) -> Iterator[Finding]:
             yield Finding("reach.pair", Severity.ERROR, trial.source, _evidence([trial]), meaning)
 
 
-def _shut(scene: Scene, ways: Iterable[tuple[Node, Node]]) -> list[Trial]:
+def _shut(scene: ClusterFacts, ways: Iterable[tuple[Node, Node]]) -> list[Trial]:
     """Those that fail, and of which something can be told."""
     tried = (scene.trial(source.name, target.name, "tcp") for source, target in ways)
     doubtful = _doubtful(scene)
     return [trial for trial in tried if trial and not trial.ok and doubtful.isdisjoint((trial.source, trial.target))]
 
 
-def _doubtful(scene: Scene) -> set[str]:
+def _doubtful(scene: ClusterFacts) -> set[str]:
     return involved(scene) | misplaced(scene)
 
 
@@ -295,13 +295,13 @@ def _evidence(trials: Iterable[Trial]) -> str:
 
 _FILES = 1024
 _ENOUGH_FILES = 4096
-_KEEPING = ("keeper", "messenger")
+_KEEPING = ("supervisor", "messenger")
 _NAMED = 4
 
 Process = dict[str, Any]
 
 
-def port(scene: Scene) -> Iterator[Finding]:
+def port(scene: ClusterFacts) -> Iterator[Finding]:
     for node in scene.nodes:
         seen = scene.facts.get(node.name, {}).get("processes", {})
         if holders := seen.get("port", {}).get("holders"):
@@ -310,7 +310,7 @@ def port(scene: Scene) -> Iterator[Finding]:
             yield _taken(scene, node.name, seen, holders, Severity.ERROR if is_first else Severity.INFO)
 
 
-def _taken(scene: Scene, node: str, seen: Facts, holders: list[Process], severity: Severity) -> Finding:
+def _taken(scene: ClusterFacts, node: str, seen: Facts, holders: list[Process], severity: Severity) -> Finding:
     number, ours = seen["port"]["number"], [holder for holder in holders if "run" in holder]
     meaning = (
         "the ranks cannot meet at this port"
@@ -337,7 +337,7 @@ def _holder(holder: Process) -> str:
     return f"by {_shown(holder)}{run}"
 
 
-def workers(scene: Scene) -> Iterator[Finding]:
+def workers(scene: ClusterFacts) -> Iterator[Finding]:
     for node, facts in scene.facts.items():
         seen = facts.get("processes", {})
         for run, processes in _by(seen.get("marked", []), "run"):
@@ -347,7 +347,7 @@ def workers(scene: Scene) -> Iterator[Finding]:
 
 
 def is_left(processes: list[Process]) -> bool:
-    """Parents are gone, and nobody looks after the rest: no keeper, no messenger of one elsewhere, no launcher."""
+    """Parents are gone, and nobody looks after the rest: no supervisor, no messenger of one elsewhere, no launcher."""
     kept = any(each["part"] in _KEEPING or (each["part"] == "agent" and not each["orphan"]) for each in processes)
     return not kept and any(each["orphan"] for each in processes)
 
@@ -362,19 +362,19 @@ def _going_on(node: str, run: str, processes: list[Process]) -> Finding:
     )
 
 
-def _left(scene: Scene, node: str, run: str, processes: list[Process], seen: Facts) -> Finding:
+def _left(scene: ClusterFacts, node: str, run: str, processes: list[Process], seen: Facts) -> Finding:
     return Finding(
         "leftover.worker",
         Severity.WARNING,
         node,
-        f"shoal's run {run} has no keeper any more, and there are still {_listed(processes)}",
+        f"shoal's run {run} has no supervisor any more, and there are still {_listed(processes)}",
         "they take cores and memory from the next run; stop them if you do not want that run to go on",
         _end(processes, seen),
         again(scene),
     )
 
 
-def _stray(scene: Scene, node: str, master: str, processes: list[Process]) -> Finding:
+def _stray(scene: ClusterFacts, node: str, master: str, processes: list[Process]) -> Finding:
     return Finding(
         "leftover.worker",
         Severity.WARNING,
@@ -413,7 +413,7 @@ def _by(processes: list[Process], key: str) -> Iterator[tuple[str, list[Process]
     return ((name, list(group)) for name, group in groupby(ordered, key=lambda process: str(process[key])))
 
 
-def files(scene: Scene) -> Iterator[Finding]:
+def files(scene: ClusterFacts) -> Iterator[Finding]:
     for node, facts in scene.facts.items():
         seen = facts.get("processes", {})
         soft, hard = seen.get("files", {}).get("soft"), seen.get("files", {}).get("hard")

@@ -32,7 +32,7 @@ from shoal.host.proc import (
     variables,
 )
 
-# SECTION net/scout/pace
+# SECTION net/collector/pace
 # What slows this machine down, now or soon: clock rates, heat, a battery, a lid, other work.
 
 
@@ -146,7 +146,7 @@ def _folders(place: Path) -> list[Path]:
         return []
 
 
-# SECTION net/scout/room
+# SECTION net/collector/room
 # How much memory and disk is left here, for whatever limits us first: the machine or a container.
 
 
@@ -314,7 +314,7 @@ def _quota() -> float | None:
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
 
 
-# SECTION net/scout/processes
+# SECTION net/collector/processes
 # Who else is here: ranks that nobody looks after any more, runs of shoal, whoever has the port, and how many files a
 # process may open.
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from shoal.host.proc import read
 
-# SECTION net/scout/netlink
+# SECTION net/collector/netlink
 # What the kernel knows of links, addresses, routes and neighbours, asked over netlink.
 #
 # It needs no tool and no right, and is true inside a network namespace, where /sys may show another one's interfaces.
@@ -153,7 +153,7 @@ def _text(value: bytes) -> str:
     return value.rstrip(b"\0").decode(errors="replace")
 
 
-# SECTION net/scout/card
+# SECTION net/collector/card
 # What a network card says of itself: its speed now, and what it and its partner could do. Asked as ethtool asks.
 
 
@@ -226,7 +226,7 @@ def _fastest(mask: int) -> int | None:
     return max((mbps for mbps, bits in _MODES_MBPS.items() if any(mask >> bit & 1 for bit in bits)), default=None)
 
 
-# SECTION net/scout/firewall
+# SECTION net/collector/firewall
 # Which firewall stands on this machine, as far as whoever runs us may look.
 
 
@@ -380,7 +380,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# SECTION net/scout/names
+# SECTION net/collector/names
 # What this machine's name means here, and how long it takes to learn the names of its peers' addresses.
 
 

@@ -157,7 +157,7 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# SECTION net/scout/packets
+# SECTION net/collector/packets
 # Single packets between two nodes: do they arrive, up to which size, and does the other side hear only answers?
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 
 CUDA = (
     Pattern(
         "cuda.memory",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("CUDA out of memory", "CUDA error: out of memory"),
         cause="the GPU's memory is full: batch, sequences or model are too large for it, or another process uses it",
         fix="see who uses it: nvidia-smi; then use a smaller micro-batch (shoal: --micro-batch) with more accumulation",
@@ -15,7 +15,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.missing",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         (
             "Torch not compiled with CUDA enabled",
             "No CUDA GPUs are available",
@@ -29,14 +29,14 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Distributed package doesn't have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
         cause="the program asks for NCCL, which needs GPUs and a CUDA build of torch; CPU ranks exchange over gloo",
         fix="init_process_group('gloo'), or with no name at all: torch then chooses",
     ),
     Pattern(
         "cuda.no-backend",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("No backend type associated with device type",),
         regex=r"associated with device type (?P<device>\w+)",
         cause="a tensor on the device {device} was given to a process group that has no backend for it: one made with "
@@ -46,7 +46,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.watchdog",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("Watchdog caught collective operation timeout",),
         regex=r"OpType=(?P<what>\w+).*ran for (?P<ms>\d+) milliseconds",
         cause="{what} did not end for {ms} ms, and NCCL's watchdog ended the process: another rank is late, has died, "
@@ -57,7 +57,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-interface",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Bootstrap : no socket interface found",),
         cause="NCCL found no network interface to use: NCCL_SOCKET_IFNAME names one that this machine does not have, "
         "or only loopback is up",
@@ -67,7 +67,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-internal",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("ncclInternalError",),
         cause="a check inside NCCL failed; the line after `Last error:` says which. Most often its settings are wrong "
         "(NCCL_TOPO_FILE, NCCL_GRAPH_FILE, NCCL_SOCKET_IFNAME), or the machines have different versions of NCCL",
@@ -76,7 +76,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-system",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("ncclSystemError",),
         cause="a call of NCCL to the system failed; the line after `Last error:` says which: an address that no "
         "interface has, a connection to a rank that has ended or that a firewall drops, or a full /dev/shm",
@@ -85,7 +85,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.one-for-two",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Duplicate GPU detected",),
         regex=r"rank (?P<one>\d+) and rank (?P<other>\d+) both on CUDA device",
         cause="rank {one} and rank {other} were both put on one GPU, and NCCL wants one for each",
@@ -94,7 +94,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.ordinal",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("CUDA error: invalid device ordinal",),
         cause="a rank asked for a GPU by a number that this machine does not have: more ranks than GPUs, or the "
         "global rank was taken for the local one",
@@ -102,7 +102,7 @@ CUDA = (
     ),
     Pattern(
         "cuda.assertion",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("CUDA error: device-side assert triggered",),
         cause="an index was out of range on the GPU, most often a token or a label that the model has no row for; "
         "what the traceback shows may be a later line",
@@ -111,14 +111,14 @@ CUDA = (
     ),
     Pattern(
         "cuda.two-devices",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Expected all tensors to be on the same device",),
         cause="a tensor is on the CPU and another on a GPU, or they are on two GPUs",
         fix="move the batch to where the model is: inputs = inputs.to(next(model.parameters()).device)",
     ),
     Pattern(
         "cuda.checkpoint",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Attempting to deserialize object on a CUDA device",),
         cause="the checkpoint was saved from a GPU and is loaded on a machine without one",
         fix="torch.load(path, map_location='cpu', weights_only=True)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 
 _TELL_INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip route get PEER_ADDRESS | grep -oP 'dev \\K\\S+')"
 # A connection that it tries again may come after all.
@@ -15,7 +15,7 @@ _TIMEOUTS = ("gloo.connect-timeout", "gloo.timeout")
 GLOO = (
     Pattern(
         "gloo.connect-timeout",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("Connect timeout",),
         regex=rf"connectFullMesh failed .*Connect timeout|{_PAIR}Connect timeout",
         cause="two ranks could not connect: one of them waited five times the timeout for the other. Of each pair the "
@@ -28,7 +28,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.loopback",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("failed to connect, ", "connectFullMesh failed", "connect [", "Connect timeout ["),
         regex=rf"(?:{_REFUSED}|{_PAIR}(?:connect (?=.*Connection refused)|Connect timeout ))"
         r"\[(?P<remote>127\.[\d.]+|::1)\]",
@@ -41,7 +41,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.no-error",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("connectFullMesh failed",),
         regex=r"pair\.cc:\d+\] no error",
         cause="the connection to another rank was refused (gloo of torch 2.3 to 2.6 prints `no error` for it): this "
@@ -54,7 +54,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.loopback-fallback",
-        Weight.HARMLESS,
+        CauseOrder.HARMLESS,
         ("Unable to resolve hostname to a (local) address",),
         cause="this machine's host name has no address, so gloo publishes 127.0.0.1. Between ranks of one machine "
         "that is fine; from another machine nobody finds it there",
@@ -63,7 +63,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.same-address",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("failed to connect, ",),
         regex=r"willRetry=0, .*local=\[(?P<local>(?!127\.|::1\])[^\]]+)\]:\d+, remote=\[(?P=local)\]",
         cause="a rank was told to find another one at {local}, which is its own address: both machines have an "
@@ -74,7 +74,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.connect-refused",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("failed to connect, ", "connectFullMesh failed", "connect ["),
         regex=rf"(?:{_REFUSED}|{_PAIR}connect (?=.*Connection refused))\[(?P<remote>(?!127\.|::1)[^\]]+)\]",
         cause="{remote} is there, but nobody listens on the port that the rank was told: the other one has ended "
@@ -84,7 +84,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.no-route",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("connect: Network is unreachable", "connect: No route to host"),
         regex=r"gloo/transport/tcp",
         cause="a rank published an address to which this machine has no way: gloo took an interface of another "
@@ -95,7 +95,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.interface",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Unable to find address for: ",),
         regex=r"Unable to find address for: (?P<interface>\S+)",
         cause="GLOO_SOCKET_IFNAME names {interface}, and this machine has no interface of that name, or it has no "
@@ -105,14 +105,14 @@ GLOO = (
     ),
     Pattern(
         "gloo.transport",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("unsupported gloo device",),
         cause="GLOO_DEVICE_TRANSPORT asks for a transport that this torch was not built with; the wheels have no TLS",
         fix="unset GLOO_DEVICE_TRANSPORT; for encryption let the ranks talk over WireGuard",
     ),
     Pattern(
         "gloo.timeout",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("Timed out waiting",),
         regex=r"Timed out waiting (?P<ms>\d+)ms for (?P<what>send|recv) operation",
         cause="another rank did not answer for {ms} ms, and its connection was not closed: it is frozen or asleep, "
@@ -124,7 +124,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.barrier",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("failed to pass monitoredBarrier",),
         regex=r"Ranks? (?P<ranks>[\d, ]*\d) failed to pass monitoredBarrier in (?P<ms>\d+) ms",
         cause="rank {ranks} did not come to the barrier within {ms} ms: it has died, hangs, or took another way "
@@ -134,7 +134,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.size-mismatch",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("op.preamble.length <= op.nbytes",),
         regex=r"op\.nbytes\. (?P<theirs>\d+) vs (?P<ours>\d+)",
         cause="the ranks sent each other pieces of different sizes ({theirs} against {ours} bytes): a tensor has "
@@ -143,7 +143,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.gather-sizes",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("ProcessGroupGloo::",),
         regex=r"ProcessGroupGloo::(?P<what>\w+): invalid tensor (?:size|type|layout)",
         cause="the tensors given to {what} are not of one shape and type, which gloo wants of them",
@@ -151,14 +151,14 @@ GLOO = (
     ),
     Pattern(
         "gloo.dtype",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("RuntimeError: Invalid scalar type",),
         cause="gloo cannot exchange tensors of this type (float8, complex32, …)",
         fix="convert before the collective: tensor.to(torch.bfloat16), or send its bytes as tensor.view(torch.uint8)",
     ),
     Pattern(
         "gloo.future",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Work::getFuture not implemented",),
         cause="the program asks a collective for its future, and this one has none: with gloo that of reduce_scatter, "
         "and those of a process group of your own or of a plugin",
@@ -167,7 +167,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.collective-mismatch",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Detected mismatch between collectives on ranks",),
         regex=_RUNNING.format(rank="one", what="first")
         + ".*?but "
@@ -180,7 +180,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.peer-closed",
-        Weight.CONSEQUENCE,
+        CauseOrder.CONSEQUENCE,
         ("Connection closed by peer [",),
         regex=r"Connection closed by peer \[(?P<peer>[^\]]+)\]",
         cause="the rank at {peer} ended and closed its connections; it failed first, this one only noticed",
@@ -188,7 +188,7 @@ GLOO = (
     ),
     Pattern(
         "gloo.peer-reset",
-        Weight.CONSEQUENCE,
+        CauseOrder.CONSEQUENCE,
         ("Connection reset by peer", "Broken pipe"),
         regex=r"gloo/transport/tcp/.*(?:Read|Write|read|write)[^\[]*\[(?P<peer>[^\]]+)\]",
         cause="the rank at {peer} was there until a moment before and is gone: killed (kill -9, out of memory) or "

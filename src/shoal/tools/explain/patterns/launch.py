@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 
 LAUNCHING = (
     Pattern(
         "launch.variable",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("expected, but not set",),
         regex=r"environment variable (?P<name>\w+) expected, but not set",
         cause="the program was started without a launcher: {name} says which rank it is or where the ranks meet, and "
@@ -16,7 +16,7 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.local-rank",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("KeyError: 'LOCAL_RANK'", "KeyError: 'RANK'", "KeyError: 'WORLD_SIZE'", "KeyError: 'LOCAL_WORLD_SIZE'"),
         regex=r"KeyError: '(?P<name>\w+)'",
         cause="the program reads {name} from its environment, and was started without a launcher that sets it",
@@ -24,14 +24,14 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.no-group",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Default process group has not been initialized",),
         cause="the program asks for its rank or exchanges tensors before it has joined a process group",
         fix="call torch.distributed.init_process_group() first, on every rank",
     ),
     Pattern(
         "launch.group-twice",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("trying to initialize the default process group twice",),
         cause="init_process_group was called a second time; a library (Lightning, Accelerate, …) may have made the "
         "first call",
@@ -39,7 +39,7 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.pickle",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Can't pickle local object", "cannot pickle '", "Can't get local object"),
         cause="processes that are spawned get their function and arguments as pickle, and one of them cannot be "
         "pickled: a function inside a function, a lambda, an open file",
@@ -47,7 +47,7 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.main-guard",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("An attempt has been made to start a new process before the",),
         cause="every spawned process imports the script again, and the script starts processes while it is imported",
         fix="put what starts them under: if __name__ == '__main__':",
@@ -62,7 +62,7 @@ LAUNCHING = (
 SSH = (
     Pattern(
         "ssh.denied",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Permission denied (publickey",),
         regex=r"(?:(?P<host>\S+@\S+): )?Permission denied \(publickey",
         cause="{host} does not let us in: the user is wrong, or none of our keys is known there",
@@ -71,7 +71,7 @@ SSH = (
     ),
     Pattern(
         "ssh.key-changed",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("ost key for ",),
         regex=r"[Hh]ost key for (?P<host>\S+) has changed",
         cause="the machine at {host} shows another key than last time: it was installed anew, or it is another "
@@ -82,7 +82,7 @@ SSH = (
     ),
     Pattern(
         "ssh.key-unknown",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("host key is known for", "Host key verification failed"),
         regex=r"host key is known for (?P<host>\S+)|Host key verification failed",
         cause="we were never connected to {host} by this name, and ssh may not ask here whether to trust its key",
@@ -91,7 +91,7 @@ SSH = (
     ),
     Pattern(
         "ssh.refused",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("ssh: connect to host",),
         regex=r"connect to host (?P<host>\S+) port (?P<port>\d+): Connection refused",
         cause="{host} is there, but no SSH server listens on its port {port}",
@@ -100,7 +100,7 @@ SSH = (
     ),
     Pattern(
         "ssh.timeout",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("ssh: connect to host",),
         regex=r"to host (?P<host>\S+) port (?P<port>\d+): (?:(?:Connection|Operation) timed out|No route to host)",
         cause="nothing comes back from {host}: it is off or asleep, on another network, or a firewall drops what we "
@@ -110,7 +110,7 @@ SSH = (
     ),
     Pattern(
         "ssh.name",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Could not resolve hostname",),
         regex=r"Could not resolve hostname (?P<host>[^:]+):",
         cause="neither the ssh configuration nor the name service knows {host}",
@@ -129,7 +129,7 @@ _FAILED = r"failed \(exitcode: {code}\) local_rank: (?P<rank>\d+)"
 TORCHRUN = (
     Pattern(
         "torchrun.no-host",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("RendezvousConnectionError: The connection to the C10d store has failed",),
         cause="nobody serves the rendezvous: each torchrun compares --rdzv-endpoint with its own names and addresses "
         "to see whether it is the host, and none thought so; or the host is not running, or not to be reached",
@@ -139,7 +139,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.join-timeout",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("RendezvousTimeoutError",),
         cause="too few machines came to the rendezvous: --nnodes asks for more than were started in time, or with "
         "another --rdzv-id, or they do not reach the endpoint",
@@ -149,7 +149,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.node-rank",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("wait timeout after",),
         regex=r"keys: \S*/torchelastic/(?:role_info|assigned_ranks)",
         cause="as many torchruns came as were asked for, but not with distinct numbers: two have the same --node-rank",
@@ -157,7 +157,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.no-script",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("can't open file '",),
         regex=r"can't open file '(?P<file>[^']+)'",
         cause="there is no {file} on this machine: the name is wrong, or the project was not copied here",
@@ -165,7 +165,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.hangup",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("SignalException: Process",),
         regex=r"SignalException: Process \d+ got signal: 1\b",
         cause="the terminal or the SSH connection in which torchrun ran was closed, and the signal for that (SIGHUP) "
@@ -174,7 +174,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.killed",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("failed (exitcode: -9)",),
         regex=_FAILED.format(code="-9"),
         cause="local rank {rank} was killed with SIGKILL, which leaves no word in its log: most often the kernel did, "
@@ -184,7 +184,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.crashed",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("failed (exitcode: -",),
         regex=_FAILED.format(code="-(?P<signal>4|7|8|11)"),
         cause="local rank {rank} crashed inside compiled code (signal {signal}; 11 a bad address, 7 shared memory "
@@ -195,7 +195,7 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.child-failed",
-        Weight.REPORT,
+        CauseOrder.REPORT,
         ("failed (exitcode: ",),
         regex=_FAILED.format(code=r"(?P<code>\d+|-(?!(?:4|7|8|9|11)\))\d+)"),
         cause="torchrun's summary: local rank {rank} was the first to fail here, with exit code {code}; the others "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 
 _TO_HOST = r"failed to connect/validate to host (?P<host>\S+):(?P<port>\d+) - "
 _NOBODY = ("store.no-answer", "store.retrying")
@@ -11,7 +11,7 @@ _UNREACHED = ("store.refused", "store.dropped", *_NOBODY)
 STORE = (
     Pattern(
         "store.refused",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("failed to connect/validate to host",),
         # An attempt that was over before its time, so that there was a second one, had been answered: "nobody here".
         regex=_TO_HOST + r"timed out \(try=[1-9].*: The client socket has timed out",
@@ -23,7 +23,7 @@ STORE = (
     ),
     Pattern(
         "store.dropped",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("failed to connect/validate to host",),
         regex=_TO_HOST + r"timed out \(try=0.*: The client socket has timed out",
         cause="nothing came back from {host} port {port}, not even a refusal: a firewall there drops the packets, or "
@@ -34,7 +34,7 @@ STORE = (
     ),
     Pattern(
         "store.no-answer",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("Error: The client socket has timed out after",),
         regex=r"while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
         cause="nobody answered at {host} port {port}, where rank 0 should serve the store: it does not run, or a "
@@ -46,7 +46,7 @@ STORE = (
     ),
     Pattern(
         "store.retrying",
-        Weight.HARMLESS,
+        CauseOrder.HARMLESS,
         ("failed to connect/validate to host",),
         regex=_TO_HOST + r"retrying \(try=",
         cause="nobody served the store at {host} port {port} yet, and this rank tries again: the others are merely "
@@ -55,7 +55,7 @@ STORE = (
     ),
     Pattern(
         "store.unreachable",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("The client socket has failed to connect to any network address of",),
         regex=r"(?:timed out \(|Error: ).*any network address of \((?P<host>[^,]+), (?P<port>\d+)\)"
         r".*errno: \d+ - (?P<error>[^)]+)",
@@ -69,7 +69,7 @@ STORE = (
     ),
     Pattern(
         "store.name",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("cannot be retrieved (gai error",),
         regex=r"addresses of \((?P<host>[^,]+), \d+\) cannot be retrieved \(gai error: -?\d+ - (?P<error>[^)]+)\)",
         cause="the name {host} means nothing to this machine ({error})",
@@ -79,7 +79,7 @@ STORE = (
     ),
     Pattern(
         "store.port-taken",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("EADDRINUSE", "Address already in use"),
         regex=r"failed to listen .*?(?:port: |\]:)(?P<port>\d+)(?:,.* EADDRINUSE| \(errno: 98)|\[Errno 98\]"
         r"|RuntimeError: Address already in use",
@@ -92,7 +92,7 @@ STORE = (
     ),
     Pattern(
         "store.port-denied",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("name: EACCES",),
         regex=r"port: (?P<port>\d+)",
         cause="this user may not listen on port {port}: those below 1024 are root's",
@@ -100,7 +100,7 @@ STORE = (
     ),
     Pattern(
         "store.missing-clients",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("waiting for clients.",),
         regex=r"after (?P<seconds>\d+) seconds waiting for clients\. (?P<here>\d+)/(?P<all>\d+) clients joined",
         cause="only {here} of {all} came to the store within {seconds} s: the others were not started, died early, or "
@@ -110,7 +110,7 @@ STORE = (
     ),
     Pattern(
         "store.rank-missing",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("wait timeout after",),
         regex=r"wait timeout after (?P<ms>\d+)ms, keys: \S*/(?:cpu|cuda)//\d+/(?P<rank>\d+)",
         cause="everybody waits for rank {rank}, which never wrote its address: it was not started or died early, two "
@@ -121,7 +121,7 @@ STORE = (
     ),
     Pattern(
         "store.key-timeout",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("wait timeout after",),
         regex=r"wait timeout after (?P<ms>\d+)ms, keys: (?P<keys>/(?!\S*(?:torchelastic/|/(?:cpu|cuda)//)).*)",
         cause="nobody wrote {keys} into the store within {ms} ms: the rank that should is late, dead or elsewhere in "
@@ -130,7 +130,7 @@ STORE = (
     ),
     Pattern(
         "store.gone",
-        Weight.CONSEQUENCE,
+        CauseOrder.CONSEQUENCE,
         ("Bytes failed on", "recvValueWithTimeout failed on", "DistNetworkError: "),
         regex=r"(?:Bytes|WithTimeout) failed on|Error: (?:Connection reset by peer|Broken pipe|Failed to recv)",
         cause="whoever served the store is gone: the machine of rank 0, or the torchrun on it, failed first",
@@ -139,7 +139,7 @@ STORE = (
     ),
     Pattern(
         "store.reverse-dns",
-        Weight.HARMLESS,
+        CauseOrder.HARMLESS,
         ("The hostname of the client socket cannot be retrieved",),
         cause="addresses of this network have no names, which torch would like to print. Nothing fails by it; but the "
         "store waits for each look-up, seconds where the name server is dead, and prints nonsense for addresses in "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 
 SYSTEM = (
     Pattern(
         "memory.allocation",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("DefaultCPUAllocator: ", "_ArrayMemoryError: Unable to allocate", "MemoryError"),
         regex=r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Unable to allocate|^(?:\S+: )?MemoryError",
         cause="the machine has not enough free memory for what was asked for at once: batch, sequences or model are "
@@ -17,7 +17,7 @@ SYSTEM = (
     ),
     Pattern(
         "memory.killed",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("ut of memory: Killed process", "ut of memory: Kill process", "oom-kill:"),
         regex=r"[Kk]ill(?:ed)? process (?P<pid>\d+) \((?P<name>[^)]+)\)|oom-kill:",
         cause="the kernel ran out of memory (of the machine, or of a control group) and ended process {pid}, {name}; "
@@ -29,7 +29,7 @@ SYSTEM = (
     ),
     Pattern(
         "memory.slurm",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("oom-kill event", "oom_kill event", ": Out Of Memory"),
         regex=r"Detected \d+ oom[-_]kill event\S* in (?:StepId=|step )(?P<step>\d+\S*?)[.,]?(?=\s|$)"
         r"|srun: error: \S+: tasks? [\d,-]+: Out Of Memory",
@@ -42,7 +42,7 @@ SYSTEM = (
     ),
     Pattern(
         "memory.silent-kill",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("Killed",),
         regex=r"(?:^|[\]:|] *)Killed *$|\bline \d+: +\d+ Killed ",
         cause="the shell says that a process was ended with SIGKILL, which leaves no other message: most often the "
@@ -53,7 +53,7 @@ SYSTEM = (
     ),
     Pattern(
         "disk.full",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("No space left on device", "inline_container.cc", "iostream error"),
         regex=r"No space left on device|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error",
         cause="the disk is full: what was being written is cut short (torch.save says only `unexpected pos` or "
@@ -63,7 +63,7 @@ SYSTEM = (
     ),
     Pattern(
         "disk.read-only",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Read-only file system",),
         cause="the folder is on a file system that is mounted read-only; the kernel makes one so when a disk has "
         "errors",
@@ -72,7 +72,7 @@ SYSTEM = (
     ),
     Pattern(
         "system.bus-error",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("Bus error",),
         regex=r"(?:^|[\]:|] *)Bus error(?: \(core dumped\))? *$|\bline \d+: +\d+ Bus error "
         r"|Fatal Python error: Bus error",
@@ -82,7 +82,7 @@ SYSTEM = (
     ),
     Pattern(
         "system.files",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Too many open files",),
         cause="this process has as many files and sockets open as it may; many ranks and data workers need more than "
         "the usual 1024",
@@ -92,7 +92,7 @@ SYSTEM = (
     ),
     Pattern(
         "system.threads",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("RuntimeError: can't start new thread", "libgomp: Thread creation failed"),
         cause="this user or container has as many processes and threads as it may",
         fix="see the limit: ulimit -u; the use: ps -eLf | wc -l; set OMP_NUM_THREADS to cores ÷ ranks, and use fewer "
@@ -111,7 +111,7 @@ _ITS_LOG = "read its log"
 def _ours(name: str, words: str, cause: str, check: str = "", fix: str = _ITS_LOG, regex: str = "") -> Pattern:
     return Pattern(
         f"shoal.{name}",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         (words,),
         cause,
         fix,
@@ -184,7 +184,7 @@ OURSELVES = (
     ),
     Pattern(
         "shoal.error",
-        Weight.REPORT,
+        CauseOrder.REPORT,
         ("error: ",),
         cause="",
         fix="",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.tools.explain.pattern import Pattern, Weight
+from shoal.tools.explain.pattern import CauseOrder, Pattern
 
 TRAINING = (
     Pattern(
         "ddp.unused-parameters",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Expected to have finished reduction in the prior iteration",),
         cause="some parameters of the model had no part in the loss, so their gradients never came and DDP still "
         "waits for them; the lines below name them by index",
@@ -16,7 +16,7 @@ TRAINING = (
     ),
     Pattern(
         "ddp.different-models",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("appears not to match sizes of the same param in process 0", "DDP expects same model across all ranks"),
         cause="the ranks built different models: another size, number of layers or vocabulary on one of them",
         fix="build the model from the same configuration and the same files everywhere; compare sum(p.numel() for p "
@@ -24,14 +24,14 @@ TRAINING = (
     ),
     Pattern(
         "ddp.nothing-to-train",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("DistributedDataParallel is not needed when a module doesn't have any parameter",),
         cause="every parameter of the model is frozen, so there are no gradients to exchange",
         fix="unfreeze what is to be trained before wrapping: parameter.requires_grad_(True); or do not wrap it",
     ),
     Pattern(
         "train.nan",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("returned nan values in its",),
         regex=r"Function '(?P<name>\w+)' returned nan",
         cause="a gradient became NaN in {name}: a root or logarithm of zero, a division by zero, or a training that "
@@ -41,7 +41,7 @@ TRAINING = (
     ),
     Pattern(
         "train.state-dict",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("Error(s) in loading state_dict for",),
         regex=r"loading state_dict for (?P<model>\w+)",
         cause="the checkpoint is not of this {model}: names or shapes differ (the next lines list them). Names that "
@@ -51,7 +51,7 @@ TRAINING = (
     ),
     Pattern(
         "train.token-range",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("IndexError: index out of range in self",),
         cause="a token's number is not below the size of the embedding: the text was encoded with another tokenizer "
         "than the model was made for, or a position lies beyond the context",
@@ -59,14 +59,14 @@ TRAINING = (
     ),
     Pattern(
         "train.compiler",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("InvalidCxxCompiler", "No working C++ compiler found"),
         cause="torch.compile needs a C++ compiler on every machine, and this one has none",
         fix="sudo apt install g++   (or run without torch.compile: TORCHDYNAMO_DISABLE=1)",
     ),
     Pattern(
         "train.short-library",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         (": file too short", ": cannot read file data"),
         regex=r"(?P<file>/[^\s:'\"]+\.so[\d.]*): (?:file too short|cannot read file data)",
         cause="the compiled file {file} is incomplete: the disk was full, or a process was killed while it wrote it. "
@@ -77,7 +77,7 @@ TRAINING = (
     ),
     Pattern(
         "data.shared-memory",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         (
             "unable to allocate shared memory(shm)",
             "Unexpected bus error encountered in worker",
@@ -91,7 +91,7 @@ TRAINING = (
     ),
     Pattern(
         "data.worker-killed",
-        Weight.LIKELY,
+        CauseOrder.LIKELY,
         ("DataLoader worker (pid",),
         cause="a worker process of a DataLoader was killed, most often because the machine ran out of memory",
         fix="use fewer workers or smaller batches; ask the kernel: sudo dmesg | grep -i 'killed process'",
@@ -99,7 +99,7 @@ TRAINING = (
     ),
     Pattern(
         "python.module",
-        Weight.CAUSE,
+        CauseOrder.CAUSE,
         ("ModuleNotFoundError: No module named ",),
         regex=r"No module named '(?P<name>[^']+)'",
         cause="the Python that ran this has no {name}: it is not installed there, or another environment was used "

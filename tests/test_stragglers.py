@@ -13,8 +13,8 @@ import pytest
 
 from shoal.config.schema import RunConfig
 from shoal.cost.batch_plan import rank_weights
-from shoal.sync.step_stats import Kernel, Told, Vitals
-from shoal.train.stragglers import Laggards
+from shoal.sync.step_stats import HostStats, KernelCounters, RankStats
+from shoal.train.stragglers import Stragglers
 
 NAMES = ("rank 0 on attic", "rank 1 on cellar", "rank 2 on den")
 # The ring of an all-reduce: each sends to the next.
@@ -22,10 +22,10 @@ RING = ((1, 2), (2, 3), (3, 1))
 PIECE = b"x" * 20_000
 
 
-def told(own_ms: Sequence[float], starved: Sequence[float] = (), mbps: Sequence[float] = ()) -> list[Told]:
+def told(own_ms: Sequence[float], starved: Sequence[float] = (), mbps: Sequence[float] = ()) -> list[RankStats]:
     starved, mbps = starved or [0.0] * len(own_ms), mbps or [900.0] * len(own_ms)
     return [
-        Told(ms / 1e3, Vitals(lack, source, 1e6 * rate, target, 1e6 * rate))
+        RankStats(ms / 1e3, HostStats(lack, source, 1e6 * rate, target, 1e6 * rate))
         for ms, lack, rate, (source, target) in zip(own_ms, starved, mbps, RING, strict=False)
     ]
 
@@ -34,17 +34,19 @@ EVEN = told([10, 11, 10])
 
 
 def watch(
-    *phases: tuple[list[Told], int], exposed: Sequence[float] = (), work: Sequence[int] = ()
+    *phases: tuple[list[RankStats], int], exposed: Sequence[float] = (), work: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
     """Each phase for so many steps; what was said, and how many steps after the last phase began."""
-    laggards = Laggards()
-    laggards.begin_anew(NAMES[: len(phases[0][0])])
+    stragglers = Stragglers()
+    stragglers.begin_anew(NAMES[: len(phases[0][0])])
     said: list[tuple[int, str]] = []
     for number, (figures, steps) in enumerate(phases):
         for step in range(1, steps + 1):
             exposed_s = exposed[number] / 1e3 if exposed else 0.001
             step_s = max(each.ready_s for each in figures) + exposed_s + 0.001
-            said += [(step, slow.seen) for slow in laggards.saw(figures, work or [1] * len(figures), step_s, exposed_s)]
+            said += [
+                (step, slow.seen) for slow in stragglers.saw(figures, work or [1] * len(figures), step_s, exposed_s)
+            ]
     return said
 
 
@@ -91,7 +93,7 @@ def test_a_slow_link_is_named_by_what_the_slow_edges_share() -> None:
 
 
 def test_between_two_nobody_can_say_whose_end_it_is() -> None:
-    after = [Told(0.01, Vitals(0, source, 9e6, target, 9e6)) for source, target in ((1, 2), (2, 1))]
+    after = [RankStats(0.01, HostStats(0, source, 9e6, target, 9e6)) for source, target in ((1, 2), (2, 1))]
     before = told([10, 10])
     [(_, text)] = watch((before, 60), (after, 60), exposed=[1, 40])
     assert "the link between attic and cellar" in text
@@ -113,7 +115,7 @@ def test_a_slow_link_that_is_hidden_is_no_trouble() -> None:
 
 def test_lost_packets_are_told_of() -> None:
     lossy = [
-        Told(0.01, Vitals(address=source, lossy_peer=target, resent=share))
+        RankStats(0.01, HostStats(address=source, lossy_peer=target, resent=share))
         for (source, target), share in zip(RING, (0.011, 0.009, 0.0), strict=True)
     ]
     [(_, text)] = watch((EVEN, 60), (lossy, 60))
@@ -141,9 +143,9 @@ def test_a_batch_that_does_not_come_out_even_is_no_slow_processor() -> None:
 
 
 def advice(own_ms: Sequence[float], work: Sequence[int], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> str:
-    laggards = Laggards()
-    laggards.begin_anew([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
-    [slow] = [slow for _ in range(60) for slow in laggards.saw(told(own_ms), work, 0.03, 0.0)]
+    stragglers = Stragglers()
+    stragglers.begin_anew([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
+    [slow] = [slow for _ in range(60) for slow in stragglers.saw(told(own_ms), work, 0.03, 0.0)]
     return slow.fix
 
 
@@ -178,15 +180,15 @@ def test_a_weight_below_one_micro_batch_is_not_raised() -> None:
 @pytest.mark.parametrize("onset", range(0, 40, 3))
 def test_the_cause_is_that_of_the_trouble_whenever_it_began(onset: int) -> None:
     """The kernel's counters are looked at every five steps: what they say may be older than the trouble."""
-    laggards = Laggards()
-    laggards.begin_anew(NAMES)
+    stragglers = Stragglers()
+    stragglers.begin_anew(NAMES)
     starved, told_at = 0.0, None
     for step in range(200):
         is_slow = step >= 60 + onset
         if step % 5 == 0:
             starved = 0.7 if step >= 65 + onset else 0.7 * max(0, step - 60 - onset) / 5
         figures = told([10, 30 if is_slow else 10, 10], starved=[0.05, starved, 0.05])
-        for slow in laggards.saw(figures, [1, 1, 1], 0.03, 0.001):
+        for slow in stragglers.saw(figures, [1, 1, 1], 0.03, 0.001):
             assert "kept from its processor" in slow.seen
             told_at = step - 60 - onset
     assert told_at is not None
@@ -194,22 +196,22 @@ def test_the_cause_is_that_of_the_trouble_whenever_it_began(onset: int) -> None:
 
 
 def test_another_world_does_not_hear_it_again() -> None:
-    laggards, slow = Laggards(), told([10, 30, 10])
+    stragglers, slow = Stragglers(), told([10, 30, 10])
     for expected in (1, 0):
-        laggards.begin_anew(NAMES)
-        assert sum(len(laggards.saw(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
+        stragglers.begin_anew(NAMES)
+        assert sum(len(stragglers.saw(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
 
 
 def test_ranks_without_nodes_have_a_name_too() -> None:
-    laggards = Laggards()
-    laggards.begin_anew(("rank 0", "rank 1"))
-    [slow] = [slow for _ in range(60) for slow in laggards.saw(told([10, 30]), [1, 1], 0.03, 0.0)]
+    stragglers = Stragglers()
+    stragglers.begin_anew(("rank 0", "rank 1"))
+    [slow] = [slow for _ in range(60) for slow in stragglers.saw(told([10, 30]), [1, 1], 0.03, 0.0)]
     assert slow.seen.startswith("everybody waits for rank 1: it takes")
 
 
 def test_the_kernel_counts_what_a_connection_carried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        kernel = Kernel()
+        kernel = KernelCounters()
         with socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0)) as ours:
             theirs, _ = server.accept()
             with theirs:
@@ -225,7 +227,7 @@ def test_the_kernel_counts_what_a_connection_carried() -> None:
 
 def spin(core: int, seconds: float, answer: multiprocessing.Queue[float] | None) -> None:
     os.sched_setaffinity(0, {core})
-    kernel, until = Kernel(), time.monotonic() + seconds
+    kernel, until = KernelCounters(), time.monotonic() + seconds
     while time.monotonic() < until:
         pass
     if answer is not None:
