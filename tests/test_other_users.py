@@ -227,9 +227,8 @@ def test_an_agent_refuses_a_cache_of_another_user_before_it_starts_anything(tmp_
 
 def test_every_worker_program_protects_its_caches_itself() -> None:
     """A worker may be started by torchrun typed by hand."""
-    texts = {
-        path.name: path.read_text() for part in ("train", "sync", "tools") for path in (SOURCE / part).rglob("*.py")
-    }
+    paths = [path for part in ("train", "sync", "tools") for path in (SOURCE / part).rglob("*.py")]
+    texts = {str(path.relative_to(SOURCE)): path.read_text() for path in paths}
     programs = {
         name: text for name, text in texts.items() if "__main__" in text and re.search(r"(import|from) torch", text)
     }
