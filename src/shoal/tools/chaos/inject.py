@@ -91,8 +91,8 @@ class Injector:
                 return self._signal(_rank_of(path, rank, node), f"SIG{name}")
             case actions.KillSourceInCopy(within_s=within_s):
                 return self._signal(self._source_in_copy(within_s), "SIGKILL")
-            case actions.KillNode(node=node, silent=False):
-                return self._kill_all(node)
+            case actions.KillNode(node=node, silent=silent):
+                return self._change_lab(lab_lab.kill(node, silent=True)) if silent else self._kill_all(node)
             case actions.KillRun():
                 return self._kill_run()
             case actions.KillAgent(node=node):
@@ -127,8 +127,6 @@ class Injector:
                 return lambda: self.answers.append(self._run_shoal(words))
             case actions.PowerOn(node=node):
                 return partial(self._power_on, node)
-            case actions.KillNode(node=node):
-                return self._change_lab(lab_lab.kill(node, silent=True))
             case actions.Freeze(node=node):
                 return self._change_lab(lab_lab.stop_or_go(node, frozen=True))
             case actions.Thaw(node=node):
