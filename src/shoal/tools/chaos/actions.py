@@ -252,35 +252,11 @@ class RunShoal(Action):
 
 
 AnyAction = Annotated[
-    KillRank
-    | KillSourceInCopy
-    | KillAgent
-    | KillNode
-    | KillRun
-    | PowerOn
-    | Freeze
-    | Thaw
-    | FreezeRank
-    | ThawRank
-    | Cut
-    | Heal
-    | Flap
-    | SetLink
-    | Loss
-    | LimitCpu
-    | LimitMemory
-    | CorruptMemory
-    | FillDisk
-    | FreeDisk
-    | CutPower
-    | SignalSupervisor
-    | StopRun
-    | CorruptCheckpoint
-    | Resume
-    | UnknownConnections
-    | RunShoal,
+    KillRank | KillSourceInCopy | KillAgent | KillNode | KillRun | PowerOn | Freeze | Thaw | FreezeRank | ThawRank | Cut
+    | Heal | Flap | SetLink | Loss | LimitCpu | LimitMemory | CorruptMemory | FillDisk | FreeDisk | CutPower
+    | SignalSupervisor | StopRun | CorruptCheckpoint | Resume | UnknownConnections | RunShoal,
     Field(discriminator="do"),
-]
+]  # fmt: skip
 
 
 def needs_nodes(action: Action) -> bool:
