@@ -13,6 +13,7 @@ from statistics import median
 
 from pydantic import BaseModel, ConfigDict
 
+from shoal.control.membership.types import NEVER, Ballot, read_ballot
 from shoal.events import Event
 from shoal.tools.chaos.scenario import ChaosScenario, Expect, RunEnding, ScenarioRecord
 from shoal.tools.report.commit_log import check_ledger
@@ -215,9 +216,9 @@ def count_stale(commits: Sequence[Event]) -> int:
     for commit in commits:
         if "generation" not in commit:
             continue
-        lineage, generation = str(commit.get("lineage")), ballot(str(commit["generation"]))
-        stale += generation < newest.get(lineage, (0, 0))
-        newest[lineage] = max(generation, newest.get(lineage, (0, 0)))
+        lineage, generation = str(commit.get("lineage")), read_ballot(str(commit["generation"]))
+        stale += generation < newest.get(lineage, NEVER)
+        newest[lineage] = max(generation, newest.get(lineage, NEVER))
     return stale
 
 
@@ -314,14 +315,6 @@ def _since(moment: float, time: float | None) -> float | None:
     return None if time is None else time - moment
 
 
-Ballot = tuple[int, int]
-
-
-def ballot(text: str) -> Ballot:
-    number, _, member = text.partition("-")
-    return int(number), int(member or 0)
-
-
 def ranks_that_ended(record: ScenarioRecord) -> list[Event]:
     """Return the `end` events of the ranks whose last event is one."""
     last = {event.get("rank"): event for event in record.ranks}
@@ -346,7 +339,7 @@ def compare_digests(record: ScenarioRecord, every: int) -> tuple[bool | None, in
 
 def newest_generation(record: ScenarioRecord) -> Event | None:
     """Return the membership event of the newest generation that a rank entered."""
-    return max(record.rank_events("membership"), key=lambda event: ballot(str(event["generation"])), default=None)
+    return max(record.rank_events("membership"), key=lambda event: read_ballot(str(event["generation"])), default=None)
 
 
 def rejoined_at(record: ScenarioRecord, after: float) -> float | None:
