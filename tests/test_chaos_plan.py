@@ -15,13 +15,13 @@ import pytest
 from shoal.cli.chaos import parse_every
 from shoal.config.schema import SyncConfig
 from shoal.errors import LabError, UsageError
+from shoal.tools.bench.levers import SYNC_MODES
 from shoal.tools.chaos.actions import Action, Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
 from shoal.tools.chaos.damage import connect, corrupt, corrupt_newest, open_ports
 from shoal.tools.chaos.growth import ResourceSample, growth, sample_resources, slope
 from shoal.tools.chaos.judge import longest_pause
 from shoal.tools.chaos.scenario import Injection, ScenarioRecord, is_due, plan_injections
 from shoal.tools.chaos.soak import (
-    SYNC_MODES,
     ModeResult,
     SoakOrder,
     SoakResult,

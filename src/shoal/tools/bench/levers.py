@@ -12,14 +12,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.cluster.target import first_node, parse_on, rank_count
 from shoal.config.presets import did_you_mean
-from shoal.config.schema import Config, SyncConfig
+from shoal.config.schema import ROUND_STEPS, Config, SyncConfig
+from shoal.config.sync_choice import WireName
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Every value of `--sync` that trains differently; `auto` chooses one of them.
+SYNC_MODES = ("ddp", "stock", "accumulate", *ROUND_STEPS)
 ONE_NODE, CEILING, STOCK = "one node", "no exchange", "stock"
 # A loss curve may end this much before the others and still count.
 _AS_FAR = 0.98
 # A figure can be this much above the ceiling by chance.
 _CHANCE = 0.05
-_WIRES = ("fp32", "fp16", "bf16", "int8", "powersgd")
-_OUTER = ("local", "diloco", "streaming")
+_WIRES: tuple[str, ...] = get_args(WireName)
 _COUNT = re.compile(r"\d{1,9}")
-_WORDS = ("stock", "ddp", "accumulate", *_OUTER, *_WIRES)
+_WORDS = (*SYNC_MODES, *_WIRES)
 _NEVER = 10**9
 
 

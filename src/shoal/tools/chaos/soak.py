@@ -24,7 +24,7 @@ from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop
 from shoal.runs.start import train_new
-from shoal.tools.bench.levers import parse_lever
+from shoal.tools.bench.levers import SYNC_MODES, parse_lever
 from shoal.tools.chaos.actions import describe
 from shoal.tools.chaos.growth import Growth, ResourceSample, growth, sample_resources
 from shoal.tools.chaos.inject import Injector, NoDisplay
@@ -35,6 +35,27 @@ from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakBlock, SoakFault, plan_b
 from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened
 from shoal.tools.report.commit_log import check_ledger
 
+FIGURES = "soak.json"
+ALL = "all"
+_MODES_TEXT = f"{', '.join(SYNC_MODES)}, ddp+int8, {ALL}"
+_SAMPLE_S = 5.0
+_START_S = 300.0
+# An estimate, for the remaining time: a lab, two starts of a training, and its end.
+_SETUP_S = 30.0
+# A rank is started again after 3 s at most, and imports torch: two at once on two busy cores took 68 s.
+_BACK_S = 180.0
+_NOT_BACK = f"not every node trained again after {_BACK_S:.0f} s"
+_STOP_S = 30.0
+_FIRST_STEP = 20
+_DISK_MB = 32
+_DIGEST_EVERY = 20
+_REFERENCE_S = 60.0
+# A constant learning rate: a run that is stopped at any step can be compared with another at the same step.
+_TRAINING: dict[str, dict[str, Any]] = {
+    "train": {"min_lr_fraction": 1.0, "checkpoint_every": 200, "lr": 1e-3},
+    # A soak kills more ranks in minutes than an agent restarts by default.
+    "members": {"digest_every": _DIGEST_EVERY, "restarts": 1_000},
+}
 # Other world sizes sum in another order; after hundreds of steps the losses differ by noise of this size.
 TOLERANCE = 0.05
 # Where replicas diverge between exchanges, a killed rank loses its steps since the last one, and a smaller world learns
@@ -109,31 +130,6 @@ class SoakResult(BaseModel):
     @property
     def ok(self) -> bool:
         return all(assertion.ok for assertion in self.assertions)
-
-
-FIGURES = "soak.json"
-ALL = "all"
-# Every value of `--sync` that trains differently; `auto` chooses one of them.
-SYNC_MODES = ("ddp", "stock", "accumulate", "local", "diloco", "streaming")
-_MODES_TEXT = f"{', '.join(SYNC_MODES)}, ddp+int8, {ALL}"
-_SAMPLE_S = 5.0
-_START_S = 300.0
-# An estimate, for the remaining time: a lab, two starts of a training, and its end.
-_SETUP_S = 30.0
-# A rank is started again after 3 s at most, and imports torch: two at once on two busy cores took 68 s.
-_BACK_S = 180.0
-_NOT_BACK = f"not every node trained again after {_BACK_S:.0f} s"
-_STOP_S = 30.0
-_FIRST_STEP = 20
-_DISK_MB = 32
-_DIGEST_EVERY = 20
-_REFERENCE_S = 60.0
-# A constant learning rate: a run that is stopped at any step can be compared with another at the same step.
-_TRAINING: dict[str, dict[str, Any]] = {
-    "train": {"min_lr_fraction": 1.0, "checkpoint_every": 200, "lr": 1e-3},
-    # A soak kills more ranks in minutes than an agent restarts by default.
-    "members": {"digest_every": _DIGEST_EVERY, "restarts": 1_000},
-}
 
 
 @dataclass(frozen=True)
