@@ -232,7 +232,7 @@ def plan_injections(steps: Sequence[Action], seed: int, number: int) -> list[Inj
 
 
 def is_due(injection: Injection, step: int, step_since_s: float | None, since_last_s: float) -> bool:
-    """`step` is the furthest of any rank, `step_since_s` how long ago the awaited one was reached."""
+    """Tell whether it is time; `step` is the furthest of any rank, `step_since_s` the time since the awaited one."""
     if injection.action.at_step is None:
         return since_last_s >= (injection.action.after_s or 0.0) + injection.extra_s
     return step >= injection.action.at_step and (step_since_s or 0.0) >= injection.extra_s

@@ -262,7 +262,7 @@ class _Session:
         self.display.fault(block.sync, len(self.outcomes), len(block.faults), outcome)
 
     def show(self, block: SoakBlock, doing: str, step: int, left_s: float) -> None:
-        """`left_s`: remaining time of this mode. For the later ones assume the planned time and the mean delay."""
+        """Show the status. `left_s` is for this mode; the later ones are estimated by planned time and mean delay."""
         number = self.blocks.index(block)
         done = sum(len(result.faults) for result in self.results) + len(self.outcomes)
         late_s = sum(self.late_s.values()) / done if done else 0.0

@@ -49,7 +49,7 @@ def _kill_node(d: FaultDraw) -> tuple[AnyAction, ...]:
 
 
 def _kill_two(d: FaultDraw) -> tuple[AnyAction, ...]:
-    """The second rank dies while the others detect the first loss, regroup or copy the state."""
+    """Kill a second rank while the others detect the first loss, regroup or copy the state."""
     return (KillRank(node=d.node), KillRank(node=d.other_node, after_s=round(d.random.uniform(0.0, 1.5), 2)))
 
 

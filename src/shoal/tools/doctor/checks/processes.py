@@ -106,7 +106,7 @@ def _stop_command(processes: list[Process], facts: Facts) -> str:
 
 
 def _kill_command(processes: list[Process]) -> str:
-    """A process that is stopped, by Ctrl-Z or a debugger, reacts to no signal but KILL."""
+    """Return the command that ends them; only SIGKILL ends one that is stopped by Ctrl-Z or a debugger."""
     signal = " -KILL" if any(process["stopped"] for process in processes) else ""
     return f"kill{signal} " + " ".join(dict.fromkeys(str(process["pid"]) for process in processes))
 

@@ -116,7 +116,7 @@ def _blocked_pairs(cluster: ClusterFacts, trials: Iterable[Trial]) -> set[Blocke
 
 
 def _blocked_pair(cluster: ClusterFacts, node: str, peer: str) -> BlockedPair:
-    """`node` receives nothing from `peer`: either it lets nothing in, or the peer lets nothing out."""
+    """Tell why `node` receives nothing from `peer`: it lets nothing in, or the peer lets nothing out."""
     sent = cluster.trial(peer, node, "udp")
     return BlockedPair(peer, "out", node) if sent and sent.outcome == "forbidden" else BlockedPair(node, "in", peer)
 

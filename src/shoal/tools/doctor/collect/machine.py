@@ -318,7 +318,7 @@ def _has_other_values(env: Mapping[str, str], names: tuple[str, ...]) -> bool:
 
 
 def _is_credible(pid: int, env: Mapping[str, str]) -> bool:
-    """Any process can name any run: believe those of this user, or of the run folder's owner."""
+    """Believe only processes of this user or of the run folder's owner: any process can name any run."""
     try:
         owner = owner_of(pid)
         return owner is not None and (owner == os.geteuid() or owner == Path(env[_RUN_VARIABLE]).stat().st_uid)
@@ -327,7 +327,7 @@ def _is_credible(pid: int, env: Mapping[str, str]) -> bool:
 
 
 def _run_facts(env: Mapping[str, str]) -> dict[str, Any]:
-    """`has_folder`: the run's folder still exists, so the run can be stopped by its name."""
+    """Return the run of a process; with `has_folder` it can still be stopped by its name."""
     run = Path(env[_RUN_VARIABLE])
     has_folder = any((run / name).is_file() for name in ("job.json", "config.toml"))
     return {"run": str(run), "part": env.get(_PART_VARIABLE, ""), "has_folder": has_folder}
