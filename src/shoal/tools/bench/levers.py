@@ -100,7 +100,7 @@ class LeverRow(BaseModel):
 
     @property
     def is_plausible(self) -> bool:
-        """Tell whether it is below the ceiling. Only a larger batch can exceed it: it updates the weights less often."""
+        """Tell whether it is below the ceiling. Only a larger batch can exceed it: it updates weights less often."""
         return not self.is_above_ceiling or self.larger_batch
 
 
