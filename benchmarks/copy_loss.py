@@ -30,10 +30,12 @@ from shoal.config.load import build_config
 from shoal.cost.model_size import parameter_count
 from shoal.errors import ShoalError
 from shoal.run_folder import RunFolder
-from shoal.tools.chaos.inject import Injector, TestBed
-from shoal.tools.chaos.judge import compare_told, newest_generation
+from shoal.tools.chaos.actions import KillRank, KillSourceInCopy
+from shoal.tools.chaos.inject import Injector
+from shoal.tools.chaos.judge import compare_digests, newest_generation
 from shoal.tools.chaos.run import ScenarioWatch
-from shoal.tools.chaos.scenario import KillRank, KillSourceInCopy, ScenarioRecord
+from shoal.tools.chaos.scenario import ScenarioRecord
+from shoal.tools.chaos.testbed import TestBed
 from shoal.tools.report.commit_log import check_ledger
 
 NODES = 3
@@ -106,15 +108,15 @@ class Training:
         newest = newest_generation(self.record)
         if newest is None or int(newest["size"]) < NODES:
             return False
-        entered = [each for each in self.record.ranks_said("membership") if each["generation"] == newest["generation"]]
+        entered = [each for each in self.record.rank_events("membership") if each["generation"] == newest["generation"]]
         since = max(after, *(float(each["time"]) for each in entered))
-        stepped = {each["rank"] for each in self.record.ranks_said("step") if float(each["time"]) > since}
+        stepped = {each["rank"] for each in self.record.rank_events("step") if float(each["time"]) > since}
         return len(entered) == NODES and len(stepped) == NODES
 
     def next_step(self, after: float) -> float | None:
         """The first step in a generation that ranks entered after that moment."""
-        entered = [float(each["time"]) for each in self.record.ranks_said("membership") if float(each["time"]) > after]
-        steps = [float(each["time"]) for each in self.record.ranks_said("step")]
+        entered = [float(each["time"]) for each in self.record.rank_events("membership") if float(each["time"]) > after]
+        steps = [float(each["time"]) for each in self.record.rank_events("step")]
         return min((at for at in steps if entered and at > min(entered)), default=None)
 
     def await_(self, what: Callable[[], object], words: str) -> None:
@@ -166,8 +168,8 @@ def play(name: str, sets: Sequence[str], rounds: int) -> Result:
                 injector.close()
             exit_code = training.end()
             ledger = check_ledger(training.record.commits)
-            equal, _ = compare_told(training.record, _DIGEST_EVERY)
-            went_back = {each["step"] for each in training.record.ranks_said("recovery")}
+            equal, _ = compare_digests(training.record, _DIGEST_EVERY)
+            went_back = {each["step"] for each in training.record.rank_events("recovery")}
             return Result(name, rounds, survived, recoveries, len(went_back), ledger.ok, equal, exit_code, trouble)
         finally:
             lab.close()

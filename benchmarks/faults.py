@@ -30,8 +30,9 @@ from shoal.cluster.lab.lab import up
 from shoal.cluster.lab.spec import make_spec
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
-from shoal.tools.chaos.inject import Injector, TestBed
-from shoal.tools.chaos.scenario import Action, Cut, Freeze, Heal, KillAgent, KillNode, KillRank, PowerOn, Thaw
+from shoal.tools.chaos.actions import Action, Cut, Freeze, Heal, KillAgent, KillNode, KillRank, PowerOn, Thaw
+from shoal.tools.chaos.inject import Injector
+from shoal.tools.chaos.testbed import TestBed
 
 TINY = ("model.layers=1", "model.heads=2", "model.width=16", "model.seq_len=16", "data.sentences=400")
 _DEADLINE_S = 90.0

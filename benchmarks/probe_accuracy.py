@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/probe_accuracy.py --rounds 3       # needs the right to make a lab
 
-Raw is TCP payload, as iperf3 counts it. A lab gives the rate that was asked for to IP packets; of the 1,500 bytes of
+Raw is TCP payload, as in iperf3. A lab gives the rate that was asked for to IP packets; of the 1,500 bytes of
 each, 52 are headers (IP 20, TCP 20, time stamps 12), so payload can be at most 96.5% of it: that is the second column.
-Unshaped, there is no rate to compare with, and our own probe is compared with iperf3.
+Unshaped, there is no rate to compare with, and our own probe is compared with iperf3, which must be installed.
 A held-out size is one that the probe measured but did not fit. Beside it, each size of 1 MiB and more is predicted from
 all others, the largest too.
 """
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from _common import options
@@ -24,13 +25,12 @@ from shoal.cluster.cluster import visit
 from shoal.cluster.lab.lab import Lab, up
 from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import read_profile
-from shoal.config.profile import CollectiveProfile, LinkProfile, Profile
+from shoal.config.profile import CollectiveProfile, Profile
 from shoal.cost.network import fit
-from shoal.tools.probe.links import GAUGE, FlowPlan, Tool, measure_links
+from shoal.tools.probe.links import LINK_METER, STREAMS, FlowPlan, measure_links
 from shoal.units import parse_rate
 
 LINKS = ("100mbit", "1gbit", "none")
-TOOLS: tuple[Tool, ...] = ("iperf3", "shoal")
 PAYLOAD = 1448 / 1500
 LEAST_BYTES = 1 << 20
 
@@ -50,7 +50,7 @@ def main() -> None:
 def one_round(link: str, nodes: int, budget_s: int) -> dict[str, float]:
     lab = up(make_spec(nodes, name=f"bench-{os.getpid()}", link=link), owner=os.getpid())
     try:
-        raw = {tool: _raw(lab, tool) for tool in TOOLS}
+        raw = {"iperf3": _iperf3_gbps(lab), "shoal": _own_gbps(lab)}
         profile = _probe(lab, budget_s)
     finally:
         lab.close()
@@ -67,10 +67,27 @@ def one_round(link: str, nodes: int, budget_s: int) -> dict[str, float]:
     return figures
 
 
-def _raw(lab: Lab, tool: Tool) -> list[LinkProfile]:
-    with visit(f"lab:{lab.name}", GAUGE) as found:
-        plan = FlowPlan(tool, 2.0, (("node1", "node2"),), (("node1", "node2"), ("node2", "node1")))
-        return measure_links(found, plan, lambda text: None)
+def _own_gbps(lab: Lab) -> list[float]:
+    with visit(f"lab:{lab.name}", LINK_METER) as programs:
+        plan = FlowPlan(2.0, (("node1", "node2"),), (("node1", "node2"), ("node2", "node1")))
+        links = measure_links(programs, plan, lambda text: None)
+    return [rate for link in links for rate in (link.gbps, link.gbps_4_streams)]
+
+
+def _iperf3_gbps(lab: Lab) -> list[float]:
+    """Median of its intervals as the receiver counts them, without the first fifth; both directions, all streams."""
+    rates = []
+    for source, target, address in (("node1", "node2", "10.77.0.2"), ("node2", "node1", "10.77.0.1")):
+        for streams in STREAMS:
+            server_words = lab.command(target, ["iperf3", "--server", "--one-off", "--interval", "0.1", "--json"])
+            with subprocess.Popen(server_words, stdout=subprocess.PIPE) as server:
+                time.sleep(0.5)
+                client = ["iperf3", "--client", address, "--time", "2", "--parallel", str(streams), "--json"]
+                subprocess.run(lab.command(source, client), check=True, capture_output=True)
+                intervals = [entry["sum"] for entry in json.loads(server.communicate(timeout=20)[0])["intervals"]]
+            counted = [entry for entry in intervals if entry["start"] >= 0.4 and entry["seconds"] > 0.05]
+            rates.append(8e-9 * statistics.median(entry["bytes"] / entry["seconds"] for entry in counted))
+    return rates
 
 
 def _probe(lab: Lab, budget_s: int) -> Profile:
@@ -81,9 +98,8 @@ def _probe(lab: Lab, budget_s: int) -> Profile:
         return read_profile(file)
 
 
-def _raw_figures(link: str, raw: dict[Tool, list[LinkProfile]]) -> dict[str, float]:
+def _raw_figures(link: str, rates: dict[str, list[float]]) -> dict[str, float]:
     """Where there is a rate: the figure that is furthest from it, of both directions, one stream and four."""
-    rates = {tool: [rate for each in links for rate in (each.gbps, each.gbps_4_streams)] for tool, links in raw.items()}
     if link == "none":
         ratio = statistics.median(rates["shoal"]) / statistics.median(rates["iperf3"])
         return {"iperf3 Gbit/s": statistics.median(rates["iperf3"]), "own ÷ iperf3": ratio}

@@ -10,14 +10,14 @@ from shoal.events import Event
 from shoal.tools.chaos.judge import (
     Assertion,
     ScenarioTimes,
-    compare_told,
+    compare_digests,
     count_stale,
     judge,
     longest_pause,
     measure,
     ranks_that_ended,
 )
-from shoal.tools.chaos.run import spread
+from shoal.tools.chaos.run import percentiles
 from shoal.tools.chaos.scenario import ChaosScenario, CommandResult, RunEnding, ScenarioRecord, parse_scenario
 
 FAULT_AT = 100.0
@@ -206,9 +206,9 @@ def test_all_that_must_hold_does() -> None:
         ({"most_reconfigurations": 1}, "reconfigurations: at most 1", "2"),
         ({"sentence": "node9"}, "the user read /node9/", "rank 2 on node3 was killed; 2 of 3 go on"),
         ({"exit_code": 130}, "exit code 130", "0"),
-        ({"abandoned": 1}, "lineages given up: 1", "0"),
+        ({"abandoned": 1}, "abandoned lineages: 1", "0"),
         ({"return_pause_within_s": 0.3}, "pause at the return within 0.3 s", "1.10 s"),
-        ({"resumed_behind_at_most": 4}, "steps behind when it was resumed: at most 4", "unknown"),
+        ({"resumed_behind_at_most": 4}, "steps behind when resumed: at most 4", "unknown"),
     ],
 )
 def test_what_does_not_hold_is_named_with_what_was_seen(expect: dict[str, Any], name: str, seen: str) -> None:
@@ -268,16 +268,16 @@ def test_a_command_is_judged_by_its_answer() -> None:
 
 def test_replicas_of_a_stopped_run_have_compared_themselves() -> None:
     record = ScenarioRecord(ranks=[{**member(0, 1.0, "1-0", 3, "first"), "step": 0}, step(0, 19, 2.0)])
-    assert compare_told(ScenarioRecord(), every=20) == (None, 0)
-    assert compare_told(record, every=20) == (None, 0)
+    assert compare_digests(ScenarioRecord(), every=20) == (None, 0)
+    assert compare_digests(record, every=20) == (None, 0)
     record.ranks.append(step(0, 21, 2.1))
-    assert compare_told(record, every=20) == (True, 3)
+    assert compare_digests(record, every=20) == (True, 3)
     record.ranks.append({**member(0, 3.0, "10-0", 2), "step": 22})
-    assert compare_told(record, every=20) == (None, 0)
+    assert compare_digests(record, every=20) == (None, 0)
     record.ranks.append(step(0, 40, 4.0))
-    assert compare_told(record, every=20) == (True, 2)
+    assert compare_digests(record, every=20) == (True, 2)
     record.ranks.append({"event": "divergence", "rank": 0, "step": 40, "time": 4.1})
-    assert compare_told(record, every=20) == (False, 0)
+    assert compare_digests(record, every=20) == (False, 0)
 
 
 def test_only_ranks_that_came_to_an_end_are_compared() -> None:
@@ -287,7 +287,7 @@ def test_only_ranks_that_came_to_an_end_are_compared() -> None:
 
 
 def test_percentiles_are_times_that_were_measured() -> None:
-    found = spread([float(number) for number in range(1, 21)])
+    found = percentiles([float(number) for number in range(1, 21)])
     assert found is not None
     assert (found.p50, found.p95, found.worst, found.count) == (10.0, 19.0, 20.0, 20)
-    assert spread([]) is None
+    assert percentiles([]) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import LabError
-from shoal.tools.chaos.inject import MemoryHarm, aim, known_weight
+from shoal.tools.chaos.damage import MemoryDamage, known_weight, prepare_memory_damage
 
 WEIGHTS = struct.pack("<100f", *(0.01 * number for number in range(100)))
 # Holds the weights, and prints them when told to.
@@ -62,9 +62,9 @@ def test_the_first_matrix_of_the_newest_whole_checkpoint_is_taken(checkpoints: P
 
 @pytest.mark.parametrize("how", ["flip", "nan"])
 def test_one_number_of_a_running_process_changes(
-    checkpoints: Path, holder: subprocess.Popen[bytes], how: MemoryHarm
+    checkpoints: Path, holder: subprocess.Popen[bytes], how: MemoryDamage
 ) -> None:
-    aim(holder.pid, checkpoints, how, random.Random(1))()
+    prepare_memory_damage(holder.pid, checkpoints, how, random.Random(1))()
     found = holder.communicate(b"x")[0]
     [changed] = [at for at in range(100) if found[4 * at : 4 * at + 4] != WEIGHTS[4 * at : 4 * at + 4]]
     (number,) = struct.unpack_from("<f", found, 4 * changed)
@@ -75,7 +75,7 @@ def test_one_number_of_a_running_process_changes(
 def test_what_is_not_there_is_said(checkpoints: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         with pytest.raises(LabError, match=r"b\.weight of the last checkpoint is nowhere") as caught:
-            aim(other.pid, checkpoints, "flip", random.Random(1))
+            prepare_memory_damage(other.pid, checkpoints, "flip", random.Random(1))
         assert "lr = 1e-30" in caught.value.fix
         other.communicate(b"\n")
 

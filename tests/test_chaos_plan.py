@@ -6,6 +6,7 @@ import json
 import random
 import socket
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,55 +15,41 @@ import pytest
 from shoal.cli.chaos import parse_every
 from shoal.config.schema import SyncConfig
 from shoal.errors import LabError, UsageError
-from shoal.tools.chaos.inject import corrupt_newest, harmed, knock, open_ports
+from shoal.tools.bench.levers import SYNC_MODES
+from shoal.tools.chaos.actions import Action, Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
+from shoal.tools.chaos.damage import connect, corrupt, corrupt_newest, open_ports
+from shoal.tools.chaos.growth import ResourceSample, growth, sample_resources, slope
 from shoal.tools.chaos.judge import longest_pause
-from shoal.tools.chaos.scenario import (
-    SOAK_KINDS,
-    Cut,
-    Flap,
-    Freeze,
-    Heal,
-    Injection,
-    KillRank,
-    PowerOn,
-    ScenarioRecord,
-    SoakFault,
-    Thaw,
-    expand,
-    is_due,
-    plan_blocks,
-    plan_injections,
-    plan_soak,
-)
+from shoal.tools.chaos.scenario import Injection, ScenarioRecord, is_due, plan_injections
 from shoal.tools.chaos.soak import (
-    SYNC_MODES,
     ModeResult,
-    ResourceSample,
     SoakOrder,
     SoakResult,
     broken_off,
     compare_losses,
-    growth,
     judge_fault,
     judge_mode,
     judge_soak,
     read_kinds,
     read_modes,
-    sample,
-    slope,
     soak_document,
 )
+from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakFault, plan_blocks, plan_soak
+
+
+def expand(steps: Iterable[Action]) -> list[Action]:
+    return [part for step in steps for part in step.parts()]
 
 
 def test_what_lasts_becomes_two_injections() -> None:
-    steps = list(expand([Freeze(node="node2", for_s=1.5, at_step=9), Flap(node="node1", for_s=0.5, after_s=3)]))
+    steps = expand([Freeze(node="node2", for_s=1.5, at_step=9), Flap(node="node1", for_s=0.5, after_s=3)])
     assert steps == [
         Freeze(node="node2", for_s=1.5, at_step=9),
         Thaw(node="node2", after_s=1.5),
         Cut(between=("node1",), after_s=3),
         Heal(after_s=0.5),
     ]
-    assert list(expand([Freeze(node="node2")])) == [Freeze(node="node2")]
+    assert expand([Freeze(node="node2")]) == [Freeze(node="node2")]
 
 
 def test_random_moments_are_the_same_for_the_same_seed_and_run() -> None:
@@ -164,7 +151,7 @@ def test_every_mode_that_can_be_trained_is_soaked() -> None:
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        (["dilco"], "is no lever"),
+        (["dilco"], "is not a lever"),
         (["ddp", "ddp"], "twice"),
         (["all", "local"], "twice"),
         (["stock+int8"], "cannot be trained"),
@@ -205,12 +192,12 @@ def test_a_wrong_time_between_faults(text: str) -> None:
 def test_harm_always_changes_the_file(how: Any) -> None:
     content = bytes(range(1, 200))
     for seed in range(50):
-        assert harmed(content, how, random.Random(seed)) != content
+        assert corrupt(content, how, random.Random(seed)) != content
 
 
 def test_one_bit_is_one_bit() -> None:
     content = bytes(100)
-    changed = harmed(content, "flip", random.Random(1))
+    changed = corrupt(content, "flip", random.Random(1))
     assert sum(byte.bit_count() for byte in changed) == 1
 
 
@@ -260,7 +247,7 @@ def test_worlds_of_other_sizes_are_not_compared() -> None:
 
 
 def test_nobody_is_sampled_where_no_run_is(tmp_path: Path) -> None:
-    assert sample(tmp_path, 0.0, 3) == []
+    assert sample_resources(tmp_path, 0.0, 3) == []
 
 
 def commits(loss: float, steps: int = 100, members: int = 3) -> list[dict[str, Any]]:
@@ -293,7 +280,7 @@ def soaked(**changes: Any) -> ModeResult:
         "exit_code": 130,
         "seconds": 60.0,
         "runs": ("a", "b"),
-        "wrong": (),
+        "errors": (),
     }
     return judge_mode("ddp", record, outcomes, **{**given, **changes})
 
@@ -318,11 +305,11 @@ LOSS = "loss within 0.05 of the run without faults"
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"wrong": ("events/rank-0.jsonl: lacks step 7",)}, "shoal verify passes"),
+        ({"errors": ("events/rank-0.jsonl: lacks step 7",)}, "shoal verify passes"),
         ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
         ({"planned": 2}, "went on after each of 2 faults"),
         ({"undone": 101.0}, "went on after each of 1 faults"),
-        ({"commits": commits(2.0, members=2)}, "every node is back at the end"),
+        ({"commits": commits(2.0, members=2)}, "every node trains at the end"),
         ({"reference": commits(2.01, steps=40)}, LOSS),
         ({"reference": commits(2.2)}, LOSS),
         ({"reference": []}, LOSS),
@@ -346,7 +333,7 @@ def test_a_short_run_without_faults_is_compared_as_far_as_it_came() -> None:
     result = soaked(reference=commits(2.01, steps=70))
     assert result.ok
     [said] = [assertion.seen for assertion in result.assertions if assertion.name == LOSS]
-    assert said == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, in which 1 faults fell"
+    assert said == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, with 1 faults"
 
 
 def test_where_replicas_part_only_a_worse_loss_counts() -> None:
@@ -396,7 +383,7 @@ def test_the_figures_say_how_far_an_interrupted_soak_came() -> None:
 
 def test_a_run_that_never_trained_is_judged_too() -> None:
     names = broken(soaked(commits=[]))
-    assert {"every node is back at the end", "went on after each of 1 faults"} <= set(names)
+    assert {"every node trains at the end", "went on after each of 1 faults"} <= set(names)
 
 
 def test_losses_are_compared_where_both_runs_have_them() -> None:
@@ -430,6 +417,6 @@ def test_strangers_knock_as_often_as_asked() -> None:
 
         server = threading.Thread(target=serve)
         server.start()
-        knock([f"127.0.0.1:{door.getsockname()[1]}"], connections=20, idle=5, enter=list)
+        connect([f"127.0.0.1:{door.getsockname()[1]}"], connections=20, idle=5, on_node=list)
         server.join(10)
     assert sorted(map(len, came)) == [0] * 5 + [64] * 20

@@ -9,23 +9,17 @@ import pytest
 
 from shoal.cli.chaos import by_tests_alone, list_document
 from shoal.errors import ConfigError, UsageError
-from shoal.tools.chaos.inject import why_not
+from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
 from shoal.tools.chaos.run import chosen
 from shoal.tools.chaos.scenario import (
     ROWS,
     SCENARIOS,
-    Cut,
-    Flap,
-    Freeze,
-    KillNode,
-    KillRank,
     all_scenarios,
-    describe,
     find_scenario,
-    kinds,
     load_scenario,
     parse_scenario,
 )
+from shoal.tools.chaos.testbed import why_not
 
 ROOT = Path(__file__).parent.parent
 MINE: dict[str, Any] = {
@@ -79,7 +73,7 @@ def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
         ({"nmae": "x"}, "unknown key nmae", "did you mean 'name'?"),
         ({"expect": {"stale_commit": 0}}, "unknown key expect.stale_commit", "did you mean 'stale_commits'?"),
         ({"steps": [{"do": "kil-node"}]}, "steps.0 has do = 'kil-node'", "did you mean 'kill-node'?"),
-        ({"steps": [{"at_step": 3}]}, "steps.0 has do = None", "every step says what it does"),
+        ({"steps": [{"at_step": 3}]}, "steps.0 has do = None", "every step names its action"),
         ({"steps": []}, "steps: ", ""),
         ({"row": 40}, "row: ", "it says 40"),
         ({"steps": [{"do": "kill-node", "node": "node9"}]}, "kill-node node9: the scenario has nodes = 3", ""),
@@ -153,4 +147,4 @@ def test_an_action_in_a_few_words(action: Freeze, words: str) -> None:
 
 
 def test_every_kind_is_known_by_its_word() -> None:
-    assert {"kill-rank", "freeze", "cut", "heal", "power-on", "garbage", "shoal"} <= set(kinds())
+    assert {"kill-rank", "freeze", "cut", "heal", "power-on", "garbage", "shoal"} <= set(action_names())

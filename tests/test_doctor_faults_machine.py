@@ -193,7 +193,7 @@ def orphan(clinic: Clinic, node: str, **variables: str) -> None:
 def test_an_orphaned_rank_of_another_job(clinic: Clinic) -> None:
     orphan(clinic, "node2", RANK="1", WORLD_SIZE="2", MASTER_ADDR="10.77.0.9")
     found = clinic.doctor().only("leftover.worker", "node2")
-    assert "somebody's torch job around 10.77.0.9" in found["evidence"]
+    assert "another torch job around 10.77.0.9" in found["evidence"]
     assert found["fix"].startswith("kill ")
     clinic.paste("node2", found["fix"])
     assert clinic.doctor().is_clean()

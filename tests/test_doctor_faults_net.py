@@ -13,7 +13,7 @@ import pytest
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabLink
-from shoal.tools.doctor.checks.reach import opening
+from shoal.tools.doctor.checks.reach import open_command
 from tests.doctor_checks import Verdict, assert_healthy, assert_sick, doctor, follow, run_here, run_on, verdict
 from tests.lab_checks import shoal, standing_lab
 from tests.needs import need_tool
@@ -197,7 +197,7 @@ def test_the_command_for_those_who_may_not_look_finds_every_chain(lab: Lab, tmp_
     policy = "add chain ip filter INPUT { type filter hook input priority 0; policy drop; }"
     together(firewalls("node1"), sh("node1", f"nft 'add table ip filter; {policy}'"))(lab)
     assert_sick(doctor(lab, "--no-proof"), ("reach.pair", "node1"))
-    command = opening({"tools": ["nft"], "chains": None}, "in", ["10.77.0.2", "10.77.0.3"])
+    command = open_command({"tools": ["nft"], "chains": None}, "in", ["10.77.0.2", "10.77.0.3"])
     run_on(lab, "node1", command, tmp_path)
     assert_healthy(doctor(lab, "--no-proof"))
 
@@ -228,7 +228,7 @@ def test_a_node_that_freezes_meanwhile(lab: Lab) -> None:
     words = shoal("doctor", "--on", f"lab:{lab.name}", "--json")
     began = time.monotonic()
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        wait_for(lambda: any("net.collector" in command for _, command in lab.processes("node2")))
+        wait_for(lambda: any("doctor.collect" in command for _, command in lab.processes("node2")))
         lab.perform(lab_lab.stop_or_go("node2", frozen=True))
         try:
             printed, errors = running.communicate(timeout=60)

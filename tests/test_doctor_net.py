@@ -9,10 +9,10 @@ from itertools import combinations, permutations
 import pytest
 
 from shoal.errors import ControlError
-from shoal.tools.doctor.checks import judge, judge_proof, network, reach
-from shoal.tools.doctor.checks.reach import opening
-from shoal.tools.doctor.facts import ClusterFacts, Severity, SlowLinks, Trial, slow_links
-from shoal.tools.doctor.run import between, circles_of
+from shoal.tools.doctor.checks import check_proof, judge, network, reach
+from shoal.tools.doctor.checks.reach import open_command
+from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity, SlowLinks, Trial, slow_links
+from shoal.tools.doctor.run import circles_of, sizes_between
 from tests.net_scenes import ADDRESSES, CHAIN, Facts, found, healthy, interface, lost, tried, with_interfaces
 
 
@@ -34,7 +34,7 @@ def test_a_node_that_is_away_keeps_its_own_words() -> None:
 
 def test_the_one_that_drops_is_named_by_single_packets() -> None:
     shut = tried(healthy(), *lost("node2", "node1", "tcp", "udp"), Trial("node1", "node2", "answer", "ok"))
-    (finding,) = reach.pairs(shut)
+    (finding,) = reach.check_pairs(shut)
     assert (finding.id, finding.severity, finding.node) == ("reach.pair", Severity.ERROR, "node1")
     assert finding.fix == "sudo nft insert rule inet home input ip saddr 10.0.0.2 accept"
     assert "ip_local_port_range" in finding.meaning
@@ -44,38 +44,40 @@ def test_the_one_that_drops_is_named_by_single_packets() -> None:
 
 def test_a_question_that_arrives_and_an_answer_that_does_not() -> None:
     both = tried(healthy(), *lost("node2", "node1", "tcp"), *lost("node1", "node2", "tcp", "udp", "answer"))
-    (finding,) = reach.pairs(tried(both, Trial("node2", "node1", "answer", "ok")))
+    (finding,) = reach.check_pairs(tried(both, Trial("node2", "node1", "answer", "ok")))
     assert (finding.id, finding.node) == ("reach.pair", "node2")
     assert finding.fix.endswith("ip saddr 10.0.0.1 accept")
-    assert "node2 hears nothing from node1" in finding.meaning
+    assert "node2 receives nothing from node1" in finding.meaning
 
 
 def test_one_finding_and_one_command_for_all_peers_of_a_node() -> None:
     shut = [trial for peer in ("node2", "node3") for trial in lost(peer, "node1", "tcp", "udp")]
-    (finding,) = reach.pairs(tried(healthy(), *shut))
+    (finding,) = reach.check_pairs(tried(healthy(), *shut))
     assert finding.fix == "sudo nft insert rule inet home input ip saddr { 10.0.0.2, 10.0.0.3 } accept"
 
 
 def test_the_direction_that_nobody_dials_is_no_fault() -> None:
     scene = tried(healthy(), *lost("node1", "node3", "tcp", "udp"))
-    assert found(reach.pairs, scene) == [("reach.other-way", "info", "node3")]
-    assert found(reach.store, scene) == []
+    assert found(reach.check_pairs, scene) == [("reach.other-way", "info", "node3")]
+    assert found(reach.check_store, scene) == []
 
 
 def test_it_is_the_address_that_decides_who_dials_not_the_place_in_the_list() -> None:
     scene = healthy(["10.0.0.20", "10.0.0.3"])
-    assert found(reach.pairs, tried(scene, *lost("node1", "node2", "tcp", "udp"))) == [("reach.pair", "error", "node2")]
+    assert found(reach.check_pairs, tried(scene, *lost("node1", "node2", "tcp", "udp"))) == [
+        ("reach.pair", "error", "node2")
+    ]
     other_way = tried(scene, *lost("node2", "node1", "tcp", "udp"))
-    assert found(reach.pairs, other_way) == [("reach.other-way", "info", "node1")]
-    assert found(reach.store, other_way) == [("reach.store", "warning", "node1")]
+    assert found(reach.check_pairs, other_way) == [("reach.other-way", "info", "node1")]
+    assert found(reach.check_store, other_way) == [("reach.store", "warning", "node1")]
 
 
 def test_the_port_that_was_asked_for_counts_for_the_store() -> None:
     scene = healthy(["10.0.0.20", "10.0.0.3"])
     opened = tried(scene, *lost("node2", "node1", "tcp", "udp"), Trial("node2", "node1", "store", "ok"))
-    assert found(reach.store, opened) == []
+    assert found(reach.check_store, opened) == []
     shut = tried(scene, Trial("node2", "node1", "store", "refused", "refused"))
-    assert found(reach.store, shut) == [("reach.store", "warning", "node1")]
+    assert found(reach.check_store, shut) == [("reach.store", "warning", "node1")]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_the_port_that_was_asked_for_counts_for_the_store() -> None:
     [("unreachable", "node1", "not on the same network"), ("no-route", "node2", "no way to node1")],
 )
 def test_what_no_firewall_does(outcome: str, node: str, words: str) -> None:
-    (finding,) = reach.pairs(tried(healthy(), Trial("node2", "node1", "tcp", outcome, "said so")))
+    (finding,) = reach.check_pairs(tried(healthy(), Trial("node2", "node1", "tcp", outcome, "said so")))
     assert (finding.id, finding.severity, finding.node, finding.fix) == ("reach.pair", Severity.ERROR, node, "")
     assert words in finding.meaning
 
@@ -92,13 +94,17 @@ def test_a_node_that_lets_nothing_out() -> None:
     scene = healthy()
     scene.facts["node2"]["network"]["firewall"]["chains"] = [{**CHAIN, "name": "output", "hook": "output"}]
     scene = tried(scene, *lost("node2", "node1", "tcp"), Trial("node2", "node1", "udp", "forbidden", "not permitted"))
-    (finding,) = reach.pairs(scene)
+    (finding,) = reach.check_pairs(scene)
     assert (finding.node, finding.fix) == ("node2", "sudo nft insert rule inet home output ip daddr 10.0.0.1 accept")
 
 
 def test_families_do_not_mix() -> None:
-    assert found(reach.family, healthy(["10.0.0.1", "fd00::2", "10.0.0.3"])) == [("reach.family", "error", "node2")]
-    assert found(reach.family, healthy(["fd00::1", "10.0.0.2", "fd00::3"])) == [("reach.family", "error", "node2")]
+    assert found(reach.check_family, healthy(["10.0.0.1", "fd00::2", "10.0.0.3"])) == [
+        ("reach.family", "error", "node2")
+    ]
+    assert found(reach.check_family, healthy(["fd00::1", "10.0.0.2", "fd00::3"])) == [
+        ("reach.family", "error", "node2")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,17 +123,17 @@ def test_families_do_not_mix() -> None:
     ],
 )
 def test_the_command_is_in_the_words_of_the_firewall_that_is_there(wall: Facts, way: str, command: str) -> None:
-    printed = opening(wall, way, ["10.0.0.2", "10.0.0.3"])
+    printed = open_command(wall, way, ["10.0.0.2", "10.0.0.3"])
     assert printed.startswith(command)
     assert bool(printed) == bool(command)
 
 
 def test_a_command_for_the_other_family() -> None:
     assert (
-        opening({"chains": [CHAIN]}, "in", ["fd00::2"])
+        open_command({"chains": [CHAIN]}, "in", ["fd00::2"])
         == "sudo nft insert rule inet home input ip6 saddr fd00::2 accept"
     )
-    assert opening({"tools": ["iptables"]}, "in", ["fd00::2"]) == "sudo ip6tables -I INPUT -s fd00::2 -j ACCEPT"
+    assert open_command({"tools": ["iptables"]}, "in", ["fd00::2"]) == "sudo ip6tables -I INPUT -s fd00::2 -j ACCEPT"
 
 
 # Addresses
@@ -144,7 +150,9 @@ def test_two_nodes_with_one_address_and_who_answers_for_it() -> None:
 
 
 def test_somebody_else_answers() -> None:
-    (finding,) = reach.twins(tried(healthy(), Trial("node2", "node1", "tcp", "stranger", "was answered by fridge")))
+    (finding,) = reach.check_duplicates(
+        tried(healthy(), Trial("node2", "node1", "tcp", "other-machine", "was answered by fridge"))
+    )
     assert (finding.id, finding.node) == ("reach.twins", "node1")
     assert "answered by fridge" in finding.evidence
 
@@ -194,8 +202,8 @@ def test_an_interface_that_is_off_or_unplugged(change: Facts, fix: str) -> None:
 def test_gloo_offers_the_first_address_of_an_interface() -> None:
     scene = with_interfaces("node2", eth0=interface("9.0.0.2/24", "10.0.0.2/24"))
     assert next((one.name, other.name) for one, other in scene.pairs()) == ("node1", "node2"), "the lower one now"
-    assert found(network.offers, scene) == [], "they may reach it there"
-    (finding,) = network.offers(tried(scene, Trial("node1", "node2", "gloo", "no-route", "no way")))
+    assert found(network.check_published, scene) == [], "they may reach it there"
+    (finding,) = network.check_published(tried(scene, Trial("node1", "node2", "gloo", "no-route", "no way")))
     assert (finding.id, finding.node) == ("interface.first", "node2")
     assert finding.fix == "sudo ip addr del 9.0.0.2/24 dev eth0 && sudo ip addr add 9.0.0.2/24 dev eth0"
 
@@ -203,18 +211,18 @@ def test_gloo_offers_the_first_address_of_an_interface() -> None:
 @pytest.mark.parametrize("kind", ["vpn", "tailscale", "wifi", "bridge", "docker"])
 def test_a_detour_beside_a_cable(kind: str) -> None:
     scene = with_interfaces("node2", way0=interface("100.64.0.2/10", kind=kind))
-    assert found(network.detours, scene) == [], "nobody uses it"
+    assert found(network.check_detours, scene) == [], "nobody uses it"
     for route in scene.facts["node2"]["network"]["routes"].values():
         route["interface"] = "way0"
-    assert found(network.detours, scene) == [], "nobody has tried the cable"
-    (cable, _) = network.cables(scene)
+    assert found(network.check_detours, scene) == [], "nobody has tried the cable"
+    (cable, _) = network.unused_cables(scene)
     assert (cable.peer, cable.name, cable.address, cable.peer_address) == ("node1", "eth0", "10.0.0.2", "10.0.0.1")
-    stranger = tried(scene, Trial("node2", "node1", "cable", "stranger"))
-    assert found(network.detours, stranger) == [], "another home with the same network"
+    stranger = tried(scene, Trial("node2", "node1", "cable", "other-machine"))
+    assert found(network.check_detours, stranger) == [], "another home with the same network"
     scene = tried(scene, *(Trial("node2", peer, "cable", "ok") for peer in ("node1", "node3")))
-    assert found(network.detours, scene) == [("interface.wrong", "warning", "node2")]
+    assert found(network.check_detours, scene) == [("interface.wrong", "warning", "node2")]
     scene.facts["node2"]["network"]["interfaces"]["eth0"]["carrier"] = False
-    assert found(network.detours, scene) == [], "there is nothing better"
+    assert found(network.check_detours, scene) == [], "there is nothing better"
 
 
 # Packets
@@ -233,27 +241,27 @@ def sized(**mtus: int) -> ClusterFacts:
 
 def test_the_odd_size_is_mended_where_it_is() -> None:
     scene = tried(sized(node2=1400), too_big("node1", "node2", 1404), too_big("node3", "node2", 1404))
-    (finding,) = network.sizes(scene)
+    (finding,) = network.check_mtu(scene)
     assert (finding.id, finding.severity, finding.node) == ("mtu.mismatch", Severity.WARNING, "node2")
     assert finding.fix == "sudo ip link set dev eth0 mtu 1500"
     assert "up to 1404 bytes arrive" in finding.evidence
 
 
 def test_an_odd_size_that_loses_nothing_is_only_told() -> None:
-    assert found(network.sizes, sized(node2=1400)) == [("mtu.mismatch", "info", "node2")]
+    assert found(network.check_mtu, sized(node2=1400)) == [("mtu.mismatch", "info", "node2")]
 
 
 def test_of_two_the_unusual_size_is_the_odd_one() -> None:
     scene = healthy(ADDRESSES[:2])
     scene.facts["node1"]["network"]["interfaces"]["eth0"]["mtu"] = 9000
     scene = tried(scene, too_big("node1", "node2", 1500, 9000))
-    (finding,) = network.sizes(scene)
+    (finding,) = network.check_mtu(scene)
     assert (finding.node, finding.fix) == ("node1", "sudo ip link set dev eth0 mtu 1500")
 
 
 def test_big_packets_that_vanish_between_equals() -> None:
     scene = tried(healthy(), too_big("node1", "node2", 1400), too_big("node2", "node1", 1404))
-    findings = list(network.sizes(scene))
+    findings = list(network.check_mtu(scene))
     assert {(finding.id, finding.severity, finding.fix) for finding in findings[:2]} == {
         ("mtu.path", Severity.ERROR, "sudo ip link set dev eth0 mtu 1400")
     }
@@ -261,7 +269,7 @@ def test_big_packets_that_vanish_between_equals() -> None:
 
 
 def test_a_size_that_the_kernel_knows_of_is_no_fault() -> None:
-    assert found(network.sizes, tried(healthy(), too_big("node1", "node2", 1400, told=1400.0))) == []
+    assert found(network.check_mtu, tried(healthy(), too_big("node1", "node2", 1400, path_mtu=1400.0))) == []
 
 
 @pytest.mark.parametrize(("low", "high"), [(128, 1500), (128, 9000), (1499, 1500), (1400, 1404), (128, 130)])
@@ -269,7 +277,7 @@ def test_any_size_is_found_in_few_rounds(low: int, high: int) -> None:
     for truth in {low, (low + high) // 2, high - 1}:
         bottom, top, rounds = low, high, 0
         while top - bottom > 1:
-            tries = between(bottom, top)
+            tries = sizes_between(bottom, top)
             assert tries
             assert all(bottom < size < top for size in tries)
             bottom = max([bottom, *(size for size in tries if size <= truth)])
@@ -295,23 +303,23 @@ def rates(scene: ClusterFacts, **mbps: float) -> ClusterFacts:
 
 
 def test_the_slow_link_is_the_one_that_is_slow_with_everybody() -> None:
-    (finding,) = network.links(rates(healthy(), node2=95.0))
+    (finding,) = network.check_links(rates(healthy(), node2=95.0))
     assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, "node2")
     assert "95 Mbit/s" in finding.evidence
     assert "940" in finding.evidence
 
 
 def test_what_a_moment_cannot_tell_is_not_said() -> None:
-    assert found(network.links, rates(healthy(), node1=12_000.0, node2=3_000.0, node3=12_000.0)) == []
-    assert found(network.links, rates(healthy(), node2=600.0)) == []
-    assert found(network.links, rates(healthy(ADDRESSES[:2]), node2=9.0)) == [], "their cards do not say"
+    assert found(network.check_links, rates(healthy(), node1=12_000.0, node2=3_000.0, node3=12_000.0)) == []
+    assert found(network.check_links, rates(healthy(), node2=600.0)) == []
+    assert found(network.check_links, rates(healthy(ADDRESSES[:2]), node2=9.0)) == [], "their cards do not say"
 
 
 def test_two_nodes_are_held_against_their_cards() -> None:
     scene = rates(healthy(ADDRESSES[:2]), node2=95.0)
     for name in ("node1", "node2"):
         scene.facts[name]["network"]["interfaces"]["eth0"]["speed_mbps"] = 1000
-    (finding,) = network.links(scene)
+    (finding,) = network.check_links(scene)
     assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, ""), "either may be to blame"
     assert finding.evidence.startswith("node1 and node2: 95 Mbit/s")
 
@@ -393,7 +401,7 @@ def test_where_the_bursts_do_not_tell_the_candidates_and_the_missing_ways_are_na
     scene = rates(healthy(), node2=95.0)
     trials = [each for each in scene.trials if each.kind != "burst" or (each.source, each.target) not in shut]
     scene = tried(replace(scene, trials=trials), *(trial for way in sorted(shut) for trial in lost(*way, "tcp")))
-    (finding,) = network.links(scene)
+    (finding,) = network.check_links(scene)
     assert (finding.id, finding.severity, finding.node) == ("link.slow", Severity.WARNING, "")
     assert finding.evidence == "node1 or node2: node1 95, node2 95 Mbit/s in a short burst, other pairs 940"
     assert "cannot be told, because there is no connection node1 → node3, " in finding.meaning
@@ -425,25 +433,29 @@ def test_every_pair_of_a_few_nodes_is_measured() -> None:
 def test_a_card_below_what_it_can_do(says: Facts, severity: str | None, fix: str) -> None:
     scene = with_interfaces("node2", eth0=interface("10.0.0.2/24", **says))
     expected = [] if severity is None else [("interface.slow", severity, "node2", fix)]
-    assert [(each.id, each.severity.value, each.node, each.fix) for each in network.cards(scene)] == expected
+    assert [(each.id, each.severity.value, each.node, each.fix) for each in network.check_cards(scene)] == expected
 
 
 def test_a_card_that_sleeps_between_packets() -> None:
     scene = with_interfaces("node2", eth0=interface("10.0.0.2/24", kind="wifi", power_save=True))
-    (finding,) = network.power_save(scene)
+    (finding,) = network.check_power_save(scene)
     assert (finding.id, finding.node, finding.fix) == ("wifi.powersave", "node2", "sudo iw dev eth0 set power_save off")
 
 
 # Proof
 
 
-def proof(*members: int, node: str = "node1", said: str = "Connect timeout") -> Facts:
-    return {"ok": not said, "said": said, "members": list(members), "node": node}
+def proof(*members: int, node: str = "node1", detail: str = "Connect timeout") -> Facts:
+    return {"ok": not detail, "detail": detail, "members": list(members), "node": node}
+
+
+def judge_proof(cluster: ClusterFacts, proofs: list[Facts], error: ControlError | None) -> list[Finding]:
+    return list(check_proof(replace(cluster, proofs=proofs, proof_error=error)))
 
 
 def test_a_pair_for_which_gloo_fails_is_told_once_with_its_direction() -> None:
     scene = tried(healthy(), Trial("node3", "node1", "tcp", "ok", "10.0.0.1:5 was answered by node1"))
-    proofs = [proof(0, 1, said=""), proof(0, 2), proof(0, 2, node="node3"), proof(0, 1, 2)]
+    proofs = [proof(0, 1, detail=""), proof(0, 2), proof(0, 2, node="node3"), proof(0, 1, 2)]
     (finding,) = judge_proof(scene, proofs, ControlError("a rank failed"))
     assert (finding.id, finding.node) == ("proof.gloo", "node1")
     assert finding.meaning.startswith("node3 dials node1")
@@ -458,12 +470,12 @@ def test_ranks_are_told_by_the_machine_they_are_on() -> None:
 
 
 def test_a_group_that_fails_although_every_pair_works() -> None:
-    (finding,) = judge_proof(healthy(), [proof(0, 1, said=""), proof(0, 1, 2, said="wrong sum")], None)
+    (finding,) = judge_proof(healthy(), [proof(0, 1, detail=""), proof(0, 1, 2, detail="wrong sum")], None)
     assert (finding.id, finding.node) == ("proof.group", "")
     assert "node1, node2, node3" in finding.meaning
 
 
 def test_ranks_that_could_not_start() -> None:
-    assert judge_proof(healthy(), [proof(0, 1, said="")], None) == []
+    assert judge_proof(healthy(), [proof(0, 1, detail="")], None) == []
     (finding,) = judge_proof(healthy(), [], ControlError("no torch", why="none", fix="shoal setup h"))
     assert (finding.id, finding.evidence, finding.fix) == ("proof.start", "no torch", "shoal setup h")

@@ -29,9 +29,9 @@ def test_a_python_without_anything_installed_will_do() -> None:
         )
         assert talks["node"].ask(5.0, do="burst", **place)["mbps"] > 0
         talks["node"].ask(5.0, do="send", port=port, tag="new", places=[{**place, "sizes": [128, 1500]}])
-        sizes = talks["node"].ask(5.0, do="hear", port=port)["heard"]
+        sizes = talks["node"].ask(5.0, do="received", port=port)["sizes"]
     assert said["failed"] == {}
-    assert (heard["outcome"], other["outcome"]) == ("ok", "stranger")
+    assert (heard["outcome"], other["outcome"]) == ("ok", "other-machine")
     assert sizes == {"node": {"new": [128, 1500]}}
 
 
@@ -80,7 +80,7 @@ def test_kinds_of_interfaces(name: str, kernel_type: str, is_wifi: bool, kind: s
 
 def test_names_in_the_hosts_file() -> None:
     text = "127.0.0.1 localhost\n127.0.1.1\tlaptop.home laptop # laptop2\n#10.0.0.1 laptop\n10.0.0.2 laptop"
-    assert network.in_hosts_file("laptop", text) == ["127.0.1.1", "10.0.0.2"]
+    assert network.hosts_file_addresses(text, "laptop") == ["127.0.1.1", "10.0.0.2"]
 
 
 def test_only_chains_that_may_drop_are_in_the_way() -> None:

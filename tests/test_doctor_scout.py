@@ -59,7 +59,7 @@ def test_a_package_that_is_not_there() -> None:
 
 def test_look_ups_that_take_too_long_are_left_alone() -> None:
     began = time.monotonic()
-    answers = collector_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, deadline_s=0.2)
+    answers = collector_names.ask_all({"slow": lambda: time.sleep(5), "quick": lambda: "yes"}, timeout_s=0.2)
     assert time.monotonic() - began < 4
     assert answers["slow"] == {"took_s": None}
     assert answers["quick"]["answer"] == "yes"

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from shoal.tools.probe import links as dialling
-from shoal.tools.probe import links as module
-from shoal.tools.probe.links import dial
+from shoal.tools.probe import link_meter
+from shoal.tools.probe.link_meter import dial
 
 LOOPBACK = "127.0.0.1"
 TOKEN = "a1" * 16
@@ -18,8 +17,8 @@ TOKEN = "a1" * 16
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(dialling, "DIAL_S", 1.0)
-    return int(module.listen({"address": LOOPBACK, "token": TOKEN})["port"])
+    monkeypatch.setattr(link_meter, "DIAL_S", 1.0)
+    return int(link_meter.listen({"address": LOOPBACK, "token": TOKEN})["port"])
 
 
 def connect(port: int) -> socket.socket:

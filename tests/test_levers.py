@@ -70,7 +70,7 @@ def test_a_name_is_a_setting(text: str, chosen: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("text", ["", "diloko", "diloco:x", "ddp:4", "diloco:-1", "int8+", "diloco 50"])
 def test_what_is_no_lever_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no lever"):
+    with pytest.raises(UsageError, match="is not a lever"):
         parse_lever(text)
 
 

@@ -80,7 +80,7 @@ def events_of(nodes: list[Node]) -> list[Event]:
 
 def link(source: str, target: str, together_gbps: float = 0.96) -> LinkProfile:
     rates = {"gbps": 0.95, "gbps_4_streams": 0.96, "together_gbps": together_gbps}
-    return LinkProfile(source=source, target=target, tool="iperf3", latency_s=2e-4, **rates)
+    return LinkProfile(source=source, target=target, tool="shoal", latency_s=2e-4, **rates)
 
 
 def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96, load: float = 0.0) -> ProbeData:
@@ -91,7 +91,6 @@ def measured(machines: tuple[str, str] = ("a", "b"), together_gbps: float = 0.96
             "arch": "aarch64",
             "os": "Linux",
             "machine": machine,
-            "iperf3": "3.12",
         }
         for node, machine in zip(nodes, machines, strict=True)
     }
@@ -130,7 +129,7 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
         (2, 0.022),
         (4, 0.044),
     ]
-    assert profile.node("node1").versions == {"torch": "2.13.0", "iperf3": "3.12"}
+    assert profile.node("node1").versions == {"torch": "2.13.0"}
     assert profile.notes == (
         "a note of the plan",
         "left out for lack of time, a larger --budget has room for them: all-reduce in fp16 from 64 MiB on "
@@ -213,7 +212,7 @@ def test_the_tables_say_it_all(
     monkeypatch.setenv("COLUMNS", "80")
     print_profile(profile)
     said = capsys.readouterr().out
-    parts = ("node1 → node2", "200 µs", "950 Mbit/s", "960 Mbit/s (100%)", "link, by iperf3", "64 KiB")
+    parts = ("node1 → node2", "200 µs", "950 Mbit/s", "960 Mbit/s (100%)", "link, by shoal", "64 KiB")
     assert [part for part in parts if part not in said] == []
     row = next(line for line in said.splitlines() if line.startswith("node1 ") and "→" not in line)
     assert " ".join(row.split()) == "node1 95 3 28 1: 2,000, 2: 3,700 arithmetic"

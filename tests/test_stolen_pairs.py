@@ -212,7 +212,7 @@ def test_the_doctors_group_is_proved_too(tmp_path: Path) -> None:
     with stranger("silent") as name:
         answers = run_ranks(probe_attacked, 2, tmp_path, name)
     assert [answer["ok"] for answer in answers] == [True, True]
-    assert "a foreign connection" in str(answers[0]["said"])
+    assert "a foreign connection" in str(answers[0]["detail"])
 
 
 def take_several(world: World, name: str) -> tuple[float, list[str]]:

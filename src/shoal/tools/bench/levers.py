@@ -1,4 +1,9 @@
-"""Every lever on the same model and the same cluster, one run each, measured beside each other."""
+"""Compare levers (sync modes, intervals and wire formats): the same training with one after another, as a table.
+
+Speed is compared with one node (what does a second machine gain?), with stock DDP (what does the lever gain?) and with
+the ceiling: the same nodes computing without any exchange. The cost of a lever is the validation loss, after the same
+number of tokens and after the same time.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +12,52 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.cluster.target import first_node, parse_on, rank_count
 from shoal.config.presets import did_you_mean
-from shoal.config.schema import Config, SyncConfig
+from shoal.config.schema import ROUND_STEPS, Config, SyncConfig
+from shoal.config.sync_choice import WireName
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.start import MakeDisplay, train_new
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS
 from shoal.tools.report.manifest import writing
-from shoal.tools.report.summary import RankSummary, RunSummary, summarize
+from shoal.tools.report.summary import RunSummary, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-# SECTION report/levers
-# An experiment with levers: the same training with one after another, as rows of a table. Pure.
-#
-# Speed is held against one node (what is a second machine worth?), against stock DDP (what is the lever worth?) and
-# against the ceiling: the same nodes computing beside each other without any exchange. What a lever costs is the
-# validation loss, after as many tokens as all others, and after as much time.
-
-
+# Every value of `--sync` that trains differently; `auto` chooses one of them.
+SYNC_MODES = ("ddp", "stock", "accumulate", *ROUND_STEPS)
 ONE_NODE, CEILING, STOCK = "one node", "no exchange", "stock"
-# A curve that ends a little before the others has been as far as they.
+# A loss curve may end this much before the others and still count.
 _AS_FAR = 0.98
-# So far above the ceiling a figure can be by chance.
+# A figure can be this much above the ceiling by chance.
 _CHANCE = 0.05
+_WIRES: tuple[str, ...] = get_args(WireName)
+_COUNT = re.compile(r"\d{1,9}")
+_WORDS = (*SYNC_MODES, *_WIRES)
+_NEVER = 10**9
 
 
 class Evaluation(BaseModel):
-    """The validation loss after so much training; `seconds` are those of steps alone."""
+    """The validation loss after an amount of training."""
 
     model_config = ConfigDict(frozen=True)
 
     tokens: float
-    seconds: float
+    seconds: float  # of steps alone
     loss: float
 
 
 class LeverPoint(BaseModel):
-    """One measured run. Bytes, times and phases are a step's; `exposed_s` is what a rank waited for the network;
-    `other_load` is how many cores other programs kept busy meanwhile."""
+    """One measured run. Bytes, times and phases are per step."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -64,32 +66,31 @@ class LeverPoint(BaseModel):
     tokens_per_s: float = Field(gt=0)
     tokens_per_step: float = Field(gt=0)
     step_s: float = Field(gt=0)
-    exposed_s: float = 0.0
+    exposed_s: float = 0.0  # waited for the network
     wait_s: float = 0.0
     wire_bytes: float | None = None
     theory_bytes: float | None = None
     peak_memory_bytes: float | None = None
-    other_load: float | None = None
+    other_load: float | None = None  # cores that other programs kept busy
     evaluations: tuple[Evaluation, ...] = ()
 
     def loss_at(self, *, tokens: float | None = None, seconds: float | None = None) -> float | None:
-        """Between two evaluations along a straight line; None before the first and behind the last."""
+        """Interpolate between two evaluations; return None before the first and after the last."""
         name, at = ("tokens", tokens) if tokens is not None else ("seconds", seconds)
-        places = [float(getattr(each, name)) for each in self.evaluations]
+        places = [float(getattr(evaluation, name)) for evaluation in self.evaluations]
         if at is None or not places or not places[0] <= at <= places[-1] / _AS_FAR:
             return None
-        return float(np.interp(at, places, [each.loss for each in self.evaluations]))
+        return float(np.interp(at, places, [evaluation.loss for evaluation in self.evaluations]))
 
 
 class LeverRow(BaseModel):
-    """A point beside the others. None is what was not measured in this experiment, or has no meaning for this row.
-    `larger_batch`: a step of it has more tokens than one of the ceiling."""
+    """A point compared with the others. None: not measured, or without meaning for this row."""
 
     point: LeverPoint
     of_one_node: float | None
     of_stock: float | None
     of_ceiling: float | None
-    larger_batch: bool
+    larger_batch: bool  # its step has more tokens than that of the ceiling
     loss_at_tokens: float | None
     loss_at_time: float | None
 
@@ -99,16 +100,103 @@ class LeverRow(BaseModel):
 
     @property
     def is_plausible(self) -> bool:
-        """No exchange is faster than none. A larger batch may be: it updates the weights less often."""
+        """Tell whether it is below the ceiling. Only a larger batch can exceed it: it updates weights less often."""
         return not self.is_above_ceiling or self.larger_batch
 
 
 class LeverTable(BaseModel):
-    """`tokens` and `seconds` are where losses are compared: how far all came, and when the first of them was there."""
-
     rows: tuple[LeverRow, ...]
-    tokens: float | None
-    seconds: float | None
+    tokens: float | None  # losses are compared after this many tokens, which all levers reached,
+    seconds: float | None  # and after this time
+
+
+@dataclass(frozen=True)
+class LeversResult:
+    table: LeverTable
+    runs: dict[str, RunFolder]  # by lever, of the median round
+    picture: Path
+    figures: Path
+
+
+def measure_levers(config: Config, levers: str, out: Path, watch: MakeDisplay, repeat: int = 1) -> LeversResult:
+    """Measure all levers in rounds, so that a disturbance affects all of them alike."""
+    experiments = plan_experiments(config, levers, out)
+    tries: dict[str, list[tuple[LeverPoint, RunFolder]]] = {name: [] for name in experiments}
+    for round_ in range(1, repeat + 1):
+        for number, (name, chosen) in enumerate(experiments.items()):
+            folder = f"{number:02}-{_file_name(name)}" + (f"-round-{round_}" if repeat > 1 else "")
+            run, _ = train_new(chosen, out / folder, watch)
+            tries[name].append((lever_point(name, summarize(run.read_all_events())), run))
+    points = {name: median_point([point for point, _ in entries]) for name, entries in tries.items()}
+    runs = {name: next(run for point, run in tries[name] if point is points[name]) for name in tries}
+    table, picture, figures = compare(list(points.values())), out / "levers.png", out / "levers.json"
+    with writing(out):
+        plot_levers(table, picture)
+        figures.write_text(to_json(points.values()))
+    return LeversResult(table, runs, picture, figures)
+
+
+def plan_experiments(config: Config, levers: str, out: Path) -> dict[str, Config]:
+    """Check all levers before the first run, not after ten minutes of measuring."""
+    on = parse_on(config.run.on)
+    if rank_count(on) < 2:
+        raise UsageError(
+            f"--on {config.run.on} is one rank, which has no other to exchange with",
+            fix="use a cluster: --on local:2, or --on lab:2,link=1gbit",
+        )
+    # Check that all ranks get a part of a batch; no lever makes it smaller.
+    micro_batch(config.train, rank_weights(config.run, rank_count(on)))
+    names = list(dict.fromkeys(name.strip() for name in levers.split(",")))
+    alone = first_node(on, out)
+    experiments = {}
+    if alone is not None:
+        run = config.run.model_copy(update={"on": alone, "weights": None})
+        experiments[ONE_NODE] = config.model_copy(update={"run": run})
+    experiments[CEILING] = with_sync(config, {"mode": "local", "every": _NEVER})
+    return experiments | {name: with_sync(config, parse_lever(name)) for name in names}
+
+
+def parse_lever(text: str) -> dict[str, Any]:
+    """Parse a lever such as `diloco:50+int8`: a sync mode, its interval, and a wire format; each may be left out."""
+    chosen: dict[str, Any] = {}
+    for word in text.split("+"):
+        name, _, number = word.partition(":")
+        if name not in _WORDS or (number and not _COUNT.fullmatch(number)) or (number and name in ("stock", "ddp")):
+            raise UsageError(
+                f"{text!r} is not a lever",
+                why=did_you_mean(name, _WORDS) or f"a lever is made of {', '.join(_WORDS)}",
+                fix="write for example: --levers stock,ddp,int8,accumulate:4+fp16,diloco:50+int8",
+            )
+        if name in _WIRES:
+            chosen["wire"] = word
+        elif name == "accumulate":
+            chosen |= {"mode": "ddp", "accumulate": int(number or 4)}
+        else:
+            chosen |= {"mode": name} | ({"every": int(number)} if number else {})
+    return chosen
+
+
+def with_sync(config: Config, changes: dict[str, Any]) -> Config:
+    """Change the sync settings and keep the number of tokens: with more tokens per step, take fewer steps."""
+    try:
+        sync = SyncConfig.model_validate(config.sync.model_dump() | changes)
+    except ValidationError as error:
+        raise UsageError(
+            f"these levers cannot be combined: {', '.join(f'{name}={value}' for name, value in changes.items())}",
+            why=error.errors()[0]["msg"].removeprefix("Value error, "),
+            fix="name the levers that you want: --levers stock,ddp,int8",
+        ) from None
+    train = config.train
+    steps = math.ceil(train.steps * config.sync.accumulate / sync.accumulate)
+    wanted = max(1, train.eval_every * config.sync.accumulate // sync.accumulate)
+    # Within a round the common weights are those of its beginning, so the loss would not change.
+    eval_every = math.ceil(wanted / sync.round_steps) * sync.round_steps
+    fewer = train.model_copy(update={"steps": steps, "eval_every": eval_every})
+    return config.model_copy(update={"sync": sync, "train": fewer})
+
+
+def _file_name(name: str) -> str:
+    return name.replace(" ", "-").replace(":", "-")
 
 
 _POINTS = TypeAdapter(list[LeverPoint])
@@ -134,7 +222,7 @@ def lever_point(name: str, summary: RunSummary) -> LeverPoint:
         theory_bytes=None if name == CEILING else summary.theoretical_bytes_per_step,
         peak_memory_bytes=summary.peak_memory_bytes,
         other_load=summary.other_load,
-        # Replicas that never met have learned a part each: their average is nobody's training.
+        # Replicas without any exchange have each learned from a part of the data: their average is meaningless.
         evaluations=() if name == CEILING else tuple(_evaluations(summary)),
     )
 
@@ -172,18 +260,13 @@ def _ratio(point: LeverPoint, base: LeverPoint | None) -> float | None:
 
 
 def _without_exchange_s(summary: RunSummary) -> float:
-    """Without the last step: a training ends with the average of all replicas, whatever its lever."""
-    times = [_second_half(rank) for rank in summary.ranks.values()]
-    return float(np.median(np.concatenate(times)))
-
-
-def _second_half(rank: RankSummary) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    times = rank.series["step_s"][len(rank.steps) // 2 : -1]
-    return times[np.isfinite(times)]
+    """Return the median step of the second half, without the last one, which averages all replicas."""
+    times = np.concatenate([rank.series["step_s"][len(rank.steps) // 2 : -1] for rank in summary.ranks.values()])
+    return float(np.median(times[np.isfinite(times)]))
 
 
 def _evaluations(summary: RunSummary) -> Iterable[Evaluation]:
-    """By the clock of the slowest rank. A resumed run's steps before the last start count as any other."""
+    """Yield the evaluations by the time of the slowest rank, including steps before a resume."""
     elapsed = [np.cumsum(np.nan_to_num(rank.series["step_s"])) for rank in summary.ranks.values()]
     first = next(iter(summary.ranks.values()))
     for step, loss in sorted(summary.val_loss.items()):
@@ -193,16 +276,12 @@ def _evaluations(summary: RunSummary) -> Iterable[Evaluation]:
             yield Evaluation(tokens=step * float(summary.tokens_per_step or 0), seconds=seconds, loss=loss)
 
 
-# SECTION report/levers_picture
-# The picture of an experiment with levers: how fast each was, and what it had learned by when.
-
-
-# Okabe and Ito's set, and behind it the same again in dashes.
+# The palette of Okabe and Ito; further lines repeat it dashed.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def plot_levers(table: LeverTable, path: Path) -> None:
-    """Writes a PNG, 1320 pixels wide."""
+    """Write a PNG, 1320 pixels wide."""
     figure = draw_levers(table)
     try:
         figure.savefig(path, dpi=120)
@@ -228,7 +307,7 @@ def draw_levers(table: LeverTable) -> Figure:
 
 
 def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
-    """The grey end of a bar is what the network took: as fast would it be if nobody waited for it."""
+    """Draw speeds; the pale end of a bar is the speed lost to waiting for the network."""
     names = [row.point.name for row in rows]
     speeds = [row.point.tokens_per_s for row in rows]
     colours = [IDEAL if name in (ONE_NODE, CEILING) else MEASURED for name in names]
@@ -247,7 +326,7 @@ def _draw_speed(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     axes.set(xlabel="tokens per second", xlim=(0, room * max(map(_unexposed, rows))))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if max(lost) > 0.02 * max(speeds):
-        # Below: a bar may be as long as the axis.
+        # Below the axes: a bar may be as long as the axis.
         axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
     axes.set_title("Speed, and times one node", loc="left", fontweight="bold", fontsize=10)
 
@@ -268,7 +347,7 @@ def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     drawn = [row.point for row in rows if row.point.evaluations]
     for number, point in enumerate(drawn):
         colour = IDEAL if point.name == ONE_NODE else _COLOURS[number % len(_COLOURS)]
-        seconds, losses = zip(*((each.seconds, each.loss) for each in point.evaluations), strict=True)
+        seconds, losses = zip(*((entry.seconds, entry.loss) for entry in point.evaluations), strict=True)
         style = "-" if number < len(_COLOURS) else "--"
         axes.plot(seconds, losses, color=colour, linestyle=style, marker=".", lw=1.5, label=point.name)
     axes.set(xlabel="seconds of training", ylabel="validation loss")
@@ -276,106 +355,3 @@ def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
     axes.set_title("What was learned by when", loc="left", fontweight="bold", fontsize=10)
     if drawn:
         axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1.5)
-
-
-_WIRES = ("fp32", "fp16", "bf16", "int8", "powersgd")
-_OUTER = ("local", "diloco", "streaming")
-_COUNT = re.compile(r"\d{1,9}")
-_WORDS = ("stock", "ddp", "accumulate", *_OUTER, *_WIRES)
-_ALONE = 10**9
-
-
-@dataclass(frozen=True)
-class LeversResult:
-    """`runs` by name, those of the median round; `picture` and `figures` belong to the whole."""
-
-    table: LeverTable
-    runs: dict[str, RunFolder]
-    picture: Path
-    figures: Path
-
-
-def measure_levers(config: Config, levers: str, out: Path, watch: MakeDisplay, repeat: int = 1) -> LeversResult:
-    """Rounds over all levers rather than one lever after another, so that a noisy minute hits all alike."""
-    experiments = plan_experiments(config, levers, out)
-    tries: dict[str, list[tuple[LeverPoint, RunFolder]]] = {name: [] for name in experiments}
-    for round_ in range(1, repeat + 1):
-        for number, (name, chosen) in enumerate(experiments.items()):
-            folder = f"{number:02}-{_file_name(name)}" + (f"-round-{round_}" if repeat > 1 else "")
-            run, _ = train_new(chosen, out / folder, watch)
-            tries[name].append((lever_point(name, summarize(run.read_all_events())), run))
-    points = {name: median_point([point for point, _ in found]) for name, found in tries.items()}
-    runs = {name: next(run for point, run in tries[name] if point is points[name]) for name in tries}
-    return _conclude(out, list(points.values()), runs)
-
-
-def plan_experiments(config: Config, levers: str, out: Path) -> dict[str, Config]:
-    """All are checked before the first run: nobody wants to learn after ten minutes that the last is wrong."""
-    on = parse_on(config.run.on)
-    if rank_count(on) < 2:
-        raise UsageError(
-            f"--on {config.run.on} is one rank, which has nobody to exchange with",
-            fix="use a cluster: --on local:2, or --on lab:2,link=1gbit",
-        )
-    # That all ranks get a part of a batch, which no lever makes smaller.
-    micro_batch(config.train, rank_weights(config.run, rank_count(on)))
-    names = list(dict.fromkeys(name.strip() for name in levers.split(",")))
-    alone = first_node(on, out)
-    found = {} if alone is None else {ONE_NODE: _one_node(config, alone)}
-    found[CEILING] = with_sync(config, {"mode": "local", "every": _ALONE})
-    return found | {name: with_sync(config, parse_lever(name)) for name in names}
-
-
-def parse_lever(text: str) -> dict[str, Any]:
-    """`diloco:50+int8`: a way to agree, how often, and a format on the wire; each may be left out."""
-    chosen: dict[str, Any] = {}
-    for word in text.split("+"):
-        name, _, number = word.partition(":")
-        if name not in _WORDS or (number and not _COUNT.fullmatch(number)) or (number and name in ("stock", "ddp")):
-            raise UsageError(
-                f"{text!r} is no lever",
-                why=did_you_mean(name, _WORDS) or f"a lever is made of {', '.join(_WORDS)}",
-                fix="write for example: --levers stock,ddp,int8,accumulate:4+fp16,diloco:50+int8",
-            )
-        if name in _WIRES:
-            chosen["wire"] = word
-        elif name == "accumulate":
-            chosen |= {"mode": "ddp", "accumulate": int(number or 4)}
-        else:
-            chosen |= {"mode": name} | ({"every": int(number)} if number else {})
-    return chosen
-
-
-def with_sync(config: Config, changes: dict[str, Any]) -> Config:
-    """As many tokens as without: whoever takes more at a step takes fewer steps."""
-    try:
-        sync = SyncConfig.model_validate(config.sync.model_dump() | changes)
-    except ValidationError as error:
-        raise UsageError(
-            f"these levers cannot be together: {', '.join(f'{name}={value}' for name, value in changes.items())}",
-            why=error.errors()[0]["msg"].removeprefix("Value error, "),
-            fix="name the levers that you want: --levers stock,ddp,int8",
-        ) from None
-    train = config.train
-    steps = math.ceil(train.steps * config.sync.accumulate / sync.accumulate)
-    asked = max(1, train.eval_every * config.sync.accumulate // sync.accumulate)
-    # Inside a round what is common is that of its beginning: it would be the same loss again.
-    eval_every = math.ceil(asked / sync.round_steps) * sync.round_steps
-    fewer = train.model_copy(update={"steps": steps, "eval_every": eval_every})
-    return config.model_copy(update={"sync": sync, "train": fewer})
-
-
-def _one_node(config: Config, on: str) -> Config:
-    return config.model_copy(update={"run": config.run.model_copy(update={"on": on, "weights": None})})
-
-
-def _file_name(name: str) -> str:
-    return name.replace(" ", "-").replace(":", "-")
-
-
-def _conclude(out: Path, points: list[LeverPoint], runs: dict[str, RunFolder]) -> LeversResult:
-    table, picture, figures = compare(points), out / "levers.png", out / "levers.json"
-    with writing(out):
-        plot_levers(table, picture)
-        figures.write_text(to_json(points))
-    return LeversResult(table, runs, picture, figures)

@@ -1,4 +1,4 @@
-"""How speed grows with ranks: the same training on 1, 2, 4 … of them, measured and explained."""
+"""Measure how speed grows with the number of ranks: the same training on 1, 2, 4 … of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from shoal.tools.report.summary import summarize
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """`runs` by rank count; `picture` and `report` belong to the whole, the manifest to the largest run."""
-
     points: list[ScalingPoint]
-    runs: dict[int, RunFolder]
-    manifest: Manifest
+    runs: dict[int, RunFolder]  # by rank count
+    manifest: Manifest  # of the largest run
     picture: Path
     report: Path
 
@@ -33,7 +31,7 @@ class ScalingResult:
 def measure_scaling(
     config: Config, ranks: Sequence[int], out: Path, watch: MakeDisplay, repeat: int = 1
 ) -> ScalingResult:
-    """Rounds over all rank counts rather than one count after another, so that a noisy minute hits all alike."""
+    """Measure all rank counts in rounds, so that a disturbance affects all of them alike."""
     counts = check_ranks(config, ranks)
     tries: dict[int, list[tuple[ScalingPoint, RunFolder]]] = {count: [] for count in counts}
     for round_ in range(1, repeat + 1):
@@ -41,12 +39,18 @@ def measure_scaling(
             name = f"ranks-{count}" if repeat == 1 else f"ranks-{count}-round-{round_}"
             run, _ = train_new(on_ranks(config, count), out / name, watch)
             tries[count].append((scaling_point(summarize(run.read_all_events())), run))
-    median = {count: _median(found) for count, found in tries.items()}
-    return _conclude(out, [median[count][0] for count in counts], {count: median[count][1] for count in counts})
+    median = {count: _median(runs) for count, runs in tries.items()}
+    points, runs = [median[count][0] for count in counts], {count: median[count][1] for count in counts}
+    largest = runs[max(runs)]
+    manifest = finish(largest, compare_replicas(largest.state_files(), range(max(runs))), points)
+    picture = out / "scaling.png"
+    with writing(out):
+        plot_scaling(points, picture)
+    return ScalingResult(points, runs, manifest, picture, write_report(largest, points))
 
 
 def check_ranks(config: Config, ranks: Sequence[int]) -> list[int]:
-    """Every count is checked before the first run: nobody wants to learn after ten minutes that the last is wrong."""
+    """Check every count before the first run, not after ten minutes of measuring."""
     counts = sorted(set(ranks))
     if not counts or counts[0] < 1:
         raise UsageError(
@@ -63,12 +67,3 @@ def on_ranks(config: Config, count: int) -> Config:
 
 def _median(tries: list[tuple[ScalingPoint, RunFolder]]) -> tuple[ScalingPoint, RunFolder]:
     return sorted(tries, key=lambda entry: entry[0].tokens_per_s)[len(tries) // 2]
-
-
-def _conclude(out: Path, points: list[ScalingPoint], runs: dict[int, RunFolder]) -> ScalingResult:
-    largest = runs[max(runs)]
-    manifest = finish(largest, compare_replicas(largest.state_files(), range(max(runs))), points)
-    picture = out / "scaling.png"
-    with writing(out):
-        plot_scaling(points, picture)
-    return ScalingResult(points, runs, manifest, picture, write_report(largest, points))

@@ -1,4 +1,7 @@
-"""Does what was measured hold what was promised? Pure."""
+"""Measure a run from its events, and judge the figures against what a scenario expects. Pure functions.
+
+All times are of one machine's clock: an emulated node has no other.
+"""
 
 from __future__ import annotations
 
@@ -10,254 +13,38 @@ from statistics import median
 
 from pydantic import BaseModel, ConfigDict
 
+from shoal.control.membership.types import NEVER, Ballot, read_ballot
 from shoal.events import Event
 from shoal.tools.chaos.scenario import ChaosScenario, Expect, RunEnding, ScenarioRecord
 from shoal.tools.report.commit_log import check_ledger
-
-# SECTION trials/chaos/replicas
-# Who was in the world, and were replicas equal, by what their ranks said? Pure.
-
-
-Ballot = tuple[int, int]
-
-
-def ballot(text: str) -> Ballot:
-    number, _, member = text.partition("-")
-    return int(number), int(member or 0)
-
-
-def ranks_that_ended(record: ScenarioRecord) -> list[Event]:
-    """The last event of each rank that has one to end with."""
-    last = {event.get("rank"): event for event in record.ranks}
-    return [event for event in last.values() if event.get("event") == "end"]
-
-
-def compare_told(record: ScenarioRecord, every: int) -> tuple[bool | None, int]:
-    """Ranks compare themselves after each `every` steps and tell of a difference. None where the newest generation has
-    not come to that yet: then nobody knows."""
-    if record.ranks_said("divergence"):
-        return False, 0
-    newest = newest_generation(record)
-    if newest is None:
-        return None, 0
-    size, began = int(newest["size"]), int(newest["step"])
-    if size > 1 and record.furthest_step // every <= began // every:
-        return None, 0
-    return True, size
-
-
-def newest_generation(record: ScenarioRecord) -> Event | None:
-    """Of all that ranks have entered."""
-    return max(record.ranks_said("membership"), key=lambda event: ballot(str(event["generation"])), default=None)
-
-
-def came_back(record: ScenarioRecord, after: float) -> float | None:
-    """When a rank that had no part in the training any more had one again: among ranks that trained, or after all
-    went back to a checkpoint."""
-    joined = (event for event in record.ranks_said("membership") if event.get("how") in ("joined", "recovered"))
-    return min((float(event["time"]) for event in joined if event["time"] > after), default=None)
-
-
-# SECTION trials/chaos/measure
-# From the events of a run to figures: how long until what, and what was lost. Pure.
-#
-# All times are of one machine's clock: an emulated node has no other.
-
-
-class ScenarioTimes(BaseModel):
-    """Seconds since the first injection, None for what never happened. `next_step_s` of a run that did not regroup is
-    its longest time without a step. `slower` compares the median step after the last injection with that before the
-    first. `resumed_behind`: how many committed steps were done again after the last resume. `warned`: what ranks said
-    of a slow training, and how many steps after the first injection."""
-
-    model_config = ConfigDict(frozen=True)
-
-    detect_s: float | None = None
-    regroup_s: float | None = None
-    next_step_s: float | None = None
-    next_commit_s: float | None = None
-    rejoin_s: float | None = None
-    pause_s: float | None = None
-    longest_pause_s: float | None = None
-    return_pause_s: float | None = None
-    reconfigurations: int = 0
-    members: int | None = None
-    steps: int = 0
-    committed: int = 0
-    lost_steps: int = 0
-    lost_samples: int = 0
-    redone_steps: int = 0
-    stale_commits: int = 0
-    abandoned: int = 0
-    slower: float | None = None
-    resumed_behind: int | None = None
-    ledger_ok: bool = True
-    sentences: tuple[str, ...] = ()
-    warned: tuple[tuple[str, int], ...] = ()
-
-
-def measure(record: ScenarioRecord) -> ScenarioTimes:
-    if not record.injected:
-        return ScenarioTimes()
-    first, last = (float(record.injected[i]["time"]) for i in (0, -1))
-    regrouped = _regrouped(record, first)
-    ledger = check_ledger(record.commits)
-    lost_samples = sum(end - begin for begin, end in ledger.gaps)
-    steps = sorted(float(event["time"]) for event in record.ranks_said("step"))
-    pause = longest_pause(steps, first, record.asked_at)
-    regroup, newest = _formed(regrouped), newest_generation(record)
-    return ScenarioTimes(
-        detect_s=_since(first, _first_after(first, _signs_of_loss(record))),
-        regroup_s=_since(first, regroup),
-        next_step_s=pause if regroup is None else _since(first, _first_after(regroup, steps)),
-        next_commit_s=_since(first, _first_after(regroup or first, _times_measure(record.commits))),
-        rejoin_s=_since(last, came_back(record, last)),
-        pause_s=_since(first, _first_after(first, _times_measure(record.agents_said("pause")))),
-        longest_pause_s=pause,
-        return_pause_s=longest_pause(steps, last, record.asked_at),
-        reconfigurations=len({event["generation"] for event in regrouped}),
-        members=None if newest is None else int(newest["size"]),
-        steps=record.furthest_step,
-        committed=ledger.steps,
-        lost_steps=_lost_steps(record, lost_samples),
-        lost_samples=lost_samples,
-        redone_steps=_redone(record),
-        stale_commits=count_stale(record.commits),
-        abandoned=sum("abandoned" in commit for commit in record.commits),
-        slower=_slower(record, first, last),
-        resumed_behind=_resumed_behind(record, first),
-        ledger_ok=ledger.ok,
-        sentences=sentences(record, first),
-        warned=warned(record, first),
-    )
-
-
-def count_stale(commits: Sequence[Event]) -> int:
-    """Commits of a generation that an earlier line of the ledger had left behind, in its own lineage: two lineages may
-    both go on, and each counts its generations for itself."""
-    newest: dict[str, Ballot] = {}
-    stale = 0
-    for commit in (each for each in commits if "generation" in each):
-        lineage, generation = str(commit.get("lineage")), ballot(str(commit["generation"]))
-        stale += generation < newest.get(lineage, (0, 0))
-        newest[lineage] = max(generation, newest.get(lineage, (0, 0)))
-    return stale
-
-
-def longest_pause(steps: Sequence[float], after: float, until: float | None = None) -> float | None:
-    """Between two steps of anybody, and from the last one to the moment `until` which it should have trained; the one
-    that the injection fell into counts from its beginning."""
-    moments = [*(step for step in steps if until is None or step < until), *([until] if until is not None else [])]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(moments) if later > after]
-    return max(gaps, default=None)
-
-
-def sentences(record: ScenarioRecord, after: float) -> tuple[str, ...]:
-    """What the user was told: the supervisor's notes and its last words, the ranks' warnings, and where they went
-    on."""
-    supervisor = [event for event in record.supervisor if event["time"] > after]
-    notes = [str(event["text"]) for event in supervisor if event.get("event") == "note"]
-    warnings = [str(event["seen"]) for event in record.ranks_said("warning") if event["time"] > after]
-    starts = [event for event in record.ranks_said("start") if event["time"] > after and event.get("resumed_from")]
-    resumed = [f"going on after step {event['resumed_from']}" for event in starts]
-    ends = [str(event["seen"]) for event in supervisor if event.get("event") == "ended" and event.get("seen")]
-    return tuple(dict.fromkeys([*notes, *warnings, *resumed, *ends]))
-
-
-def warned(record: ScenarioRecord, after: float) -> tuple[tuple[str, int], ...]:
-    done = max((int(event["step"]) for event in record.ranks_said("step") if event["time"] <= after), default=0)
-    said = [event for event in record.ranks_said("warning") if event["time"] > after and "step" in event]
-    return tuple((str(event["seen"]), int(event["step"]) - done) for event in said)
-
-
-def _regrouped(record: ScenarioRecord, after: float) -> list[Event]:
-    """Memberships since the injection; that of a launch is nobody's loss."""
-    said = record.ranks_said("membership")
-    return [event for event in said if event["time"] > after and event.get("how") != "first"]
-
-
-def _formed(regrouped: Sequence[Event]) -> float | None:
-    """When the last rank of the first new generation was in it."""
-    if not regrouped:
-        return None
-    first = min(regrouped, key=lambda event: float(event["time"]))["generation"]
-    return max(float(event["time"]) for event in regrouped if event["generation"] == first)
-
-
-def _signs_of_loss(record: ScenarioRecord) -> list[float]:
-    ended_badly = [event for event in record.agents_said("ended") if event.get("code")]
-    return _times_measure(
-        [
-            *record.ranks_said("lost", "fault"),
-            *record.agents_said("lost", "closed", "broken", "pause", "tell"),
-            *ended_badly,
-        ]
-    )
-
-
-def _lost_steps(record: ScenarioRecord, lost_samples: int) -> int:
-    """As many as it takes to use the samples that no standing record has."""
-    sizes = [end - first for first, end in (commit["samples"] for commit in record.commits if "samples" in commit)]
-    return math.ceil(lost_samples / median(sizes)) if lost_samples else 0
-
-
-def _redone(record: ScenarioRecord) -> int:
-    """The most that one rank computed again."""
-    by_rank: dict[int, list[int]] = {}
-    for event in record.ranks_said("step"):
-        by_rank.setdefault(int(event["rank"]), []).append(int(event["step"]))
-    return max((len(steps) - len(set(steps)) for steps in by_rank.values()), default=0)
-
-
-def _slower(record: ScenarioRecord, first: float, last: float) -> float | None:
-    steps = [(float(event["time"]), float(event["step_s"])) for event in record.ranks_said("step")]
-    before, after = [s for at, s in steps if at < first], [s for at, s in steps if at > last]
-    return median(after) / median(before) if before and after else None
-
-
-def _resumed_behind(record: ScenarioRecord, after: float) -> int | None:
-    starts = [event for event in record.ranks_said("start") if event["time"] > after and "resumed_from" in event]
-    if not starts:
-        return None
-    last = max(starts, key=lambda event: float(event["time"]))
-    done = [int(each["step"]) for each in record.commits if "step" in each and each["time"] < last["time"]]
-    return max(done, default=0) - int(last["resumed_from"] or 0)
-
-
-def _times_measure(events: Iterable[Event]) -> list[float]:
-    return [float(event["time"]) for event in events if "time" in event]
-
-
-def _first_after(moment: float, times: Iterable[float]) -> float | None:
-    return min((time for time in times if time > moment), default=None)
-
-
-def _since(moment: float, time: float | None) -> float | None:
-    return None if time is None else time - moment
-
 
 _STOPPED = 130
 
 
 class Assertion(BaseModel):
-    """One thing that had to hold, and what was seen instead, or of it."""
+    """One condition that had to hold."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     ok: bool
-    seen: str
+    seen: str  # the value that was observed
 
 
 def judge(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnding) -> list[Assertion]:
     if ending.trouble:
         return [Assertion(name="the scenario could be played", ok=False, seen=ending.trouble)]
-    found = [*_times(scenario.expect, measured, ending), *_counts(scenario.expect, measured)]
-    found += [*_words(scenario.expect, measured), *_commands(scenario.expect, ending)]
-    return [*found, *(_invariants(scenario, measured, ending) if scenario.trains else ())]
+    expect = scenario.expect
+    return [
+        *_judge_times(expect, measured, ending),
+        *_judge_counts(expect, measured),
+        *_judge_sentences(expect, measured),
+        *_judge_command(expect, ending),
+        *(_judge_invariants(scenario, measured, ending) if scenario.trains else ()),
+    ]
 
 
-def _times(expect: Expect, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
+def _judge_times(expect: Expect, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
     for name, within_s, took_s in (
         ("detected", expect.detect_within_s, measured.detect_s),
         ("regrouped", expect.regroup_within_s, measured.regroup_s),
@@ -275,29 +62,29 @@ def _times(expect: Expect, measured: ScenarioTimes, ending: RunEnding) -> Iterat
             )
 
 
-def _counts(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
-    for name, asked, count in (
+def _judge_counts(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
+    for name, expected, count in (
         ("reconfigurations", expect.reconfigurations, measured.reconfigurations),
         ("members at the end", expect.members, measured.members),
-        ("lineages given up", expect.abandoned, measured.abandoned),
+        ("abandoned lineages", expect.abandoned, measured.abandoned),
     ):
-        if asked is not None:
-            yield Assertion(name=f"{name}: {asked}", ok=count == asked, seen=str(count))
+        if expected is not None:
+            yield Assertion(name=f"{name}: {expected}", ok=count == expected, seen=str(count))
     for name, most, value in (
         ("reconfigurations", expect.most_reconfigurations, measured.reconfigurations),
         ("times slower", expect.slower_at_most, measured.slower),
-        ("steps behind when it was resumed", expect.resumed_behind_at_most, measured.resumed_behind),
+        ("steps behind when resumed", expect.resumed_behind_at_most, measured.resumed_behind),
     ):
         if most is not None:
             seen = "unknown" if value is None else f"{value:.3g}"
             yield Assertion(name=f"{name}: at most {most:g}", ok=value is not None and value <= most, seen=seen)
 
 
-def _words(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
+def _judge_sentences(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
     if expect.sentence is not None:
-        hit = next((text for text in measured.sentences if re.search(expect.sentence, text)), None)
-        seen = hit or "; ".join(measured.sentences) or "nothing was said"
-        yield Assertion(name=f"the user read /{expect.sentence}/", ok=hit is not None, seen=seen)
+        match = next((text for text in measured.sentences if re.search(expect.sentence, text)), None)
+        seen = match or "; ".join(measured.sentences) or "nothing was shown"
+        yield Assertion(name=f"the user read /{expect.sentence}/", ok=match is not None, seen=seen)
     if expect.sentence_within_steps is not None:
         after = [steps for text, steps in measured.warned if re.search(expect.sentence or "", text)]
         ok = bool(after) and after[0] <= expect.sentence_within_steps
@@ -305,7 +92,7 @@ def _words(expect: Expect, measured: ScenarioTimes) -> Iterator[Assertion]:
         yield Assertion(name=name, ok=ok, seen=f"after {after[0]}" if after else "never")
 
 
-def _commands(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
+def _judge_command(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
     if not ending.answers:
         return
     last = ending.answers[-1]
@@ -316,9 +103,9 @@ def _commands(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
             seen=str(last.code),
         )
     if expect.command_says is not None:
-        hit = next((line for line in last.text.splitlines() if re.search(expect.command_says, line)), None)
+        match = next((line for line in last.text.splitlines() if re.search(expect.command_says, line)), None)
         yield Assertion(
-            name=f"it said /{expect.command_says}/", ok=hit is not None, seen=(hit or last.text[-300:]).strip()
+            name=f"it printed /{expect.command_says}/", ok=match is not None, seen=(match or last.text[-300:]).strip()
         )
     if expect.command_within_s is not None:
         yield Assertion(
@@ -328,7 +115,7 @@ def _commands(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
         )
 
 
-def _invariants(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
+def _judge_invariants(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
     expect = scenario.expect
     code = expect.exit_code if expect.exit_code is not None else (0 if scenario.ends_by_itself else _STOPPED)
     if expect.kept:
@@ -339,19 +126,223 @@ def _invariants(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnd
         ("stale commits", expect.stale_commits, measured.stale_commits),
     ):
         yield Assertion(name=f"{name}: {most}", ok=count <= most, seen=str(count))
-    # A ledger that ends too early has no gap.
+    # A ledger that ends too early has no gap, so its length is checked as well.
     least = scenario.training["train"]["steps"] if scenario.ends_by_itself and code == 0 else 1
     name = f"the ledger has {least} steps" + ("" if scenario.ends_by_itself and code == 0 else " or more")
     yield Assertion(name=name, ok=measured.committed >= least, seen=str(measured.committed))
     yield Assertion(name="every sample used once", ok=measured.ledger_ok, seen="yes" if measured.ledger_ok else "no")
     if expect.verified:
-        wrong = ending.verified
-        seen = "not asked" if wrong is None else "; ".join(wrong) or "yes"
-        yield Assertion(name="shoal verify passes", ok=wrong == (), seen=seen)
+        errors = ending.verified
+        seen = "not run" if errors is None else "; ".join(errors) or "yes"
+        yield Assertion(name="shoal verify passes", ok=errors == (), seen=seen)
     if code in (0, _STOPPED):
-        said = {True: f"{ending.replicas} equal", False: f"{ending.replicas} differ", None: "nothing to compare"}
+        described = {True: f"{ending.replicas} equal", False: f"{ending.replicas} differ", None: "nothing to compare"}
         equal = ending.replicas_equal
-        yield Assertion(name="replicas equal to the bit", ok=equal is True, seen=said[equal])
+        yield Assertion(name="replicas equal to the bit", ok=equal is True, seen=described[equal])
         if expect.whole_checkpoints:
             yield Assertion(name="no torn checkpoint left", ok=not ending.torn, seen=", ".join(ending.torn) or "none")
     yield Assertion(name="nothing left after 5 s", ok=not ending.left, seen=", ".join(ending.left) or "nothing")
+
+
+class ScenarioTimes(BaseModel):
+    """The figures of one run. Seconds count from the first injection; None for what never happened."""
+
+    model_config = ConfigDict(frozen=True)
+
+    detect_s: float | None = None
+    regroup_s: float | None = None
+    next_step_s: float | None = None  # of a run that did not regroup: its longest time without a step
+    next_commit_s: float | None = None
+    rejoin_s: float | None = None
+    pause_s: float | None = None
+    longest_pause_s: float | None = None
+    return_pause_s: float | None = None
+    reconfigurations: int = 0
+    members: int | None = None
+    steps: int = 0
+    committed: int = 0
+    lost_steps: int = 0
+    lost_samples: int = 0
+    redone_steps: int = 0
+    stale_commits: int = 0
+    abandoned: int = 0
+    slower: float | None = None  # the median step after the last injection over that before the first
+    resumed_behind: int | None = None  # committed steps that were done again after the last resume
+    ledger_ok: bool = True
+    sentences: tuple[str, ...] = ()
+    warned: tuple[tuple[str, int], ...] = ()  # the ranks' warnings, and how many steps after the first injection
+
+
+def measure(record: ScenarioRecord) -> ScenarioTimes:
+    if not record.injected:
+        return ScenarioTimes()
+    first, last = (float(record.injected[i]["time"]) for i in (0, -1))
+    regrouped = _regrouped(record, first)
+    ledger = check_ledger(record.commits)
+    lost_samples = sum(end - begin for begin, end in ledger.gaps)
+    steps = sorted(float(event["time"]) for event in record.rank_events("step"))
+    pause = longest_pause(steps, first, record.asked_at)
+    regroup, newest = _formed(regrouped), newest_generation(record)
+    return ScenarioTimes(
+        detect_s=_since(first, _first_after(first, _signs_of_loss(record))),
+        regroup_s=_since(first, regroup),
+        next_step_s=pause if regroup is None else _since(first, _first_after(regroup, steps)),
+        next_commit_s=_since(first, _first_after(regroup or first, _event_times(record.commits))),
+        rejoin_s=_since(last, rejoined_at(record, last)),
+        pause_s=_since(first, _first_after(first, _event_times(record.agent_events("pause")))),
+        longest_pause_s=pause,
+        return_pause_s=longest_pause(steps, last, record.asked_at),
+        reconfigurations=len({event["generation"] for event in regrouped}),
+        members=None if newest is None else int(newest["size"]),
+        steps=record.furthest_step,
+        committed=ledger.steps,
+        lost_steps=_lost_steps(record, lost_samples),
+        lost_samples=lost_samples,
+        redone_steps=_redone(record),
+        stale_commits=count_stale(record.commits),
+        abandoned=sum("abandoned" in commit for commit in record.commits),
+        slower=_slower(record, first, last),
+        resumed_behind=_resumed_behind(record, first),
+        ledger_ok=ledger.ok,
+        sentences=find_sentences(record, first),
+        warned=find_warnings(record, first),
+    )
+
+
+def count_stale(commits: Sequence[Event]) -> int:
+    """Count commits of a generation older than that of an earlier line, separately for each lineage."""
+    newest: dict[str, Ballot] = {}
+    stale = 0
+    for commit in commits:
+        if "generation" not in commit:
+            continue
+        lineage, generation = str(commit.get("lineage")), read_ballot(str(commit["generation"]))
+        stale += generation < newest.get(lineage, NEVER)
+        newest[lineage] = max(generation, newest.get(lineage, NEVER))
+    return stale
+
+
+def longest_pause(steps: Sequence[float], after: float, until: float | None = None) -> float | None:
+    """Return the longest time between two steps of any rank, also from the last step to `until`.
+
+    The gap in which the injection fell counts from its beginning.
+    """
+    moments = [*(step for step in steps if until is None or step < until), *([until] if until is not None else [])]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments) if later > after]
+    return max(gaps, default=None)
+
+
+def find_sentences(record: ScenarioRecord, after: float) -> tuple[str, ...]:
+    """Return what the user was shown: the supervisor's notes and its result, the ranks' warnings, and resumed steps."""
+    supervisor = [event for event in record.supervisor if event["time"] > after]
+    notes = [str(event["text"]) for event in supervisor if event.get("event") == "note"]
+    warnings = [str(event["seen"]) for event in record.rank_events("warning") if event["time"] > after]
+    starts = [event for event in record.rank_events("start") if event["time"] > after and event.get("resumed_from")]
+    resumed = [f"going on after step {event['resumed_from']}" for event in starts]
+    ends = [str(event["seen"]) for event in supervisor if event.get("event") == "ended" and event.get("seen")]
+    return tuple(dict.fromkeys([*notes, *warnings, *resumed, *ends]))
+
+
+def find_warnings(record: ScenarioRecord, after: float) -> tuple[tuple[str, int], ...]:
+    done = max((int(event["step"]) for event in record.rank_events("step") if event["time"] <= after), default=0)
+    warnings = [event for event in record.rank_events("warning") if event["time"] > after and "step" in event]
+    return tuple((str(event["seen"]), int(event["step"]) - done) for event in warnings)
+
+
+def _regrouped(record: ScenarioRecord, after: float) -> list[Event]:
+    """Return the memberships since the injection, without those of a launch."""
+    memberships = record.rank_events("membership")
+    return [event for event in memberships if event["time"] > after and event.get("how") != "first"]
+
+
+def _formed(regrouped: Sequence[Event]) -> float | None:
+    """Return when the last rank of the first new generation had entered it."""
+    if not regrouped:
+        return None
+    first = min(regrouped, key=lambda event: float(event["time"]))["generation"]
+    return max(float(event["time"]) for event in regrouped if event["generation"] == first)
+
+
+def _signs_of_loss(record: ScenarioRecord) -> list[float]:
+    failed = [event for event in record.agent_events("ended") if event.get("code")]
+    return _event_times(
+        [
+            *record.rank_events("lost", "fault"),
+            *record.agent_events("lost", "closed", "broken", "pause", "tell"),
+            *failed,
+        ]
+    )
+
+
+def _lost_steps(record: ScenarioRecord, lost_samples: int) -> int:
+    """Return how many steps it takes to use the samples that no valid commit has."""
+    sizes = [end - first for first, end in (commit["samples"] for commit in record.commits if "samples" in commit)]
+    return math.ceil(lost_samples / median(sizes)) if lost_samples else 0
+
+
+def _redone(record: ScenarioRecord) -> int:
+    """Return the most steps that one rank computed again."""
+    by_rank: dict[int, list[int]] = {}
+    for event in record.rank_events("step"):
+        by_rank.setdefault(int(event["rank"]), []).append(int(event["step"]))
+    return max((len(steps) - len(set(steps)) for steps in by_rank.values()), default=0)
+
+
+def _slower(record: ScenarioRecord, first: float, last: float) -> float | None:
+    steps = [(float(event["time"]), float(event["step_s"])) for event in record.rank_events("step")]
+    before, after = [s for at, s in steps if at < first], [s for at, s in steps if at > last]
+    return median(after) / median(before) if before and after else None
+
+
+def _resumed_behind(record: ScenarioRecord, after: float) -> int | None:
+    starts = [event for event in record.rank_events("start") if event["time"] > after and "resumed_from" in event]
+    if not starts:
+        return None
+    last = max(starts, key=lambda event: float(event["time"]))
+    done = [int(commit["step"]) for commit in record.commits if "step" in commit and commit["time"] < last["time"]]
+    return max(done, default=0) - int(last["resumed_from"] or 0)
+
+
+def _event_times(events: Iterable[Event]) -> list[float]:
+    return [float(event["time"]) for event in events if "time" in event]
+
+
+def _first_after(moment: float, times: Iterable[float]) -> float | None:
+    return min((time for time in times if time > moment), default=None)
+
+
+def _since(moment: float, time: float | None) -> float | None:
+    return None if time is None else time - moment
+
+
+def ranks_that_ended(record: ScenarioRecord) -> list[Event]:
+    """Return the `end` events of the ranks whose last event is one."""
+    last = {event.get("rank"): event for event in record.ranks}
+    return [event for event in last.values() if event.get("event") == "end"]
+
+
+def compare_digests(record: ScenarioRecord, every: int) -> tuple[bool | None, int]:
+    """Tell from the ranks' own comparisons, after each `every` steps, whether replicas were equal, and how many.
+
+    None where the newest generation has not compared yet.
+    """
+    if record.rank_events("divergence"):
+        return False, 0
+    newest = newest_generation(record)
+    if newest is None:
+        return None, 0
+    size, began = int(newest["size"]), int(newest["step"])
+    if size > 1 and record.furthest_step // every <= began // every:
+        return None, 0
+    return True, size
+
+
+def newest_generation(record: ScenarioRecord) -> Event | None:
+    """Return the membership event of the newest generation that a rank entered."""
+    return max(record.rank_events("membership"), key=lambda event: read_ballot(str(event["generation"])), default=None)
+
+
+def rejoined_at(record: ScenarioRecord, after: float) -> float | None:
+    """Return when the first lost rank trained again: by joining the others, or from a checkpoint with all of them."""
+    joined = (event for event in record.rank_events("membership") if event.get("how") in ("joined", "recovered"))
+    return min((float(event["time"]) for event in joined if event["time"] > after), default=None)

@@ -1,4 +1,4 @@
-"""Plays one scenario once: a training starts in the background, is done harm, and what became of it is judged."""
+"""Play scenarios: start a training in the background, inject faults, watch it to its end, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -20,72 +20,117 @@ from shoal.events import Event, EventTail
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop
 from shoal.runs.start import train_new
-from shoal.tools.chaos.inject import Injector, NoDisplay, TestBed, keep_checkpoints, opened, why_not
-from shoal.tools.chaos.judge import Assertion, ScenarioTimes, came_back, compare_told, judge, measure, ranks_that_ended
+from shoal.tools.chaos.actions import CutPower, Resume, StopRun, describe
+from shoal.tools.chaos.inject import Injector, NoDisplay
+from shoal.tools.chaos.judge import (
+    Assertion,
+    ScenarioTimes,
+    compare_digests,
+    judge,
+    measure,
+    ranks_that_ended,
+    rejoined_at,
+)
 from shoal.tools.chaos.scenario import (
     ChaosScenario,
-    CutPower,
     Injection,
-    Resume,
     RunEnding,
     ScenarioRecord,
-    StopRun,
     all_scenarios,
-    describe,
     find_scenario,
     is_due,
     plan_injections,
 )
+from shoal.tools.chaos.testbed import TestBed, keep_checkpoints, opened, why_not
 from shoal.tools.report.replicas import compare_replicas
 from shoal.tools.report.verify import verify_run
 
-# SECTION trials/chaos/watch
-# Reads a run folder as it grows: ranks, agents, ledger and supervisor.
-
-
-class ScenarioWatch:
-    def __init__(self, run: RunFolder) -> None:
-        self._run = run
-        self._tails: dict[Path, EventTail] = {}
-        self.record = ScenarioRecord()
-        self.furthest_step = 0
-
-    def begin_again(self) -> None:
-        """After a power cut: files may be shorter than what was read of them, and are read from their start."""
-        self._tails.clear()
-        self.record.ranks, self.record.agents, self.record.commits, self.record.supervisor = [], [], [], []
-        self.furthest_step = 0
-
-    def poll(self) -> None:
-        for path in self._run.event_files().values():
-            news = self._news(path)
-            self.record.ranks += news
-            steps = (int(event["step"]) for event in news if event.get("event") == "step")
-            self.furthest_step = max(self.furthest_step, *steps, 0)
-        for path in self._run.journals():
-            self.record.agents += [{**event, "node": event.get("node", path.stem)} for event in self._news(path)]
-        self.record.commits += self._news(self._run.commits)
-        self.record.supervisor += self._news(self._run.supervisor)
-
-    @property
-    def ended(self) -> Event | None:
-        """The supervisor's last word of the newest launch; none while it keeps."""
-        last = self.record.supervisor[-1] if self.record.supervisor else {}
-        return last if last.get("event") == "ended" else None
-
-    def _news(self, path: Path) -> list[Event]:
-        return self._tails.setdefault(path, EventTail(path)).poll()
-
-
 POLL_S = 0.02
 _GRACE_S = 5.0
-# Then it hangs.
+# A run that has not stopped by then hangs.
 _STOP_S = 30.0
-Show = Callable[[str], None]
+Report = Callable[[str], None]
+ALL = "all"
+FIGURES = "chaos.json"
+
+
+def left_out(words: Sequence[str], on: str) -> dict[str, str]:
+    """Return the built-in scenarios that `all` leaves out there, and why."""
+    reasons = {scenario.name: why_not(scenario, on) for scenario in all_scenarios()} if ALL in words else {}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def chosen(words: Sequence[str], on: str) -> list[ChaosScenario]:
+    """Return the scenarios, checked before the first one is played. `all`: every built-in one possible there."""
+    scenarios: list[ChaosScenario] = []
+    for word in words:
+        possible = (scenario for scenario in all_scenarios() if not why_not(scenario, on))
+        scenarios += possible if word == ALL else [find_scenario(word)]
+    for scenario in scenarios:
+        if reason := why_not(scenario, on):
+            raise UsageError(f"{scenario.name} cannot be played on {on}", why=reason, fix="shoal chaos list")
+    return list({scenario.name: scenario for scenario in scenarios}.values())
+
+
+def play_all(
+    scenarios: Sequence[ChaosScenario],
+    on: str,
+    times: int,
+    seed: int,
+    out: Path,
+    report: Report,
+    done: Callable[[ScenarioResult], None],
+) -> list[ScenarioResult]:
+    """Play each scenario several times. The file has the figures after every run, also when the user interrupts."""
+    new_folder(out)
+    played: list[ScenarioResult] = []
+    for scenario in scenarios:
+        for number in range(1, times + 1):
+            label = scenario.name + (f" {number} of {times}" if times > 1 else "")
+
+            def report_run(text: str, label: str = label) -> None:
+                report(f"{label}: {text}")
+
+            played.append(play(scenario, on, out, number, seed, report_run))
+            write_atomically(out / FIGURES, json.dumps(document(played, on, seed), indent=2) + "\n")
+            done(played[-1])
+    return played
+
+
+def document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, Any]:
+    by_name: dict[str, list[ScenarioResult]] = {}
+    for result in played:
+        by_name.setdefault(result.scenario, []).append(result)
+    return {
+        "on": on,
+        "seed": seed,
+        "ok": all(result.ok for result in played),
+        "scenarios": {
+            name: {
+                "row": runs[0].row,
+                "runs": len(runs),
+                "passed": sum(run.ok for run in runs),
+                "seconds": {key: value.model_dump() for key, value in spreads(runs).items()},
+            }
+            for name, runs in by_name.items()
+        },
+        "runs": [{**result.model_dump(mode="json"), "ok": result.ok} for result in played],
+    }
+
+
+def new_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise UsageError(
+                f"the folder {out} is not empty", why="it would mix two trials", fix="choose another --out"
+            )
+    except OSError as error:
+        raise UsageError(f"cannot make {out}: {error.strerror}", fix="choose another --out") from None
 
 
 class ScenarioResult(BaseModel):
-    """One run of a scenario, as `chaos.json` has it."""
+    """One run of a scenario, as in `chaos.json`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -102,17 +147,19 @@ class ScenarioResult(BaseModel):
         return all(assertion.ok for assertion in self.assertions)
 
 
-def play(scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, show: Show) -> ScenarioResult:
+def play(scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, report: Report) -> ScenarioResult:
     began = time.monotonic()
     folder = out / f"{scenario.name}-{number}"
-    with opened(scenario, on, out, number) as ground:
-        stage = ScenarioStage(scenario, ground, ground.run_folder(folder), random.Random(f"{seed}/{number}/harm"), show)
+    with opened(scenario, on, out, number) as testbed:
+        player = ScenarioPlayer(
+            scenario, testbed, testbed.run_folder(folder), random.Random(f"{seed}/{number}/harm"), report
+        )
         try:
-            ending = stage.act(plan_injections(scenario.steps, seed, number))
+            ending = player.play(plan_injections(scenario.steps, seed, number))
         finally:
-            stage.clear()
-            ground.keep_run(folder)
-    measured = measure(stage.record)
+            player.clear()
+            testbed.keep_run(folder)
+    measured = measure(player.record)
     return ScenarioResult(
         scenario=scenario.name,
         row=scenario.row,
@@ -125,16 +172,18 @@ def play(scenario: ChaosScenario, on: str, out: Path, number: int, seed: int, sh
 
 
 class ScenarioFailed(Exception):
-    """The scenario could not be played to its end; the words say why."""
+    """The scenario could not be played to its end; the message is the reason."""
 
 
 @dataclass
-class ScenarioStage:
+class ScenarioPlayer:
+    """Play one scenario once."""
+
     scenario: ChaosScenario
-    ground: TestBed
+    testbed: TestBed
     folder: Path
     draw: random.Random
-    show: Show
+    report: Report
     run: RunFolder = field(init=False)
     watch: ScenarioWatch = field(init=False)
     injector: Injector = field(init=False)
@@ -142,23 +191,23 @@ class ScenarioStage:
     def __post_init__(self) -> None:
         self.run = RunFolder(self.folder.resolve())
         self.watch = ScenarioWatch(self.run)
-        self.injector = Injector(self.scenario.name, self.run, self.ground, self.draw)
+        self.injector = Injector(self.scenario.name, self.run, self.testbed, self.draw)
         self._deadline = time.monotonic() + self.scenario.deadline_s
 
     @property
     def record(self) -> ScenarioRecord:
         return self.watch.record
 
-    def act(self, injections: list[Injection]) -> RunEnding:
+    def play(self, injections: list[Injection]) -> RunEnding:
         try:
             if self.scenario.trains:
-                self.show("starts")
-                config = self.scenario.config(self.ground.on, seed=35_000)
-                train_new(config, self.folder, NoDisplay, detach=True, before=self.ground.before)
+                self.report("starts")
+                config = self.scenario.config(self.testbed.on, seed=35_000)
+                train_new(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
             self._inject_all(injections)
-            stop_s = self._see_to_the_end() if self.scenario.trains else None
+            stop_s = self._watch_to_the_end() if self.scenario.trains else None
         except Interrupted:
-            # Somebody wants all of this to end, not only the run.
+            # The user ends `shoal chaos` itself, not only the run.
             raise
         except ScenarioFailed as trouble:
             return self._ending(None, str(trouble))
@@ -167,71 +216,71 @@ class ScenarioStage:
         return self._ending(stop_s, "")
 
     def clear(self) -> None:
-        """Nothing of the run outlives its judgement."""
+        """End all processes of the run."""
         self.injector.close()
-        self.ground.thaw_all()
+        self.testbed.thaw_all()
         end_processes(find(self.run.path))
 
     def _inject_all(self, injections: list[Injection]) -> None:
         last = time.monotonic()
         for injection in injections:
             self._await(injection, last)
-            self.show(describe(injection.action))
+            self.report(describe(injection.action))
             self.record.injected.append(self.injector.inject(injection.action))
             if isinstance(injection.action, CutPower):
-                self.watch.begin_again()
+                self.watch.restart()
             last = time.monotonic()
 
     def _await(self, injection: Injection, last: float) -> None:
         reached: float | None = None
-        over_is_fine = isinstance(injection.action, Resume) or not self.scenario.trains
+        may_be_over = isinstance(injection.action, Resume) or not self.scenario.trains
         while True:
-            self._look(f"waits to {describe(injection.action)}")
+            self._poll(f"waits to {describe(injection.action)}")
             step, now = self.watch.furthest_step, time.monotonic()
             if reached is None and step >= (injection.action.at_step or 0):
                 reached = now
             if is_due(injection, step, None if reached is None else now - reached, now - last):
                 return
-            if self.watch.ended and not over_is_fine and not self._stopped_on_purpose():
-                raise ScenarioFailed(f"the run ended before {describe(injection.action)}: {self._last_words()}")
+            if self.watch.ended and not may_be_over and not self._was_stopped():
+                raise ScenarioFailed(f"the run ended before {describe(injection.action)}: {self._result_text()}")
             time.sleep(POLL_S)
 
-    def _stopped_on_purpose(self) -> bool:
+    def _was_stopped(self) -> bool:
         return any(event.get("do") == StopRun.model_fields["do"].default for event in self.record.injected)
 
-    def _see_to_the_end(self) -> float | None:
-        """To its own end, or for as long as there is something to watch; then it is asked to stop."""
+    def _watch_to_the_end(self) -> float | None:
+        """Wait for its own end, or watch it for a while and ask it to stop. Return the seconds that the end took."""
         asked_at: float | None = None
         began = time.monotonic()
-        patient = self.scenario.ends_by_itself or self._is_ending()
+        ends_by_itself = self.scenario.ends_by_itself or self._is_ending()
         settled_at: float | None = None
         while self._is_running():
-            self._look("watches")
-            if settled_at is None and self._is_whole(time.monotonic() - began):
+            self._poll("watches")
+            if settled_at is None and self._has_settled(time.monotonic() - began):
                 settled_at = time.monotonic()
-            if not patient and settled_at and time.monotonic() - settled_at > self.scenario.watch_s:
+            if not ends_by_itself and settled_at and time.monotonic() - settled_at > self.scenario.watch_s:
                 asked_at = time.monotonic()
                 self._ask_to_stop()
             time.sleep(POLL_S)
         self.watch.poll()
-        if asked_at is None and not patient and self.watch.ended is None:
-            raise ScenarioFailed("nothing of the run was left before it was asked to stop")
+        if asked_at is None and not ends_by_itself and self.watch.ended is None:
+            raise ScenarioFailed("all processes of the run were gone before it was asked to stop")
         return time.monotonic() - (asked_at or began)
 
     def _ask_to_stop(self) -> None:
-        self.show("stops")
+        self.report("stops")
         self.record.asked_at = time.time()
         if stop(self.run, wait_s=_STOP_S) is StopResult.ENDED:
             raise ScenarioFailed(f"it did not stop by itself within {_STOP_S:g} s")
 
-    def _is_whole(self, waited_s: float) -> bool:
-        """Whoever is expected back is back, or will not be in time."""
+    def _has_settled(self, waited_s: float) -> bool:
+        """Tell whether the expected rank has rejoined, or is too late."""
         within_s = self.scenario.expect.rejoin_within_s
         last = float(self.record.injected[-1]["time"])
-        return within_s is None or waited_s > within_s or came_back(self.record, last) is not None
+        return within_s is None or waited_s > within_s or rejoined_at(self.record, last) is not None
 
     def _is_ending(self) -> bool:
-        """Whether the last thing that was done to it asks it to end."""
+        """Tell whether the last action asks the run to end."""
         last = self.record.injected[-1] if self.record.injected else {}
         return last.get("do") == "signal-supervisor" and last.get("signal") in ("INT", "TERM")
 
@@ -239,25 +288,25 @@ class ScenarioStage:
         self.watch.poll()
         return self.watch.ended is None and bool(find(self.run.path))
 
-    def _look(self, doing: str) -> None:
+    def _poll(self, doing: str) -> None:
         self.watch.poll()
-        self.show(f"step {self.watch.furthest_step}, {doing}")
+        self.report(f"step {self.watch.furthest_step}, {doing}")
         if time.monotonic() > self._deadline:
             raise ScenarioFailed(
                 f"after {self.scenario.deadline_s:g} s, at step {self.watch.furthest_step}: it still {doing}"
             )
 
-    def _last_words(self) -> str:
-        return str((self.watch.ended or {}).get("seen", "it was done"))
+    def _result_text(self) -> str:
+        return str((self.watch.ended or {}).get("seen", "it was finished"))
 
     def _ending(self, stop_s: float | None, trouble: str) -> RunEnding:
         self.watch.poll()
         await_end(lambda: find(self.run.path), _GRACE_S)
-        left = tuple(f"{found.part} on {found.node} ({found.pid})" for found in find(self.run.path))
+        left = tuple(f"{process.part} on {process.node} ({process.pid})" for process in find(self.run.path))
         with contextlib.suppress(OSError):
-            keep_checkpoints(self.run, self.ground.disk)
+            keep_checkpoints(self.run, self.testbed.disk)
         ended = self.watch.ended
-        every = self.scenario.config(self.ground.on, seed=0).members.digest_every
+        every = self.scenario.config(self.testbed.on, seed=0).members.digest_every
         equal, count = _replicas(self.run, self.record, every)
         return RunEnding(
             exit_code=None if ended is None else int(ended["code"]),
@@ -267,37 +316,70 @@ class ScenarioStage:
             torn=tuple(sorted(path.name for path in self.run.checkpoints.glob(".step-*"))),
             stop_s=stop_s,
             answers=tuple(self.injector.answers),
-            verified=find_wrong(self.run) if self.scenario.trains and not trouble else None,
+            verified=find_errors(self.run) if self.scenario.trains and not trouble else None,
             trouble=trouble,
         )
 
 
-def find_wrong(run: RunFolder) -> tuple[str, ...]:
-    """What `shoal verify` finds wrong in a run that has ended."""
+def find_errors(run: RunFolder) -> tuple[str, ...]:
+    """Return the errors that `shoal verify` finds in a run that has ended."""
     try:
         verdict = verify_run(run)
     except ShoalError as error:
         return (error.seen,)
-    wrong = [f"{finding.file}: {finding.text}" for finding in verdict.findings if finding.is_wrong]
-    return tuple(wrong) or (() if verdict.ok else ("ledger or replicas are not in order",))
+    errors = [f"{finding.file}: {finding.text}" for finding in verdict.findings if finding.is_wrong]
+    return tuple(errors) or (() if verdict.ok else ("ledger or replicas are not in order",))
 
 
 def _replicas(run: RunFolder, record: ScenarioRecord, every: int) -> tuple[bool | None, int]:
-    """Of the ranks that came to an end: one that was killed and not started again has nothing to compare.
+    """Compare the final states of the ranks that ended regularly.
 
-    A run that was asked to stop leaves no states, but its ranks have compared themselves now and then."""
-    whole = {int(event["rank"]) for event in ranks_that_ended(record)}
-    files = {rank: path for rank, path in run.state_files().items() if rank in whole}
+    A run that was asked to stop leaves no states, but its ranks have compared digests while training.
+    """
+    ended = {int(event["rank"]) for event in ranks_that_ended(record)}
+    files = {rank: path for rank, path in run.state_files().items() if rank in ended}
     if not files:
-        return compare_told(record, every)
+        return compare_digests(record, every)
     try:
         return compare_replicas(files).byte_equivalent, len(files)
     except ShoalError:
         return False, len(files)
 
 
-# SECTION trials/chaos/figures
-# Many runs of one scenario as a few numbers. Pure.
+class ScenarioWatch:
+    """Read the events of a growing run folder: ranks, agents, ledger and supervisor."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._tails: dict[Path, EventTail] = {}
+        self.record = ScenarioRecord()
+        self.furthest_step = 0
+
+    def restart(self) -> None:
+        """Read all files from their start: after a power cut they may be shorter than what was read."""
+        self._tails.clear()
+        self.record.ranks, self.record.agents, self.record.commits, self.record.supervisor = [], [], [], []
+        self.furthest_step = 0
+
+    def poll(self) -> None:
+        for path in self._run.event_files().values():
+            events = self._new_events(path)
+            self.record.ranks += events
+            steps = (int(event["step"]) for event in events if event.get("event") == "step")
+            self.furthest_step = max(self.furthest_step, *steps, 0)
+        for path in self._run.journals():
+            self.record.agents += [{**event, "node": event.get("node", path.stem)} for event in self._new_events(path)]
+        self.record.commits += self._new_events(self._run.commits)
+        self.record.supervisor += self._new_events(self._run.supervisor)
+
+    @property
+    def ended(self) -> Event | None:
+        """Return the supervisor's `ended` event of the newest launch; None while it runs."""
+        last = self.record.supervisor[-1] if self.record.supervisor else {}
+        return last if last.get("event") == "ended" else None
+
+    def _new_events(self, path: Path) -> list[Event]:
+        return self._tails.setdefault(path, EventTail(path)).poll()
 
 
 TIMES = ("detect_s", "regroup_s", "next_step_s", "next_commit_s", "rejoin_s", "pause_s")
@@ -314,7 +396,7 @@ class Percentiles(BaseModel):
     worst: float
 
 
-def spread(values: Sequence[float]) -> Percentiles | None:
+def percentiles(values: Sequence[float]) -> Percentiles | None:
     if not values:
         return None
     ordered = sorted(values)
@@ -323,89 +405,10 @@ def spread(values: Sequence[float]) -> Percentiles | None:
 
 
 def spreads(played: Sequence[ScenarioResult]) -> dict[str, Percentiles]:
-    """By name of the measured time; what never happened has no line."""
-    found = {name: [getattr(each.measured, name) for each in played] for name in TIMES}
-    known = {name: spread([value for value in values if value is not None]) for name, values in found.items()}
-    return {name: value for name, value in known.items() if value is not None}
-
-
-# SECTION trials/chaos/gather
-# Several scenarios, each several times; and the file that has all of it.
-
-
-ALL = "all"
-FIGURES = "chaos.json"
-
-
-def left_out(words: Sequence[str], on: str) -> dict[str, str]:
-    """What `all` is not: scenarios of ours that cannot be played there, and why."""
-    found = {each.name: why_not(each, on) for each in all_scenarios()} if ALL in words else {}
-    return {name: reason for name, reason in found.items() if reason}
-
-
-def chosen(words: Sequence[str], on: str) -> list[ChaosScenario]:
-    """Checked before the first one is played. `all` is every one of ours that can be played there."""
-    found: list[ChaosScenario] = []
-    for word in words:
-        found += [each for each in all_scenarios() if not why_not(each, on)] if word == ALL else [find_scenario(word)]
-    for scenario in found:
-        if reason := why_not(scenario, on):
-            raise UsageError(f"{scenario.name} cannot be played on {on}", why=reason, fix="shoal chaos list")
-    return list({scenario.name: scenario for scenario in found}.values())
-
-
-def play_all(
-    scenarios: Sequence[ChaosScenario],
-    on: str,
-    times: int,
-    seed: int,
-    out: Path,
-    show: Show,
-    done: Callable[[ScenarioResult], None],
-) -> list[ScenarioResult]:
-    """The figures so far are in the file after every run: somebody may not wait for the last."""
-    new_folder(out)
-    found: list[ScenarioResult] = []
-    for scenario in scenarios:
-        for number in range(1, times + 1):
-            label = scenario.name + (f" {number} of {times}" if times > 1 else "")
-
-            def tell(text: str, label: str = label) -> None:
-                show(f"{label}: {text}")
-
-            found.append(play(scenario, on, out, number, seed, tell))
-            write_atomically(out / FIGURES, json.dumps(document(found, on, seed), indent=2) + "\n")
-            done(found[-1])
-    return found
-
-
-def document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, Any]:
-    by_name: dict[str, list[ScenarioResult]] = {}
-    for each in played:
-        by_name.setdefault(each.scenario, []).append(each)
-    return {
-        "on": on,
-        "seed": seed,
-        "ok": all(each.ok for each in played),
-        "scenarios": {
-            name: {
-                "row": runs[0].row,
-                "runs": len(runs),
-                "passed": sum(each.ok for each in runs),
-                "seconds": {key: value.model_dump() for key, value in spreads(runs).items()},
-            }
-            for name, runs in by_name.items()
-        },
-        "runs": [{**each.model_dump(mode="json"), "ok": each.ok} for each in played],
-    }
-
-
-def new_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise UsageError(
-                f"the folder {out} is not empty", why="it would mix two trials", fix="choose another --out"
-            )
-    except OSError as error:
-        raise UsageError(f"cannot make {out}: {error.strerror}", fix="choose another --out") from None
+    """Return the percentiles of each measured time, without times that never occurred."""
+    result = {}
+    for name in TIMES:
+        values = [getattr(run.measured, name) for run in played]
+        if spread := percentiles([value for value in values if value is not None]):
+            result[name] = spread
+    return result

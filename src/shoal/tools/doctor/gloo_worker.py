@@ -1,6 +1,6 @@
-"""`python -m shoal.tools.doctor.gloo_worker`: test gloo between all pairs of machines, then between all of them.
+"""`python -m shoal.tools.doctor.gloo_worker`: test gloo between every two ranks, then among all of them.
 
-Whatever a network looks like, this is what a training does first. Every try has a deadline of seconds.
+This is what a training does first, on any network. Every all-reduce has a timeout of seconds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shoal.run_folder import RunFolder
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.process_groups import GroupForming, form_bare_group, pair_key
 
-# gloo waits five times this for a connection; everybody is there by then.
+# gloo waits five times this for a connection; every rank has passed a barrier by then.
 _CONNECT_S = 0.5
 # An all-reduce of 256 kB takes half a second at 10 Mbit/s.
 _EXCHANGE_S = 4.0
-_TOGETHER_S = 40.0
+_BARRIER_S = 40.0
 _ELEMENTS = 1 << 16
 
 
@@ -44,11 +44,12 @@ def main() -> int:
     torch.set_num_threads(1)
     store = AgentStore(placement.agent_fd or 0, timedelta(seconds=60))
     log = EventLog(RunFolder(options.folder).events(placement.rank), placement.rank)
-    everybody = tuple(range(placement.world_size))
-    together = [everybody] if len(everybody) > 2 else []
-    # Who has imported torch first would wait for the others in gloo, and call that a failure (seen on a busy machine).
+    ranks = tuple(range(placement.world_size))
+    whole_group = [ranks] if len(ranks) > 2 else []
+    # A rank that has imported torch before the others would wait for them in gloo and report a failure (seen on a
+    # busy machine).
     _barrier(store, "here", placement.world_size)
-    for members in [*combinations(everybody, 2), *together]:
+    for members in [*combinations(ranks, 2), *whole_group]:
         if placement.rank in members:
             outcome = try_group(store, placement.rank, members)
             log.write("proof", node=placement.node, members=list(members), **outcome)
@@ -57,10 +58,14 @@ def main() -> int:
 
 
 def try_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dict[str, object]:
-    """How an all-reduce among these ranks went: its time, or what gloo said."""
+    """All-reduce among these ranks; return whether the sum was right, how long it took, and gloo's error if any."""
     name = "proof/" + "-".join(map(str, members))
     began = time.perf_counter()
     warnings: list[ShoalError] = []
+
+    def outcome(is_ok: bool, detail: str) -> dict[str, object]:
+        return {"ok": is_ok, "detail": detail, "after_s": round(time.perf_counter() - began, 3)}
+
     try:
         keys = dist.PrefixStore(name, store)
         key = pair_key(store, keys, name, members.index(rank))
@@ -73,24 +78,21 @@ def try_group(store: dist.Store, rank: int, members: tuple[int, ...]) -> dict[st
         options.timeout = timedelta(seconds=_EXCHANGE_S)
         group.allreduce([tensor], options).wait()
     except ForeignConnection as error:
-        return {"ok": False, "said": f"{error.seen} ({error.fix})", "after_s": round(time.perf_counter() - began, 3)}
+        return outcome(False, f"{error.seen} ({error.fix})")
     except (RuntimeError, RunFailed) as error:
-        return {"ok": False, "said": str(error).split("\n")[0], "after_s": round(time.perf_counter() - began, 3)}
-    right = bool((tensor == float(sum(member + 1 for member in members))).all())
-    return {
-        "ok": right,
-        "said": " ".join(each.seen for each in warnings) if right else "wrong sum",
-        "after_s": round(time.perf_counter() - began, 3),
-    }
+        return outcome(False, str(error).split("\n")[0])
+    if not bool((tensor == float(sum(member + 1 for member in members))).all()):
+        return outcome(False, "wrong sum")
+    return outcome(True, " ".join(warning.seen for warning in warnings))
 
 
 def _barrier(store: dist.Store, name: str, count: int) -> None:
-    """Through the agents, which reach each other even where gloo does not."""
+    """Wait for all ranks through the agents, which reach each other even where gloo does not."""
     store.add(name, 1)
-    deadline = time.monotonic() + _TOGETHER_S
+    deadline = time.monotonic() + _BARRIER_S
     while int(store.add(name, 0)) < count:
         if time.monotonic() > deadline:
-            sys.exit(f"not everybody came to {name!r} within {_TOGETHER_S:.0f} s")
+            sys.exit(f"not all ranks reached {name!r} within {_BARRIER_S:.0f} s")
         time.sleep(0.01)
 
 

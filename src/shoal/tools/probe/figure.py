@@ -1,4 +1,4 @@
-"""The probe's picture: the wire, gloo over it, and each machine under its roofline."""
+"""Draw a profile: the links, gloo over them, and each machine under its roofline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_LINKS = 12
 
 
 def plot_probe(profile: Profile, path: Path) -> None:
-    """Writes a PNG, 1440 pixels wide."""
+    """Write a PNG, 1440 pixels wide."""
     figure = draw_probe(profile)
     try:
         figure.savefig(path, dpi=120)
@@ -57,7 +57,7 @@ def draw_probe(profile: Profile) -> Figure:
 
 
 def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
-    """The slowest ones, where there are too many to be read."""
+    """Draw all links, or only the slowest where they are too many to read."""
     chosen = sorted(links, key=lambda link: link.gbps)[:_MOST_LINKS] if len(links) > _MOST_LINKS else list(links)
     names = ["loopback" if link.source == link.target else f"{link.source} → {link.target}" for link in chosen]
     bars = {
@@ -72,7 +72,7 @@ def _draw_links(axes: Axes, links: tuple[LinkProfile, ...]) -> None:
     axes.set_yticks(range(len(chosen)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    # Below: a bar may be as long as the axis.
+    # Below the axes: a bar may be as long as the axis.
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11), handlelength=1)
     _title(axes, "The wire: raw TCP payload" + (", slowest links" if len(links) > _MOST_LINKS else ""))
     axes.set_xlabel("Gbit/s")
@@ -127,7 +127,7 @@ def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:
             axes.plot([compute.intensity], [point.gflops], mark, color=colour, ms=5, fillstyle="none")
     peaks = [node.compute.fp32_gflops for node in nodes]
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (operations a byte)", ylabel="GFLOP/s")
-    # Room above for the words, and below for the legend.
+    # Leave room above for the labels and below for the legend.
     axes.set_ylim(min(peaks) / 60, 3 * max(peaks))
     set_log_ticks(axes.xaxis, *axes.get_xlim())
     set_log_ticks(axes.yaxis, *axes.get_ylim())

@@ -1,4 +1,4 @@
-"""Measuring a cluster: its links by gauges without torch, then gloo and each machine by ranks like a training's."""
+"""Measure a cluster: its links by meters without torch, then gloo and each machine by ranks like a training's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.cluster.cluster import NodePrograms, open_cluster, visit
+from shoal.cluster.cluster import open_cluster, visit
 from shoal.cluster.node import Node, RunFiles
 from shoal.config.profile import (
     SMALL_GPT,
@@ -39,52 +39,121 @@ from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.launcher import run_module
 from shoal.run_folder import RunFolder
-from shoal.tools.probe.links import GAUGE, Say, measure_links, plan_flows
+from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
 from shoal.tools.report.summary import cores_of_others
 from shoal.units import format_duration, warn_of_other_programs
 
-# SECTION trials/measured
-# From what the gauges and ranks of a probe wrote down to the profile of a cluster. Pure.
+RANKS = "shoal.tools.probe.worker"
+SMALL = {"small": SMALL_GPT}
+STANDARD = {**SMALL, "wide": WIDE_GPT}
+_LINKS_SHARE = 0.35
+# From a rank's last figure until its agent has exited.
+_ENDING_S = 2.0
+_ANSWER_S = 20.0
+_POLL_S = 0.2
+
+
+def probe(on: str, budget_s: float, report: Report, models: Mapping[str, ModelConfig] | None = None) -> Profile:
+    """Measure the cluster `on` within the budget.
+
+    `report` receives the current activity, for display. `models` by name are those to be timed; without any, two from
+    which the times of others can be estimated.
+    """
+    began = time.monotonic()
+    with visit(on, LINK_METER) as programs:
+        for error in programs.unreached.values():
+            raise error
+        report("asking every machine for its facts")
+        facts = {name: program.ask(_ANSWER_S, do="facts") for name, program in programs.talks.items()}
+        plan = plan_flows(programs.nodes, _LINKS_SHARE * budget_s)
+        try:
+            links = measure_links(programs, plan, report)
+        except ControlError as error:
+            raise ControlError(
+                error.seen,
+                why=error.why or "the machines do not reach each other, or one of them is gone",
+                fix=f"find out why: shoal doctor --on {on}",
+            ) from error
+        report("starting ranks")
+        left_s = budget_s - _ENDING_S - (time.monotonic() - began)
+        events = _run_ranks(programs.on, left_s, {**SMALL, **models} if models else STANDARD, report)
+    data = ProbeData(on, programs.nodes, facts, links, events, plan.notes)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return assemble(data, now, budget_s, time.monotonic() - began)
+
+
+def _run_ranks(on: str, left_s: float, models: Mapping[str, ModelConfig], report: Report) -> list[Event]:
+    with tempfile.TemporaryDirectory(prefix="shoal-probe-") as folder:
+        run = RunFolder.create(Path(folder) / "probe")
+        with contextlib.closing(EventLog(run.path / "supervisor.jsonl", 0)) as log, _reporting(run, report):
+            shapes = {name: model.model_dump(mode="json") for name, model in models.items()}
+            options = ("--budget-s", f"{max(0.0, left_s):.1f}", "--models", json.dumps(shapes))
+            with open_cluster(on, RunFiles(stays=False), lambda text: None) as cluster:
+                run_module(RunConfig(on=on), RANKS, options, run, cluster, log)
+        return list(run.read_all_events())
+
+
+@contextlib.contextmanager
+def _reporting(run: RunFolder, report: Report) -> Iterator[None]:
+    """Pass the ranks' `doing` events to `report` in the background."""
+    is_over = threading.Event()
+
+    def follow() -> None:
+        tails: dict[Path, EventTail] = {}
+        while not is_over.wait(_POLL_S):
+            for path in run.event_files().values():
+                for event in tails.setdefault(path, EventTail(path)).poll():
+                    if event["event"] == "doing":
+                        report(event["text"])
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 # More connections cost threads and buffers: they must gain more than noise.
 _WORTH_IT = 0.9
+# Below this share of their own rate, links that are used together share something.
 _SHARED_RATIO = 0.8
 
 
 @dataclass(frozen=True)
 class ProbeData:
-    """`facts` by node are the gauge's, `events` all ranks' own."""
+    """What the meters and ranks of a probe measured."""
 
     on: str
     nodes: Sequence[Node]
-    facts: Mapping[str, Mapping[str, Any]]
+    facts: Mapping[str, Mapping[str, Any]]  # by node, of its meter
     links: Sequence[LinkProfile]
-    events: Sequence[Event]
+    events: Sequence[Event]  # of all ranks
     notes: Sequence[str] = field(default_factory=tuple)
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["event"] == kind]
 
 
-def assemble(found: ProbeData, created: str, budget_s: float, took_s: float) -> Profile:
-    collectives = tuple(_collectives(found))
+def assemble(data: ProbeData, created: str, budget_s: float, took_s: float) -> Profile:
+    collectives = tuple(_collectives(data))
     trials = tuple(
-        ConnectionTrial(connections=event["count"], seconds=event["seconds"]) for event in found.of_kind("connections")
+        ConnectionTrial(connections=event["count"], seconds=event["seconds"]) for event in data.of_kind("connections")
     )
-    nodes = tuple(_node(node, found) for node in found.nodes)
+    nodes = tuple(_node(node, data) for node in data.nodes)
     return Profile(
         created=created,
-        on=found.on,
-        world_size=sum(node.slots for node in found.nodes),
+        on=data.on,
+        world_size=sum(node.slots for node in data.nodes),
         budget_s=budget_s,
         took_s=took_s,
-        notes=(*found.notes, *_notes(found, nodes)),
+        notes=(*data.notes, *_notes(data, nodes)),
         nodes=nodes,
-        links=tuple(found.links),
+        links=tuple(data.links),
         collectives=collectives,
         connections=trials,
-        summary=summarize(nodes, found.links, collectives, trials),
+        summary=summarize(nodes, data.links, collectives, trials),
     )
 
 
@@ -99,7 +168,7 @@ def summarize(
     if not wires or reduce_ is None:
         return ProfileSummary(nodes=len(nodes))
     largest = max(reduce_.points, key=lambda point: point.bytes)
-    # Where even the largest buffer mostly waits, its figure tells of latency.
+    # Where even the largest buffer mostly waits, its figure shows latency, not bandwidth.
     is_bandwidth = reduce_.beta_s_per_byte * largest.bytes >= reduce_.alpha_s
     return ProfileSummary(
         wire_gbps=min(wires),
@@ -111,16 +180,18 @@ def summarize(
 
 
 def fastest(trials: Sequence[ConnectionTrial]) -> int:
-    """The fewest connections that nothing beats by more than noise."""
+    """Return the fewest connections that no other count beats by more than noise."""
     best = min(trial.seconds for trial in trials)
     return min(trial.connections for trial in trials if _WORTH_IT * trial.seconds <= best)
 
 
-def _collectives(found: ProbeData) -> list[CollectiveProfile]:
-    events = found.of_kind("collective")
-    held_out = {_kind(event): event for event in found.of_kind("held-out")}
+def _collectives(data: ProbeData) -> list[CollectiveProfile]:
+    events = data.of_kind("collective")
+    held_out = {_kind(event): event for event in data.of_kind("held-out")}
     kinds = sorted({_kind(event) for event in events}, key=lambda kind: (get_args(Op).index(kind[0]), -kind[1]))
-    return [_collective(kind, [each for each in events if _kind(each) == kind], held_out.get(kind)) for kind in kinds]
+    return [
+        _collective(kind, [event for event in events if _kind(event) == kind], held_out.get(kind)) for kind in kinds
+    ]
 
 
 def _kind(event: Event) -> tuple[Op, int]:
@@ -159,51 +230,47 @@ def _collective(kind: tuple[Op, int], events: Sequence[Event], held_out: Event |
     )
 
 
-def _node(node: Node, found: ProbeData) -> NodeProfile:
-    facts = found.facts[node.name]
-    said = next((event for event in found.of_kind("facts") if event["node"] == node.name), None)
-    compute = next((event for event in found.of_kind("compute") if event["node"] == node.name), None)
-    if said is None or compute is None:
+def _node(node: Node, data: ProbeData) -> NodeProfile:
+    facts = data.facts[node.name]
+    rank_facts = next((event for event in data.of_kind("facts") if event["node"] == node.name), None)
+    compute = next((event for event in data.of_kind("compute") if event["node"] == node.name), None)
+    if rank_facts is None or compute is None:
         raise RunFailed(
-            f"the ranks on {node.name} ended without their figures",
+            f"the ranks on {node.name} ended without writing their figures",
             why="its disk may be full, or its clock jumped",
-            fix=f"look at that machine: shoal doctor --on {found.on}",
+            fix=f"look at that machine: shoal doctor --on {data.on}",
         )
-    versions = {**said["versions"], **({"iperf3": facts["iperf3"]} if facts.get("iperf3") else {})}
+    # The load of other programs is that of the whole machine, less all ranks on it.
+    same_machine = [name for name, other in data.facts.items() if other["machine"] == facts["machine"]]
     return NodeProfile(
         name=node.name,
         address=node.address,
-        interface=node.interface or said["interface"],
+        interface=node.interface or rank_facts["interface"],
         ranks=node.slots,
-        cores=said["hardware"]["cores"],
+        cores=rank_facts["hardware"]["cores"],
         memory_bytes=facts["memory_bytes"],
-        cpu=said["hardware"]["cpu"],
+        cpu=rank_facts["hardware"]["cpu"],
         arch=facts["arch"],
         os=facts["os"],
         machine=facts["machine"],
-        versions=versions,
+        versions=rank_facts["versions"],
         compute=_compute(compute),
-        paces=tuple(_paces(node.name, found)),
+        paces=tuple(_paces(node.name, data)),
         fp16_s_per_parameter=max(
-            (event["fp16_s_per_parameter"] for event in found.of_kind("halving") if event["node"] == node.name),
+            (event["fp16_s_per_parameter"] for event in data.of_kind("halving") if event["node"] == node.name),
             default=None,
         ),
-        other_programs_cores=_cores_of_others(node, found),
+        other_programs_cores=cores_of_others(
+            [event for event in data.of_kind("load") if event["node"] in same_machine]
+        ),
     )
 
 
-def _cores_of_others(node: Node, found: ProbeData) -> float | None:
-    """Of the node's machine: what its kernel counted, less all ranks on it."""
-    machine = found.facts[node.name]["machine"]
-    here = [name for name, facts in found.facts.items() if facts["machine"] == machine]
-    return cores_of_others([event for event in found.of_kind("load") if event["node"] in here])
-
-
-def _paces(node: str, found: ProbeData) -> Iterator[ModelPace]:
-    """Of the node's ranks, its slowest: the others wait for it."""
-    said = [event for event in found.of_kind("pace") if event["node"] == node]
-    for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in said):
-        ranks = [event for event in said if (event["name"], event["micro_batch"]) == key]
+def _paces(node: str, data: ProbeData) -> Iterator[ModelPace]:
+    """Take the times of the node's slowest rank: the others wait for it."""
+    events = [event for event in data.of_kind("pace") if event["node"] == node]
+    for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in events):
+        ranks = [event for event in events if (event["name"], event["micro_batch"]) == key]
         slowest = max(ranks, key=lambda event: float(event["forward_s"] + event["backward_s"]))
         yield ModelPace(**{name: slowest[name] for name in ModelPace.model_fields})
 
@@ -225,17 +292,17 @@ def _compute(event: Event) -> ComputeProfile:
     )
 
 
-def _notes(found: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
+def _notes(data: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
     notes = []
-    if cuts := found.of_kind("cut"):
-        left_out = ", ".join(map(_say_cut, cuts))
+    if cuts := data.of_kind("cut"):
+        left_out = ", ".join(map(_describe_cut, cuts))
         notes.append(f"left out for lack of time, a larger --budget has room for them: {left_out}")
     if len({node.machine for node in nodes}) < len(nodes):
-        notes.append("nodes share a machine: each was computing alone, one after another; together they will be slower")
-    ratios = [link.together_ratio for link in found.links if link.together_ratio]
+        notes.append("nodes share a machine: each computed alone, one after another; together they will be slower")
+    ratios = [link.together_ratio for link in data.links if link.together_ratio]
     if ratios and min(ratios) < _SHARED_RATIO:
         notes.append(
-            f"links get in each other's way: together they reach {min(ratios):.0%} of alone. They share something: "
+            f"links slow each other down: together they reach {min(ratios):.0%} of alone. They share something: "
             "a switch's uplink, a daisy chain, the air, or the cores of one machine"
         )
     if warning := warn_of_other_programs({f"on {node.name}": node.other_programs_cores for node in nodes}):
@@ -243,79 +310,6 @@ def _notes(found: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
     return notes
 
 
-def _say_cut(event: Event) -> str:
+def _describe_cut(event: Event) -> str:
     takes = f" ({format_duration(event['once_s'])} a time)" if event["once_s"] else ""
     return f"{operation_label(event['op'], event['element_bytes'])} from {size_text(event['bytes'])} on{takes}"
-
-
-RANKS = "shoal.tools.probe.worker"
-SMALL = {"small": SMALL_GPT}
-STANDARD = {**SMALL, "wide": WIDE_GPT}
-_LINKS_PART = 0.35
-# From a rank's last figure until its agent has gone.
-_ENDING_S = 2.0
-_ANSWER_S = 20.0
-_LOOK_EVERY_S = 0.2
-
-
-def probe(on: str, budget_s: float, say: Say, models: Mapping[str, ModelConfig] | None = None) -> Profile:
-    """`say` gets what is being done, to be shown to somebody who waits. `models` by name are those whose pace is
-    wanted; without any, two from which that of others can be estimated."""
-    began = time.monotonic()
-    with visit(on, GAUGE) as found:
-        _need_everybody(found)
-        say("asking every machine what it is")
-        facts = {name: talk.ask(_ANSWER_S, do="facts") for name, talk in found.talks.items()}
-        plan = plan_flows(found.nodes, {name: said["iperf3"] for name, said in facts.items()}, _LINKS_PART * budget_s)
-        try:
-            links = measure_links(found, plan, say)
-        except ControlError as error:
-            raise ControlError(
-                error.seen,
-                why=error.why or "the machines do not reach each other, or one of them is gone",
-                fix=f"find out why: shoal doctor --on {on}",
-            ) from error
-        say("starting ranks")
-        left_s = budget_s - _ENDING_S - (time.monotonic() - began)
-        events = _run_ranks(found.on, left_s, {**SMALL, **models} if models else STANDARD, say)
-    measured = ProbeData(on, found.nodes, facts, links, events, plan.notes)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return assemble(measured, now, budget_s, time.monotonic() - began)
-
-
-def _need_everybody(found: NodePrograms) -> None:
-    for error in found.unreached.values():
-        raise error
-
-
-def _run_ranks(on: str, left_s: float, models: Mapping[str, ModelConfig], say: Say) -> list[Event]:
-    with tempfile.TemporaryDirectory(prefix="shoal-probe-") as folder:
-        run = RunFolder.create(Path(folder) / "probe")
-        with contextlib.closing(EventLog(run.path / "supervisor.jsonl", 0)) as log, _following(run, say):
-            shapes = {name: model.model_dump(mode="json") for name, model in models.items()}
-            words = ("--budget-s", f"{max(0.0, left_s):.1f}", "--models", json.dumps(shapes))
-            with open_cluster(on, RunFiles(stays=False), lambda text: None) as cluster:
-                run_module(RunConfig(on=on), RANKS, words, run, cluster, log)
-        return list(run.read_all_events())
-
-
-@contextlib.contextmanager
-def _following(run: RunFolder, say: Say) -> Iterator[None]:
-    """Passes on what the ranks say they do, while somebody else waits for their end."""
-    over = threading.Event()
-
-    def follow() -> None:
-        tails: dict[Path, EventTail] = {}
-        while not over.wait(_LOOK_EVERY_S):
-            for path in run.event_files().values():
-                for event in tails.setdefault(path, EventTail(path)).poll():
-                    if event["event"] == "doing":
-                        say(event["text"])
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

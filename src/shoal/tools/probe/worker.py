@@ -1,6 +1,6 @@
-"""`python -m shoal.tools.probe.worker`: one rank of `shoal probe`. Times gloo, then each machine alone.
+"""`python -m shoal.tools.probe.worker`: one rank of `shoal probe`. Time models, gloo's collectives, then each machine.
 
-What it finds it writes into its events, see `sync.gauge`; of the machine itself a `compute` event.
+The figures are events: `pace` of each model, those of `Collectives`, and a `compute` event for each machine.
 """
 
 from __future__ import annotations
@@ -43,32 +43,122 @@ from shoal.train.build import hardware, versions
 from shoal.train.compute_speed import ComputePeaks, ModelTimer, halving_s
 from shoal.train.loop import LoadMeter
 
-# SECTION sync/gauge
-# Times gloo's collectives between the ranks of a world, within a given time.
-#
-# All ranks see the same figures, the slowest rank's, and so come to the same decisions without asking each other.
+_PACES_SHARE = 0.25
+_FP16_CONVERSION_SHARE = 0.02
+_COLLECTIVES_SHARE = 0.65
+# Measure at least this long, however long starting took.
+_LEAST_S = 2.0
+_TURN_TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m shoal.tools.probe.worker")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--budget-s", type=float, required=True, help="from the start of this process on")
+    parser.add_argument("--models", type=json.loads, default={}, help="JSON: name to model, whose pace is wanted")
+    options = parser.parse_args()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # There is nothing to save, and Python's own handler does not run while a rank waits in gloo.
+        signal.signal(signum, signal.SIG_DFL)
+    try:
+        use_private_caches()
+        placement = Placement.from_env(os.environ)
+        log = EventLog(RunFolder(options.folder).events(placement.rank), placement.rank)
+        models = {name: ModelConfig(**shape) for name, shape in options.models.items()}
+        measure(placement, log, options.budget_s, models)
+    except ShoalError as error:
+        sys.stderr.write(error.render())
+        return error.exit_code
+    return 0
+
+
+def measure(placement: Placement, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
+    peaks = ComputePeaks() if placement.local_rank == 0 else None
+    world = join(placement, torch.device("cpu"), "gloo")
+    load = LoadMeter()
+    log.write("facts", node=world.node, interface=world.interface, versions=versions(), hardware=hardware())
+    turns, own_turn = _turns(world)
+    [age_s] = agree(world, [time.time() - psutil.Process().create_time()])
+    left_s = max(_LEAST_S, budget_s - age_s)
+    # Models first: large buffers of collectives fragment the heap, and everything after them is some per cent slower.
+    began = time.monotonic()
+    for name, model in models.items():
+        log.write("doing", text=f"how fast {name} trains on all of them together")
+        _time_model(world, log, name, model, _PACES_SHARE * left_s / len(models))
+    log.write("halving", node=world.node, fp16_s_per_parameter=halving_s(_FP16_CONVERSION_SHARE * left_s))
+    [paced_s] = agree(world, [time.monotonic() - began])
+    left_s = max(_LEAST_S, left_s - paced_s)
+    if world.size > 1:
+        log.write("doing", text="collectives over gloo")
+        collectives = Collectives(world, log, _COLLECTIVES_SHARE * left_s)
+        collectives.measure()
+        left_s -= collectives.budget_s
+    for turn in range(turns):
+        if peaks and turn == own_turn:
+            log.write("doing", text=f"what {placement.node} computes")
+            log.write("compute", node=placement.node, turns=turns, **peaks.measure(left_s / turns))
+        _wait_for_all(world, f"turn/{turn}")
+    log.write("load", node=world.node, **load.since_start())
+    leave(world)
+
+
+def _time_model(world: World, log: EventLog, name: str, model: ModelConfig, budget_s: float) -> None:
+    timer = ModelTimer(model)
+    _wait_for_all(world, f"pace/{name}")
+    for times in timer.measure(budget_s):
+        shape = model.model_dump(mode="json")
+        log.write("pace", node=world.node, name=name, model=shape, threads=torch.get_num_threads(), **times)
+    _wait_for_all(world, f"paced/{name}")
+
+
+def _turns(world: World) -> tuple[int, int]:
+    """Return the number of turns and this node's turn: nodes of one machine compute one after another."""
+    machine = str(hardware()["boot_id"] or world.node)
+    world.store.set(f"machine/{world.rank}", f"{world.node} {machine}")
+    entries = (world.store.get(f"machine/{rank}").decode().partition(" ") for rank in range(world.size))
+    turns = assign_turns({node: machine for node, _, machine in entries})
+    return 1 + max(turns.values()), turns[world.node]
+
+
+def assign_turns(machines: Mapping[str, str]) -> dict[str, int]:
+    """Return turns by node: the first node of every machine computes in the first turn, its second in the second."""
+    taken: dict[str, int] = {}
+    turns = {}
+    for node, machine in machines.items():
+        turns[node] = taken[machine] = taken.get(machine, -1) + 1
+    return turns
+
+
+def _wait_for_all(world: World, name: str) -> None:
+    """Wait through the store: a turn may last longer than gloo's timeout."""
+    names = [f"{name}/{rank}" for rank in range(world.size)]
+    world.store.set(names[world.rank], "done")
+    world.store.wait(names, timedelta(seconds=_TURN_TIMEOUT_S))
 
 
 CONNECTIONS = (1, 2, 4)
-_AT_ONCE = 4
+_PARALLEL_ALL_REDUCES = 4
 _TRIAL_ROUNDS = 7
 _MOST_TRIAL_BYTES = 4 << 20
 _TIMEOUT_S = 60.0
 
 FP32, FP16 = torch.float32, torch.float16
 
-# Parts of the time that is left when their turn comes.
-_ALL_REDUCE_PART = 0.5
-_HALVES_PART = 0.4
-_OTHERS: dict[Op, float] = {"reduce-scatter": 0.25, "all-gather": 0.33, "broadcast": 0.5}
+# Shares of the time that is left when each of them begins.
+_ALL_REDUCE_SHARE = 0.5
+_FP16_SHARE = 0.4
+_OTHER_SHARES: dict[Op, float] = {"reduce-scatter": 0.25, "all-gather": 0.33, "broadcast": 0.5}
 
 Call = Callable[[], object]
 
 
 @dataclass
 class Collectives:
-    """Writes an event for every size that was measured: `collective`, `held-out`, `connections`, and `cut` for the
-    first size that was too large for the time."""
+    """Time gloo's collectives within a budget; write an event for each measured size.
+
+    Events: `collective`, `held-out`, `connections`, and `cut` for the first size that was too large for the time. All
+    ranks use the same figures, those of the slowest rank, so they decide alike without further messages.
+    """
 
     world: World
     log: EventLog
@@ -77,26 +167,34 @@ class Collectives:
     _cores: dict[int, float] = field(default_factory=dict)
 
     def measure(self) -> None:
-        tries = self._sweep("all-reduce", FP32, SIZES, _ALL_REDUCE_PART, holds_out=True)
-        self._sweep("all-reduce", FP16, FEW_SIZES, _HALVES_PART)
-        for op, part in _OTHERS.items():
-            self._sweep(op, FP32, FEW_SIZES, part)
+        tries = self._sweep("all-reduce", FP32, SIZES, _ALL_REDUCE_SHARE, holds_out=True)
+        self._sweep("all-reduce", FP16, FEW_SIZES, _FP16_SHARE)
+        for op, share in _OTHER_SHARES.items():
+            self._sweep(op, FP32, FEW_SIZES, share)
         self._try_connections(tries)
 
     def _sweep(
-        self, op: Op, dtype: torch.dtype, sizes: tuple[int, ...], part: float, holds_out: bool = False
+        self, op: Op, dtype: torch.dtype, sizes: tuple[int, ...], share: float, holds_out: bool = False
     ) -> list[Sample]:
-        """In this part of the time that is left: tries every size that fits, then goes round all of them."""
-        keep_s = (1 - part) * self._left_s()
+        """Within this share of the remaining time, try every size that fits, then repeat all of them in rounds."""
+        keep_s = (1 - share) * self._left_s()
         tries, calls = self._try_sizes(op, dtype, sizes, keep_s)
         expected = dict(tries)
         if holds_out:
             held_out, call = _prepare(op, dtype, held_out_size(list(expected)), self.world)
             expected[held_out], calls[held_out] = expected_s(held_out, tries), call
-        times = self._go_round(expected, calls, self._left_s() - keep_s)
-        for size, each in times.items():
-            kind = "collective" if size in dict(tries) else "held-out"
-            self._tell(kind, op, size, each, element_bytes=dtype.itemsize, cores=self._cores[size])
+        times = self._repeat(expected, calls, self._left_s() - keep_s)
+        for size, seconds in times.items() if self.world.is_main else ():
+            self.log.write(
+                "collective" if size in dict(tries) else "held-out",
+                op=op,
+                bytes=size,
+                seconds=statistics.median(seconds),
+                rounds=len(seconds),
+                world_size=self.world.size,
+                element_bytes=dtype.itemsize,
+                cores=self._cores[size],
+            )
         return tries
 
     def _try_sizes(
@@ -115,13 +213,13 @@ class Collectives:
         return tries, calls
 
     def _try(self, call: Call, expected: float, tries: list[Sample], keep_s: float) -> float | None:
-        """None when it would take too long, or did."""
+        """Time one call; return None when it would take too long, or did."""
         if not is_affordable(expected, tries, self._left_s() - keep_s - expected):
             return None
         [once_s] = self._seconds(call, 1)
         return once_s if is_affordable(once_s, tries, self._left_s() - keep_s) else None
 
-    def _go_round(self, expected: dict[int, float], calls: dict[int, Call], left_s: float) -> dict[int, list[float]]:
+    def _repeat(self, expected: dict[int, float], calls: dict[int, Call], left_s: float) -> dict[int, list[float]]:
         round_s = sum(expected.values())
         times: dict[int, list[float]] = {size: [] for size in expected}
         busy: dict[int, list[float]] = {size: [] for size in expected}
@@ -130,36 +228,32 @@ class Collectives:
                 began_s, wall_s = time.process_time(), time.perf_counter()
                 times[size] += self._seconds(calls[size], repeats_for(once_s, round_s))
                 busy[size].append((time.process_time() - began_s) / (time.perf_counter() - wall_s))
-        self._cores = {size: statistics.median(each) for size, each in busy.items()}
+        self._cores = {size: statistics.median(shares) for size, shares in busy.items()}
         return times
 
-    def _tell(self, kind: str, op: Op, size: int, times: list[float], **more: float) -> None:
-        if self.world.is_main:
-            seconds, rounds = statistics.median(times), len(times)
-            self.log.write(kind, op=op, bytes=size, seconds=seconds, rounds=rounds, world_size=self.world.size, **more)
-
-    def _try_connections(self, seen: list[Sample]) -> None:
-        """Several at once, as DDP sends its buckets: a single all-reduce only ever uses one connection."""
-        size = self._trial_size(seen)
-        buffers = [torch.zeros(size // 4) for _ in range(_AT_ONCE)]
-        calls = {count: _at_once(_group(self.world, count), buffers) for count in CONNECTIONS}
+    def _try_connections(self, tries: list[Sample]) -> None:
+        """Time several all-reduces at once, as DDP sends its buckets: a single one uses only one connection."""
+        size = self._trial_size(tries)
+        buffers = [torch.zeros(size // 4) for _ in range(_PARALLEL_ALL_REDUCES)]
+        calls = {count: _in_parallel(_group(self.world, count), buffers) for count in CONNECTIONS}
         times: dict[int, list[float]] = {count: [] for count in CONNECTIONS}
         for round_ in range(_TRIAL_ROUNDS + 1):
             for count, call in calls.items():
                 seconds = self._seconds(call, 1)
-                # The first one pays for what comes only once.
+                # The first round includes one-time costs.
                 times[count] += seconds if round_ else []
         if self.world.is_main:
-            for count, each in times.items():
-                self.log.write("connections", count=count, bytes=_AT_ONCE * size, seconds=statistics.median(each))
+            total_bytes = _PARALLEL_ALL_REDUCES * size
+            for count, seconds in times.items():
+                self.log.write("connections", count=count, bytes=total_bytes, seconds=statistics.median(seconds))
 
-    def _trial_size(self, seen: list[Sample]) -> int:
-        each_s = self._left_s() / ((1 + _TRIAL_ROUNDS) * len(CONNECTIONS) * _AT_ONCE)
-        fitting = [size for size in SIZES if size <= _MOST_TRIAL_BYTES and expected_s(size, seen) <= each_s]
+    def _trial_size(self, tries: list[Sample]) -> int:
+        one_s = self._left_s() / ((1 + _TRIAL_ROUNDS) * len(CONNECTIONS) * _PARALLEL_ALL_REDUCES)
+        fitting = [size for size in SIZES if size <= _MOST_TRIAL_BYTES and expected_s(size, tries) <= one_s]
         return fitting[-1] if fitting else SIZES[0]
 
     def _seconds(self, call: Call, rounds: int) -> list[float]:
-        """The slowest rank's times, each from a common start."""
+        """Return the slowest rank's times, each from a common start."""
         times = []
         for _ in range(rounds):
             barrier(self.world)
@@ -168,27 +262,24 @@ class Collectives:
             times.append(time.perf_counter() - began)
         return agree(self.world, times)
 
-    def _spent_s(self) -> float:
-        return time.monotonic() - self.began
-
     def _left_s(self) -> float:
-        return max(0.0, self.budget_s - agree(self.world, [self._spent_s()])[0])
+        return max(0.0, self.budget_s - agree(self.world, [time.monotonic() - self.began])[0])
 
-    def _cut(self, op: Op, dtype: torch.dtype, size: int, seen: list[Sample]) -> None:
+    def _cut(self, op: Op, dtype: torch.dtype, size: int, tries: list[Sample]) -> None:
         if self.world.is_main:
-            once_s = expected_s(size, seen)
+            once_s = expected_s(size, tries)
             self.log.write("cut", op=op, element_bytes=dtype.itemsize, bytes=size, once_s=once_s)
 
 
 def agree(world: World, values: list[float]) -> list[float]:
-    """The largest that any rank has of each."""
+    """Return for each value the largest that any rank has."""
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
     return [float(value) for value in largest]
 
 
 def _prepare(op: Op, dtype: torch.dtype, size: int, world: World) -> tuple[int, Call]:
-    """Bytes of the whole buffer, a multiple of the ranks, and the operation on it."""
+    """Return the bytes of the whole buffer, a multiple of the world size, and the operation on it."""
     part = max(1, size // dtype.itemsize // world.size)
     whole, own = torch.zeros(part * world.size, dtype=dtype), torch.zeros(part, dtype=dtype)
     group = world.group
@@ -202,7 +293,7 @@ def _prepare(op: Op, dtype: torch.dtype, size: int, world: World) -> tuple[int, 
 
 
 def _group(world: World, connections: int) -> dist.ProcessGroup:
-    """gloo makes one connection to each peer for every interface it is given, the same one counting again."""
+    """Form a group with several connections: gloo opens one for every interface listed, also for a repeated one."""
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     if before:
         os.environ["GLOO_SOCKET_IFNAME"] = ",".join([before.split(",")[0]] * connections)
@@ -213,106 +304,13 @@ def _group(world: World, connections: int) -> dist.ProcessGroup:
             os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
-def _at_once(group: dist.ProcessGroup, buffers: list[Tensor]) -> Call:
+def _in_parallel(group: dist.ProcessGroup, buffers: list[Tensor]) -> Call:
     def call() -> None:
         for work in [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]:
             if work is not None:
                 work.wait()
 
     return call
-
-
-_PACES_PART = 0.25
-_HALVING_PART = 0.02
-_COLLECTIVES_PART = 0.65
-# However long starting took, this much is measured.
-_LEAST_S = 2.0
-_TURN_WITHIN_S = 600.0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m shoal.tools.probe.worker")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--budget-s", type=float, required=True, help="from the start of this process on")
-    parser.add_argument("--models", type=json.loads, default={}, help="JSON: name to model, whose pace is wanted")
-    options = parser.parse_args()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        # There is nothing to save, and a rank that waits in gloo would not hear of Python's own handler.
-        signal.signal(signum, signal.SIG_DFL)
-    try:
-        use_private_caches()
-        placement = Placement.from_env(os.environ)
-        log = EventLog(RunFolder(options.folder).events(placement.rank), placement.rank)
-        models = {name: ModelConfig(**shape) for name, shape in options.models.items()}
-        gauge(placement, log, options.budget_s, models)
-    except ShoalError as error:
-        sys.stderr.write(error.render())
-        return error.exit_code
-    return 0
-
-
-def gauge(placement: Placement, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
-    machine = ComputePeaks() if placement.local_rank == 0 else None
-    world = join(placement, torch.device("cpu"), "gloo")
-    load = LoadMeter()
-    log.write("facts", node=world.node, interface=world.interface, versions=versions(), hardware=hardware())
-    turns, mine = _turns(world)
-    [age_s] = agree(world, [time.time() - psutil.Process().create_time()])
-    left_s = max(_LEAST_S, budget_s - age_s)
-    # First: large buffers of collectives leave a heap behind on which everything after them is some per cent slower.
-    began = time.monotonic()
-    for name, model in models.items():
-        log.write("doing", text=f"how fast {name} trains on all of them together")
-        _pace(world, log, name, model, _PACES_PART * left_s / len(models))
-    log.write("halving", node=world.node, fp16_s_per_parameter=halving_s(_HALVING_PART * left_s))
-    [paced_s] = agree(world, [time.monotonic() - began])
-    left_s = max(_LEAST_S, left_s - paced_s)
-    if world.size > 1:
-        log.write("doing", text="collectives over gloo")
-        collectives = Collectives(world, log, _COLLECTIVES_PART * left_s)
-        collectives.measure()
-        left_s -= collectives.budget_s
-    for turn in range(turns):
-        if machine and turn == mine:
-            log.write("doing", text=f"what {placement.node} computes")
-            log.write("compute", node=placement.node, turns=turns, **machine.measure(left_s / turns))
-        _wait_for_all(world, f"turn/{turn}")
-    log.write("load", node=world.node, **load.since_start())
-    leave(world)
-
-
-def _pace(world: World, log: EventLog, name: str, model: ModelConfig, budget_s: float) -> None:
-    pacer = ModelTimer(model)
-    _wait_for_all(world, f"pace/{name}")
-    for times in pacer.measure(budget_s):
-        shape = model.model_dump(mode="json")
-        log.write("pace", node=world.node, name=name, model=shape, threads=torch.get_num_threads(), **times)
-    _wait_for_all(world, f"paced/{name}")
-
-
-def _turns(world: World) -> tuple[int, int]:
-    """How many turns there are, and which is ours: nodes that are one machine compute one after another."""
-    machine = str(hardware()["boot_id"] or world.node)
-    world.store.set(f"machine/{world.rank}", f"{world.node} {machine}")
-    said = (world.store.get(f"machine/{rank}").decode().partition(" ") for rank in range(world.size))
-    turns = deal_turns({node: machine for node, _, machine in said})
-    return 1 + max(turns.values()), turns[world.node]
-
-
-def deal_turns(machines: Mapping[str, str]) -> dict[str, int]:
-    """By node. The first node of every machine computes in the first turn, its second one in the second."""
-    taken: dict[str, int] = {}
-    turns = {}
-    for node, machine in machines.items():
-        turns[node] = taken[machine] = taken.get(machine, -1) + 1
-    return turns
-
-
-def _wait_for_all(world: World, name: str) -> None:
-    """Through the store: a turn may last longer than gloo waits."""
-    names = [f"{name}/{rank}" for rank in range(world.size)]
-    world.store.set(names[world.rank], "done")
-    world.store.wait(names, timedelta(seconds=_TURN_WITHIN_S))
 
 
 if __name__ == "__main__":

@@ -1,160 +1,169 @@
-"""All checks, in the order of their stages."""
+"""The table of all checks, and the checks of what the collectors and gloo themselves reported.
+
+To add a check: write its function in a module of this package and add it here, with the ids of its findings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from shoal.cluster.node import Node
-from shoal.errors import ShoalError
-from shoal.tools.doctor.checks import machine, network, reach
+from shoal.tools.doctor.checks import machine, network, processes, reach
 from shoal.tools.doctor.facts import ClusterFacts, Finding, Severity
 
 Check = Callable[[ClusterFacts], Iterator[Finding]]
 
 
-def unreached(scene: ClusterFacts) -> Iterator[Finding]:
-    for name, error in scene.unreached.items():
-        yield Finding(
-            "reach.host", Severity.ERROR, name, error.seen, error.why or "nothing can be started there", error.fix
-        )
+def check_unreached(cluster: ClusterFacts) -> Iterator[Finding]:
+    for name, error in cluster.unreached.items():
+        meaning = error.why or "no process can be started there"
+        yield Finding("reach.host", Severity.ERROR, name, error.seen, meaning, error.fix)
 
 
-def unseen(scene: ClusterFacts) -> Iterator[Finding]:
-    """A topic that the collector stumbled over must not pass for a healthy one."""
-    for name, facts in scene.facts.items():
+def check_collectors(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Report topics that a collector could not read: they must not look healthy."""
+    for name, facts in cluster.facts.items():
         for topic, error in facts.get("failed", {}).items():
+            evidence = f"the collector could not see {topic}: {error}"
             meaning = f"checks of {topic} were left out for this machine"
-            yield Finding(
-                "collector.failed", Severity.INFO, name, f"the collector could not see {topic}: {error}", meaning
-            )
+            yield Finding("collector.failed", Severity.INFO, name, evidence, meaning)
 
 
-CHECKS: tuple[Check, ...] = (
-    unreached,
-    unseen,
-    machine.kinds,
-    machine.versions,
-    machine.no_torch,
-    machine.clocks,
-    network.own_name,
-    network.reverse,
-    reach.port,
-    reach.workers,
-    reach.files,
-    machine.memory,
-    machine.disks,
-    machine.cores,
-    machine.frequency,
-    machine.throttled,
-    machine.power,
-    machine.lid,
-    machine.load,
-    network.addresses,
-    network.offers,
-    network.decoys,
-    network.detours,
-    network.cards,
-    network.power_save,
-    reach.twins,
-    reach.family,
-    reach.pairs,
-    reach.store,
-    network.sizes,
-    network.links,
-)
+def check_proof(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Report all-reduces that failed. A failure of the whole group is no news where a pair already fails."""
 
+    def node_of(rank: int) -> Node:
+        return [node for node in cluster.nodes for _ in range(node.slots)][rank]
 
-def judge(scene: ClusterFacts) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(scene)]
-
-
-# SECTION net/check_ids
-# Every check of doctor by id, and what it makes sure of. Explanations of an error name them, too.
-
-
-CHECK_IDS_CHECKS = {
-    "reach.host": "every machine lets us in: by SSH, as the host it was known as",
-    "reach.family": "all machines are known by IPv4, or all by IPv6",
-    "reach.pair": "in every pair the higher address, which dials, reaches the lower one on an ephemeral port",
-    "reach.other-way": "the other direction, which gloo does not need and torchrun's store may, is open too",
-    "reach.store": "every machine reaches the store's port on the first one",
-    "reach.twins": "no two machines have one address",
-    "proof.start": "ranks start everywhere",
-    "proof.gloo": "a real all-reduce between every two machines, with a deadline of seconds",
-    "proof.group": "a real all-reduce among all machines",
-    "interface.address": "a machine has the address it is known by, on the interface that was named",
-    "interface.wrong": "a cable is used where there is one, not Wi-Fi or a VPN beside it",
-    "interface.decoy": "what a machine offers its peers is no address of docker, a bridge or a VPN",
-    "interface.first": "gloo takes the first address of an interface: it is the one on the way to the peers",
-    "interface.down": "the interface that has the address is up and plugged in",
-    "interface.slow": "a card runs at the speed and duplex that it can",
-    "link.slow": "no link is far slower than its fellows",
-    "mtu.mismatch": "both ends of a link have one packet size",
-    "mtu.path": "packets of full size pass between every two machines",
-    "wifi.powersave": "Wi-Fi does not sleep between packets",
-    "names.loopback": "a machine's own name does not resolve to a loopback address",
-    "names.myhostname": "a machine's own name has a fixed meaning, and is not made up by nsswitch",
-    "names.reverse": "addresses are looked up quickly in reverse; a dead name server freezes the store",
-    "port.taken": "the store's port is free, or whose it is",
-    "leftover.worker": "no worker of an earlier run is left, ours or anybody's",
-    "limits.files": "enough file descriptors",
-    "sameness.os": "the same operating system; gloo cannot mix them",
-    "sameness.arch": "the same architecture; others round differently",
-    "sameness.cpu": "the same instructions; without AVX2 replicas differ in their last bits",
-    "sameness.python": "the same Python",
-    "sameness.torch": "torch is there, and the same everywhere",
-    "sameness.shoal": "the same shoal",
-    "clock.offset": "the clocks agree; torchrun's rendezvous goes wrong where they do not",
-    "memory.free": "enough free memory",
-    "disk.free": "enough disk space",
-    "disk.readonly": "the disks of a run can be written",
-    "speed.cores": "what there is to compute with, and the threads a run would use",
-    "speed.governor": "the processor is not told to save power",
-    "speed.frequency": "it runs near its highest frequency",
-    "speed.throttled": "it was not throttled for heat",
-    "speed.battery": "it runs on mains",
-    "speed.lid": "closing the lid does not put it to sleep",
-    "speed.load": "no other program takes its cores",
-    "speed.run": "no other run of shoal takes them",
-    "collector.failed": "everything could be looked at",
-}
-
-
-# SECTION net/checks/proof
-# What gloo itself said, held against what was seen before.
-
-
-Members = tuple[int, ...]
-
-
-def judge_proof(scene: ClusterFacts, proofs: Sequence[dict[str, Any]], error: ShoalError | None) -> list[Finding]:
-    """Nothing when every pair and the whole group went well. A group that fails because a pair does is no news."""
-    said: dict[Members, str] = {}
-    for proof in proofs:
+    failures: dict[tuple[int, ...], str] = {}
+    for proof in cluster.proofs:
         if not proof["ok"]:
-            said.setdefault(tuple(proof["members"]), f"gloo on {proof['node']} said: {proof['said']}")
-    pairs = [_pair(scene, members, words) for members, words in said.items() if len(members) == 2]
-    groups = [_group(scene, members, words) for members, words in said.items() if len(members) > 2]
-    if error is not None and not said:
-        return [Finding("proof.start", Severity.ERROR, "", error.seen, error.why, error.fix)]
-    return pairs or groups
+            failures.setdefault(tuple(proof["members"]), f"gloo on {proof['node']} reported: {proof['detail']}")
+    if cluster.proof_error is not None and not failures:
+        error = cluster.proof_error
+        yield Finding("proof.start", Severity.ERROR, "", error.seen, error.why, error.fix)
+    for ranks, evidence in failures.items():
+        if len(ranks) == 2:
+            dialer, listener = cluster.dialer_first(*(node_of(rank) for rank in ranks))
+            meaning = f"{dialer.name} dials {listener.name}, and gloo's exchange between them fails"
+            connection = cluster.trial(dialer.name, listener.name, "tcp")
+            if connection and connection.ok:
+                meaning += f", although a plain connection passed: {connection.detail}"
+            yield Finding("proof.gloo", Severity.ERROR, listener.name, evidence, meaning)
+        elif all(len(other) > 2 for other in failures):
+            names = ", ".join(dict.fromkeys(node_of(rank).name for rank in ranks))
+            meaning = f"any two of {names} can exchange gradients, but all together cannot"
+            yield Finding("proof.group", Severity.ERROR, "", evidence, meaning)
 
 
-def _pair(scene: ClusterFacts, members: Members, said: str) -> Finding:
-    dialer, listener = scene.dialling(*(_owner(scene, member) for member in members))
-    passed = scene.trial(dialer.name, listener.name, "tcp")
-    meaning = f"{dialer.name} dials {listener.name}, and gloo's exchange between them fails"
-    if passed and passed.ok:
-        meaning += f", although a plain connection passed: {passed.detail}"
-    return Finding("proof.gloo", Severity.ERROR, listener.name, said, meaning)
+# Every check in the order in which it runs, with the ids of its findings and what each id makes sure of.
+CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
+    (check_unreached, {"reach.host": "every machine lets us in: by SSH, with the host key it is known by"}),
+    (check_collectors, {"collector.failed": "every topic could be read on every machine"}),
+    (
+        machine.check_kinds,
+        {
+            "sameness.os": "the same operating system; gloo cannot mix them",
+            "sameness.arch": "the same architecture; others round differently",
+            "sameness.cpu": "the same instructions; without AVX2 replicas differ in their last bits",
+        },
+    ),
+    (
+        machine.check_versions,
+        {
+            "sameness.python": "the same Python",
+            "sameness.torch": "torch is installed, and the same version everywhere",
+            "sameness.shoal": "the same shoal",
+        },
+    ),
+    (machine.check_clocks, {"clock.offset": "the clocks agree; torchrun's rendezvous fails where they do not"}),
+    (
+        network.check_own_name,
+        {
+            "names.loopback": "a machine's own name does not resolve to a loopback address",
+            "names.myhostname": "a machine's own name has a fixed address, and is not made up by nsswitch",
+        },
+    ),
+    (
+        network.check_reverse,
+        {"names.reverse": "reverse look-ups of addresses are quick; a dead name server blocks the store"},
+    ),
+    (processes.check_port, {"port.taken": "the store's port is free; otherwise, which process has it"}),
+    (
+        processes.check_workers,
+        {
+            "leftover.worker": "no worker of an earlier run is left, of shoal or of another program",
+            "speed.run": "no other run of shoal uses the cores",
+        },
+    ),
+    (processes.check_files, {"limits.files": "a process may open enough files"}),
+    (machine.check_memory, {"memory.free": "enough free memory"}),
+    (
+        machine.check_disks,
+        {"disk.free": "enough disk space", "disk.readonly": "the disks of a run can be written"},
+    ),
+    (machine.check_cores, {"speed.cores": "the cores of a machine, and the threads a run would use"}),
+    (
+        machine.check_frequency,
+        {
+            "speed.governor": "the processor is not set to save power",
+            "speed.frequency": "it runs near its highest frequency",
+        },
+    ),
+    (machine.check_throttled, {"speed.throttled": "it was not throttled for heat"}),
+    (machine.check_power, {"speed.battery": "it runs on mains power"}),
+    (machine.check_lid, {"speed.lid": "closing the lid does not put it to sleep"}),
+    (machine.check_load, {"speed.load": "no other program uses its cores"}),
+    (
+        network.check_addresses,
+        {
+            "interface.address": "a machine has the address it is known by, on the interface that was named",
+            "interface.down": "the interface that has the address is up and plugged in",
+        },
+    ),
+    (
+        network.check_published,
+        {"interface.first": "the first address of an interface, which gloo publishes, is reachable from the peers"},
+    ),
+    (
+        network.check_internal,
+        {"interface.decoy": "a machine does not publish an address of docker, a bridge or a VPN"},
+    ),
+    (
+        network.check_detours,
+        {"interface.wrong": "a cable is used where there is one, not Wi-Fi or a VPN beside it"},
+    ),
+    (network.check_cards, {"interface.slow": "a network card runs at its full speed and duplex"}),
+    (network.check_power_save, {"wifi.powersave": "Wi-Fi does not sleep between packets"}),
+    (reach.check_duplicates, {"reach.twins": "no two machines have the same address"}),
+    (reach.check_family, {"reach.family": "all machines are known by IPv4, or all by IPv6"}),
+    (
+        reach.check_pairs,
+        {
+            "reach.pair": "in every pair the higher address, which dials, reaches the lower one on an ephemeral port",
+            "reach.other-way": "the other direction, which gloo does not need but torchrun's store may, is open too",
+        },
+    ),
+    (reach.check_store, {"reach.store": "every machine reaches the store's port on the first one"}),
+    (
+        network.check_mtu,
+        {
+            "mtu.mismatch": "both ends of a link have the same MTU",
+            "mtu.path": "packets of full size pass between every two machines",
+        },
+    ),
+    (network.check_links, {"link.slow": "no link is far slower than the others"}),
+    (
+        check_proof,
+        {
+            "proof.start": "ranks start everywhere",
+            "proof.gloo": "a real all-reduce between every two machines, with a timeout of seconds",
+            "proof.group": "a real all-reduce among all machines",
+        },
+    ),
+)
+CHECK_IDS_CHECKS = {check_id: meaning for _, ids in CHECKS for check_id, meaning in ids.items()}
 
 
-def _group(scene: ClusterFacts, members: Members, said: str) -> Finding:
-    names = ", ".join(dict.fromkeys(_owner(scene, member).name for member in members))
-    return Finding("proof.group", Severity.ERROR, "", said, f"each two of {names} can exchange gradients, all cannot")
-
-
-def _owner(scene: ClusterFacts, rank: int) -> Node:
-    """Ranks count through the nodes in their order."""
-    return [node for node in scene.nodes for _ in range(node.slots)][rank]
+def judge(cluster: ClusterFacts) -> list[Finding]:
+    return [finding for check, _ in CHECKS for finding in check(cluster)]

@@ -1,4 +1,4 @@
-"""What must be equal on all machines of a world, and which machine is the odd one out."""
+"""Checks of each machine: is it like the others, has it enough memory and disk, and what slows it down?"""
 
 from __future__ import annotations
 
@@ -12,112 +12,106 @@ from typing import Any
 
 from shoal.cluster.node import Node
 from shoal.tools.doctor.collect.machine import TEMPORARY
-from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, again, same_versions, sudo
+from shoal.tools.doctor.facts import (
+    ClusterFacts,
+    Facts,
+    Finding,
+    Severity,
+    doctor_command,
+    setup_command,
+    sudo,
+)
 from shoal.units import format_duration, format_si
-
-_CLOCK_S = 1.0
 
 
 @dataclass(frozen=True)
 class Trait:
-    """`of` takes it from what a collector saw of its machine; None where there is nothing to compare."""
+    """A property that should be equal on all machines."""
 
     id: str
-    words: str
-    of: Callable[[dict[str, Any]], object]
+    label: str
+    read: Callable[[Facts], object]  # takes it from the `machine` facts; None where there is nothing to compare
     meaning: str
     severity: Severity = Severity.ERROR
 
 
-_APART = "train on machines of one kind"
+_ONE_KIND = "train on machines of one kind"
 _KINDS = (
-    Trait("sameness.os", "system", lambda seen: seen["system"], f"gloo cannot connect different systems: {_APART}"),
-    Trait("sameness.arch", "architecture", lambda seen: seen["arch"], f"replicas would drift apart: {_APART}"),
+    Trait(
+        "sameness.os", "system", lambda facts: facts["system"], f"gloo cannot connect different systems: {_ONE_KIND}"
+    ),
+    Trait("sameness.arch", "architecture", lambda facts: facts["arch"], f"replicas would drift apart: {_ONE_KIND}"),
     Trait(
         "sameness.cpu",
         "AVX2",
-        lambda seen: None if seen["avx2"] is None else ("yes" if seen["avx2"] else "no"),
-        "without AVX2 sums are rounded in another way, so replicas drift apart: leave out the machines without it",
+        lambda facts: None if facts["avx2"] is None else ("yes" if facts["avx2"] else "no"),
+        "without AVX2 sums are rounded differently, so replicas drift apart: leave out the machines without it",
     ),
     Trait(
         "sameness.cpu",
         "processor",
-        lambda seen: seen["cpu"],
+        lambda facts: facts["cpu"],
         "they compute at different speeds, and every step waits for the slowest",
         Severity.INFO,
     ),
 )
-_SET_UP = "shoal sets it up from here"
-_DRIFT = f"a world of different versions fails in the middle, or trains replicas that drift apart; {_SET_UP}"
+_SET_UP = "shoal can install it from here"
+_DRIFT = f"different versions fail in the middle of a run, or train replicas that drift apart; {_SET_UP}"
 _VERSIONS = (
-    Trait("sameness.python", "Python", lambda seen: ".".join(seen["python"].split(".")[:2]), _DRIFT),
-    Trait("sameness.torch", "torch", lambda seen: release(seen["torch"]), _DRIFT),
-    Trait("sameness.shoal", "shoal", lambda seen: seen["shoal"], _DRIFT),
+    Trait("sameness.python", "Python", lambda facts: ".".join(facts["python"].split(".")[:2]), _DRIFT),
+    # Of `2.13.0+cpu` only the release counts: the same torch may be built for CPU here and for CUDA there.
+    Trait("sameness.torch", "torch", lambda facts: facts["torch"] and facts["torch"].partition("+")[0], _DRIFT),
+    Trait("sameness.shoal", "shoal", lambda facts: facts["shoal"], _DRIFT),
 )
 
 
-def release(version: str | None) -> str | None:
-    """`2.13.0+cpu` is release 2.13.0: the same torch may be built for CPU here and for CUDA there."""
-    return None if version is None else version.partition("+")[0]
-
-
-def kinds(scene: ClusterFacts) -> Iterator[Finding]:
+def check_kinds(cluster: ClusterFacts) -> Iterator[Finding]:
     for trait in _KINDS:
-        yield from _odd_ones(scene, trait)
+        yield from _compare(cluster, trait, "")
 
 
-def versions(scene: ClusterFacts) -> Iterator[Finding]:
+def check_versions(cluster: ClusterFacts) -> Iterator[Finding]:
     for trait in _VERSIONS:
-        yield from _odd_ones(scene, trait)
-
-
-def _odd_ones(scene: ClusterFacts, trait: Trait) -> Iterator[Finding]:
-    values = {name: value for name, seen in _machines(scene).items() if (value := trait.of(seen)) is not None}
-    common = majority(list(values.values()))
-    for name, value in values.items():
-        if value != common:
-            with_common = [other for other in values if values[other] == common]
-            yield Finding(
-                trait.id,
-                trait.severity,
-                name,
-                f"{trait.words} {value} on {name}, {common} on {', '.join(with_common)}",
-                trait.meaning,
-                same_versions(scene, "") if trait in _VERSIONS else "",
-                again(scene),
-            )
-
-
-def majority(values: list[object]) -> object:
-    """Of equally many, what the first node has."""
-    counts = Counter(values)
-    return max(values, key=lambda value: counts[value], default=None)
-
-
-def no_torch(scene: ClusterFacts) -> Iterator[Finding]:
-    for name, seen in _machines(scene).items():
-        if seen["torch"] is None:
+        yield from _compare(cluster, trait, setup_command(cluster, ""))
+    for node, _, machine in _machines(cluster):
+        if machine["torch"] is None:
             yield Finding(
                 "sameness.torch",
                 Severity.ERROR,
-                name,
-                f"{seen['executable']} has no torch",
+                node.name,
+                f"{machine['executable']} has no torch",
                 f"no rank can start there; {_SET_UP}",
-                same_versions(scene, f"{seen['executable']} -m pip install torch"),
-                again(scene),
+                setup_command(cluster, f"{machine['executable']} -m pip install torch"),
+                doctor_command(cluster),
             )
 
 
-def clocks(scene: ClusterFacts) -> Iterator[Finding]:
-    """Against each other. The machine that asked has a say in who is wrong, and no more than that."""
-    offsets = {name: facts["clock"] for name, facts in scene.facts.items() if "clock" in facts}
-    if not any(_apart(one, other) for one, other in combinations(offsets.values(), 2)):
+def _compare(cluster: ClusterFacts, trait: Trait, fix: str) -> Iterator[Finding]:
+    """Name the machines that differ from the majority; of equally many, from the first node."""
+    values = {node.name: value for node, _, machine in _machines(cluster) if (value := trait.read(machine)) is not None}
+    counts = Counter(values.values())
+    common = max(values.values(), key=lambda value: counts[value], default=None)
+    others = ", ".join(name for name in values if values[name] == common)
+    for name, value in values.items():
+        if value != common:
+            evidence = f"{trait.label} {value} on {name}, {common} on {others}"
+            yield Finding(trait.id, trait.severity, name, evidence, trait.meaning, fix, doctor_command(cluster))
+
+
+_CLOCK_S = 1.0
+
+
+def check_clocks(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Compare the nodes' clocks with each other. This machine's clock only helps to tell which one is wrong."""
+    offsets = {name: facts["clock"] for name, facts in cluster.facts.items() if "clock" in facts}
+    if not any(_differ(one, other) for one, other in combinations(offsets.values(), 2)):
         return
-    middle = {"offset_s": median([0.0, *(said["offset_s"] for said in offsets.values())]), "uncertainty_s": 0.0}
-    wrong = [name for name, said in offsets.items() if _apart(said, middle)]
-    farthest = max(offsets, key=lambda name: abs(offsets[name]["offset_s"] - middle["offset_s"]))
+    middle_s = median([0.0, *(clock["offset_s"] for clock in offsets.values())])
+    middle = {"offset_s": middle_s, "uncertainty_s": 0.0}
+    wrong = [name for name, clock in offsets.items() if _differ(clock, middle)]
+    farthest = max(offsets, key=lambda name: abs(offsets[name]["offset_s"] - middle_s))
     for name in wrong or [farthest]:
-        offset_s = offsets[name]["offset_s"] - middle["offset_s"]
+        offset_s = offsets[name]["offset_s"] - middle_s
         yield Finding(
             "clock.offset",
             Severity.WARNING,
@@ -125,201 +119,171 @@ def clocks(scene: ClusterFacts) -> Iterator[Finding]:
             f"its clock is {format_duration(abs(offset_s))} {'ahead of' if offset_s > 0 else 'behind'} the others, "
             f"give or take {format_duration(offsets[name]['uncertainty_s'])}",
             "shoal compares no clocks, but make does, and torchrun: 40 s made it train alone and report success",
-            f"{sudo(scene.facts[name])}timedatectl set-ntp true",
-            f"timedatectl; {again(scene)}",
+            f"{sudo(cluster.facts[name])}timedatectl set-ntp true",
+            f"timedatectl; {doctor_command(cluster)}",
         )
 
 
-def _apart(one: dict[str, float], other: dict[str, float]) -> bool:
+def _differ(one: dict[str, float], other: dict[str, float]) -> bool:
     doubt_s = one["uncertainty_s"] + other["uncertainty_s"]
     return abs(one["offset_s"] - other["offset_s"]) > _CLOCK_S + doubt_s
 
 
-def _machines(scene: ClusterFacts) -> dict[str, dict[str, Any]]:
-    return {name: facts["machine"] for name, facts in scene.facts.items() if facts.get("machine")}
-
-
-# SECTION net/checks/room
-# Is there enough memory and disk on each machine for a run?
-
-
-_DISK_ERROR, _DISK_WARNING = 100e6, 2e9
-# Often in memory, and small on purpose; nothing large is written there.
-_TEMPORARY_WARNING = 500e6
+# torch alone takes a quarter of a gigabyte per rank, before there is any model.
+_MEMORY_ERROR_BYTES, _MEMORY_WARNING_BYTES = 300e6, 1e9
+_DISK_ERROR_BYTES, _DISK_WARNING_BYTES = 100e6, 2e9
+# Temporary files are often kept in memory and small on purpose; a run writes nothing large there.
+_TEMPORARY_WARNING_BYTES = 500e6
 _FEW_FILES = 1000
-# torch alone takes a quarter of a gigabyte a rank, before there is any model.
-_MEMORY_ERROR, _MEMORY_WARNING = 300e6, 1e9
 
 
-def memory(scene: ClusterFacts) -> Iterator[Finding]:
-    for node, seen in _seen(scene, "memory"):
-        if seen and seen["available"] < _MEMORY_WARNING:
+def check_memory(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, _, machine in _machines(cluster):
+        memory = machine.get("memory")
+        if memory and memory["available"] < _MEMORY_WARNING_BYTES:
             yield Finding(
                 "memory.free",
-                Severity.ERROR if seen["available"] < _MEMORY_ERROR else Severity.WARNING,
-                node,
-                f"{format_si(seen['available'], 'B')} of {format_si(seen['total'], 'B')} memory are free, "
-                f"{format_si(seen['swap_used'], 'B')} of swap in use",
-                "a rank that needs more is slowed down by the disk or ended by the kernel: close other programs (the "
+                Severity.ERROR if memory["available"] < _MEMORY_ERROR_BYTES else Severity.WARNING,
+                node.name,
+                f"{format_si(memory['available'], 'B')} of {format_si(memory['total'], 'B')} memory are free, "
+                f"{format_si(memory['swap_used'], 'B')} of swap in use",
+                "a rank that needs more is slowed down by swapping or killed by the kernel: close other programs (the "
                 "largest: ps -eo pid,rss,comm --sort=-rss | head), or train a smaller model",
-                retest=f"free -h; {again(scene)}",
+                retest=f"free -h; {doctor_command(cluster)}",
             )
 
 
-def disks(scene: ClusterFacts) -> Iterator[Finding]:
-    for node, seen in _seen(scene, "disks"):
-        for disk in seen or ():
-            yield from _read_only(scene, node, disk) if disk["read_only"] else _full(scene, node, disk)
+def check_disks(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, _, machine in _machines(cluster):
+        for disk in machine.get("disks") or ():
+            if disk["read_only"]:
+                yield _read_only_disk(cluster, node.name, disk)
+            else:
+                yield from _check_free_space(cluster, node.name, disk)
 
 
-def _full(scene: ClusterFacts, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
-    free, files, place = disk["free"], disk["files_free"], shlex.quote(disk["path"])
-    few_files = files is not None and files < _FEW_FILES
-    enough = _TEMPORARY_WARNING if disk["for"] == [TEMPORARY] else _DISK_WARNING
-    if free >= enough and not few_files:
-        return
-    left = f"room for {files} more files" if few_files and free >= _DISK_ERROR else f"{format_si(free, 'B')} free"
-    yield Finding(
-        "disk.free",
-        Severity.ERROR if free < _DISK_ERROR or few_files else Severity.WARNING,
-        node,
-        f"{left} in {disk['path']}, which is for {', '.join(disk['for'])}",
-        "checkpoints, logs and copies will not fit: remove what you no longer need (what takes the room: "
-        f"du -xah {place} | sort -h | tail), or work on another disk",
-        retest=f"df -h {place}; {again(scene)}",
-    )
-
-
-def _read_only(scene: ClusterFacts, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
-    place = shlex.quote(disk["path"])
-    yield Finding(
+def _read_only_disk(cluster: ClusterFacts, node: str, disk: dict[str, Any]) -> Finding:
+    return Finding(
         "disk.readonly",
         Severity.ERROR,
         node,
         f"nothing can be written to {disk['path']}, which is for {', '.join(disk['for'])}: it is mounted read-only",
         "a run cannot write its logs and checkpoints there; Linux does this to a disk that has errors (see: dmesg)",
-        retest=f"findmnt --target {place}; {again(scene)}",
+        retest=f"findmnt --target {shlex.quote(disk['path'])}; {doctor_command(cluster)}",
     )
 
 
-def _seen(scene: ClusterFacts, topic: str) -> Iterator[tuple[str, Any]]:
-    return ((node, facts.get("machine", {}).get(topic)) for node, facts in scene.facts.items())
+def _check_free_space(cluster: ClusterFacts, node: str, disk: dict[str, Any]) -> Iterator[Finding]:
+    free, files, path = disk["free"], disk["files_free"], shlex.quote(disk["path"])
+    has_few_files = files is not None and files < _FEW_FILES
+    enough = _TEMPORARY_WARNING_BYTES if disk["for"] == [TEMPORARY] else _DISK_WARNING_BYTES
+    if free >= enough and not has_few_files:
+        return
+    by_files = has_few_files and free >= _DISK_ERROR_BYTES
+    left = f"room for {files} more files" if by_files else f"{format_si(free, 'B')} free"
+    yield Finding(
+        "disk.free",
+        Severity.ERROR if free < _DISK_ERROR_BYTES or has_few_files else Severity.WARNING,
+        node,
+        f"{left} in {disk['path']}, which is for {', '.join(disk['for'])}",
+        "checkpoints, logs and copies will not fit: remove what you no longer need (what takes the space: "
+        f"du -xah {path} | sort -h | tail), or work on another disk",
+        retest=f"df -h {path}; {doctor_command(cluster)}",
+    )
 
 
-# SECTION net/checks/speed
-# What each machine has to give, and what holds it back.
-
-
-# Of the rate that the maker promises for all cores together; of the highest of a single one where no other is known.
-_OF_BASE, _OF_MOST = 0.9, 0.5
-_BUSY = 0.5
-_LID_FILE = "/etc/systemd/logind.conf.d/90-shoal.conf"
-# With these drivers `powersave` only means that the processor chooses by itself.
-_CHOOSES = ("intel_pstate", "amd-pstate-epp")
-
-Seen = dict[str, Any]
-
-
-def cores(scene: ClusterFacts) -> Iterator[Finding]:
-    """One line a machine: what a run will use of it."""
-    for node, _, seen in _machines_speed(scene):
-        have, memory = seen["cores"], seen.get("memory", {})
-        parts = [f"{seen['cpu']}: {_cores(have)}"]
+def check_cores(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Report, one line per machine, what a run will use of it."""
+    for node, _, machine in _machines(cluster):
+        cores, memory = machine["cores"], machine.get("memory", {})
+        parts = [f"{machine['cpu']}: {_describe_cores(cores)}"]
         parts += [f"{format_si(memory['available'], 'B')} of memory free"] if memory else []
         parts += [f"{format_si(memory['swap_used'], 'B')} of swap in use"] if memory.get("swap_used") else []
-        threads = threads_of(node, have)
+        threads = node.threads or max(1, (node.cores or cores["physical"]) // node.slots)
         ranks = f"{node.slots} rank{'s' if node.slots > 1 else ''}"
         meaning = f"a run has {ranks} here, with {threads} thread{'s' if threads > 1 else ''} each"
-        if 0 < have.get("fast", 0) < threads * node.slots:
+        if 0 < cores.get("fast", 0) < threads * node.slots:
             meaning += "; some of them on slow cores, for which the others wait: try fewer threads"
         yield Finding("speed.cores", Severity.INFO, node.name, ", ".join(parts), meaning)
 
 
-def threads_of(node: Node, have: Seen) -> int:
-    return node.threads or max(1, (node.cores or have["physical"]) // node.slots)
+def _describe_cores(cores: dict[str, Any]) -> str:
+    text = f"{cores['physical']} core{'s' if cores['physical'] > 1 else ''}"
+    if cores["threads"] > cores["physical"]:
+        text += f" with {cores['threads']} hardware threads"
+    if cores.get("slow"):
+        text += f" ({cores['fast']} fast, {cores['slow']} slow)"
+    return text if cores["quota"] is None else f"{text}, of which a container may use {cores['quota']:g}"
 
 
-def _cores(have: Seen) -> str:
-    text = f"{have['physical']} core{'s' if have['physical'] > 1 else ''}"
-    if have["threads"] > have["physical"]:
-        text += f" with {have['threads']} hardware threads"
-    if have.get("slow"):
-        text += f" ({have['fast']} fast, {have['slow']} slow)"
-    return text if have["quota"] is None else f"{text}, of which a container may use {have['quota']:g}"
+# A busy core should reach this share of the base frequency, which the maker promises for all cores together; where
+# that is unknown, of the highest frequency of a single core.
+_SHARE_OF_BASE, _SHARE_OF_HIGHEST = 0.9, 0.5
+# With these drivers the governor `powersave` only means that the processor chooses its own frequency.
+_SELF_CHOOSING_DRIVERS = ("intel_pstate", "amd-pstate-epp")
+_CPUFREQ = "/sys/devices/system/cpu/cpu*/cpufreq"
 
 
-def frequency(scene: ClusterFacts) -> Iterator[Finding]:
-    for node, facts, seen in _machines_speed(scene):
-        clock = seen.get("frequency")
-        if not clock or clock["at_work_khz"] >= least_khz(clock):
+def check_frequency(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, facts, machine in _machines(cluster):
+        clock = machine.get("frequency")
+        if not clock:
             continue
-        by_governor = clock["governor"] == "powersave" and clock["driver"] not in _CHOOSES
-        yield _governor(scene, node, facts, clock) if by_governor else _held_down(scene, node, facts, clock)
-
-
-def least_khz(clock: Seen) -> float:
-    base = clock["base_khz"]
-    return float(_OF_BASE * base if base else _OF_MOST * clock["most_khz"])
-
-
-def _governor(scene: ClusterFacts, node: Node, facts: Facts, clock: Seen) -> Finding:
-    return Finding(
-        "speed.governor",
-        Severity.WARNING,
-        node.name,
-        f"the governor is powersave, and a busy core runs at {_rates(clock)}",
-        "the cores stay at their lowest rate however much there is to do",
-        f"echo performance | {sudo(facts)}tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
-        f"cat /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor; {again(scene)}",
-    )
-
-
-def _held_down(scene: ClusterFacts, node: Node, facts: Facts, clock: Seen) -> Finding:
-    """By a limit that somebody set, which a command lifts; or by heat, firmware or a weak charger, which none does."""
-    capped = clock["allowed_khz"] < least_khz(clock)
-    return Finding(
-        "speed.frequency",
-        Severity.WARNING,
-        node.name,
-        f"a busy core runs at {_rates(clock)}"
-        + (f"; it is not allowed more than {_hertz(clock['allowed_khz'])}" if capped else ""),
-        "every step takes longer than this processor needs, and all machines wait for it"
-        + ("" if capped else "; heat, a weak charger or an energy-saving profile do this"),
-        f"echo {clock['most_khz']} | {sudo(facts)}tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_max_freq"
-        if capped
-        else "",
-        again(scene),
-    )
-
-
-def _rates(clock: Seen) -> str:
-    return f"{_hertz(clock['at_work_khz'])} where it could do {_hertz(clock['most_khz'])}"
+        base_khz, highest_khz = clock["base_khz"], clock["most_khz"]
+        least_khz = _SHARE_OF_BASE * base_khz if base_khz else _SHARE_OF_HIGHEST * highest_khz
+        if clock["at_work_khz"] >= least_khz:
+            continue
+        rates = f"{_hertz(clock['at_work_khz'])} where it could do {_hertz(highest_khz)}"
+        again = doctor_command(cluster)
+        if clock["governor"] == "powersave" and clock["driver"] not in _SELF_CHOOSING_DRIVERS:
+            yield Finding(
+                "speed.governor",
+                Severity.WARNING,
+                node.name,
+                f"the governor is powersave, and a busy core runs at {rates}",
+                "the cores stay at their lowest frequency under any load",
+                f"echo performance | {sudo(facts)}tee {_CPUFREQ}/scaling_governor",
+                f"cat {_CPUFREQ}/scaling_governor; {again}",
+            )
+            continue
+        # A configured limit can be lifted by a command; heat, firmware and a weak charger cannot.
+        is_capped = clock["allowed_khz"] < least_khz
+        yield Finding(
+            "speed.frequency",
+            Severity.WARNING,
+            node.name,
+            f"a busy core runs at {rates}"
+            + (f"; it is not allowed more than {_hertz(clock['allowed_khz'])}" if is_capped else ""),
+            "every step takes longer than this processor needs, and all machines wait for it"
+            + ("" if is_capped else "; heat, a weak charger or an energy-saving profile do this"),
+            f"echo {highest_khz} | {sudo(facts)}tee {_CPUFREQ}/scaling_max_freq" if is_capped else "",
+            again,
+        )
 
 
 def _hertz(khz: int) -> str:
     return format_si(khz * 1e3, "Hz")
 
 
-def throttled(scene: ClusterFacts) -> Iterator[Finding]:
-    """Every laptop has been too hot once; what counts is now."""
-    for node, _, seen in _machines_speed(scene):
-        counts = seen.get("throttled")
+def check_throttled(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Warn only of heat now: every laptop has been too hot once."""
+    for node, _, machine in _machines(cluster):
+        counts = machine.get("throttled")
         if counts and counts["since_boot"]:
-            now = counts["just_now"] > 0
             yield Finding(
                 "speed.throttled",
-                Severity.WARNING if now else Severity.INFO,
+                Severity.WARNING if counts["just_now"] > 0 else Severity.INFO,
                 node.name,
                 f"the processor was slowed down by heat {counts['since_boot']} times since the machine was started, "
-                f"{counts['just_now']} times while we looked",
+                f"{counts['just_now']} times during this check",
                 "a hot machine computes slowly, and all others wait for it: give it air, clean its fan",
-                retest=again(scene),
+                retest=doctor_command(cluster),
             )
 
 
-def power(scene: ClusterFacts) -> Iterator[Finding]:
-    for node, _, seen in _machines_speed(scene):
-        supply = seen.get("power")
+def check_power(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, _, machine in _machines(cluster):
+        supply = machine.get("power")
         if supply and supply["on_battery"]:
             left = "" if supply["percent"] is None else f", {supply['percent']}% left"
             yield Finding(
@@ -328,50 +292,55 @@ def power(scene: ClusterFacts) -> Iterator[Finding]:
                 node.name,
                 f"it runs on battery{left}",
                 "on battery it computes slowly, and when it is empty the run loses this machine: plug it in",
-                retest=again(scene),
+                retest=doctor_command(cluster),
             )
 
 
-def lid(scene: ClusterFacts) -> Iterator[Finding]:
-    for node, facts, seen in _machines_speed(scene):
-        if (actions := seen.get("lid")) and (doing := _sleeping(actions)):
+_LID_FILE = "/etc/systemd/logind.conf.d/90-shoal.conf"
+
+
+def check_lid(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, facts, machine in _machines(cluster):
+        actions = machine.get("lid") or {}
+        sleeping = {where: action for where, action in actions.items() if action not in ("ignore", "lock")}
+        if sleeping:
+            described = " and ".join(f"{action} ({where.replace('_', ' ')})" for where, action in sleeping.items())
             as_root = sudo(facts)
             lines = r"[Login]\nHandleLidSwitch=ignore\nHandleLidSwitchExternalPower=ignore\n"
             yield Finding(
                 "speed.lid",
                 Severity.INFO,
                 node.name,
-                f"closing the lid makes it {doing}",
+                f"closing the lid makes it {described}",
                 "a machine that sleeps is lost to the run, and shoal may not prevent it: keep the lid open",
                 f"{as_root}mkdir -p {_LID_FILE.rpartition('/')[0]} && printf '{lines}' | {as_root}tee {_LID_FILE} "
                 f"&& {as_root}systemctl kill -s HUP systemd-logind",
-                again(scene),
+                doctor_command(cluster),
             )
 
 
-def _sleeping(actions: dict[str, str]) -> str:
-    asleep = {where: action for where, action in actions.items() if action not in ("ignore", "lock")}
-    return " and ".join(f"{action} ({where.replace('_', ' ')})" for where, action in asleep.items())
+_BUSY_SHARE = 0.5
 
 
-def load(scene: ClusterFacts) -> Iterator[Finding]:
-    """Never more than a remark: a moment later it may be over."""
-    for node, _, seen in _machines_speed(scene):
-        busy = seen.get("load", {}).get("one_minute", 0.0)
-        cores = seen["cores"]["physical"]
-        if busy > _BUSY * cores:
+def check_load(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Report other work only as information: a moment later it may have ended."""
+    for node, _, machine in _machines(cluster):
+        load = machine.get("load", {}).get("one_minute", 0.0)
+        cores = machine["cores"]["physical"]
+        if load > _BUSY_SHARE * cores:
             yield Finding(
                 "speed.load",
                 Severity.INFO,
                 node.name,
-                f"in the last minute {busy:.1f} processes at a time wanted one of its {cores} cores",
-                "other programs share its cores with the run (who: top); every step waits for the slowest machine",
+                f"in the last minute {load:.1f} processes at a time wanted one of its {cores} cores",
+                "other programs share its cores with the run (which: top); every step waits for the slowest machine",
                 retest="uptime",
             )
 
 
-def _machines_speed(scene: ClusterFacts) -> Iterator[tuple[Node, Facts, Seen]]:
-    for node in scene.nodes:
-        facts = scene.facts.get(node.name, {})
-        if seen := facts.get("machine"):
-            yield node, facts, seen
+def _machines(cluster: ClusterFacts) -> Iterator[tuple[Node, Facts, dict[str, Any]]]:
+    """Yield each examined node with all its facts and those of its `machine` topic."""
+    for node in cluster.nodes:
+        facts = cluster.facts.get(node.name, {})
+        if machine := facts.get("machine"):
+            yield node, facts, machine

@@ -1,4 +1,4 @@
-"""Does each node use the right one of its addresses and interfaces?"""
+"""Checks of names, addresses, interfaces, packet sizes and link speeds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoal.tools.doctor.facts import (
     Facts,
     Finding,
     Severity,
-    SlowLinks,
     Trial,
-    again,
+    doctor_command,
     slow_links,
     sudo,
 )
 
-_WORDS = {
+# How findings name the kinds of interfaces that a cable is better than.
+_KIND_NAMES = {
     "docker": "a network of containers inside the machine",
     "bridge": "a bridge",
     "virtual": "an interface that leads nowhere",
@@ -33,128 +33,139 @@ _WORDS = {
     "tailscale": "Tailscale",
     "wifi": "Wi-Fi",
 }
-_INSIDE = ("docker", "virtual")
+# Kinds whose networks end inside the machine.
+_INTERNAL = ("docker", "virtual")
 
 
-def addresses(scene: ClusterFacts) -> Iterator[Finding]:
-    """An address that the node does not have, or one by which nobody else can mean it."""
-    for node in _seen(scene):
-        has = _listing(scene, node)
-        carrier = scene.carrying(node, node.address)
-        other = _suggestion(scene, node)
-        write = f': write address = "{other}" for it in the hosts file' if other else ""
-        if not carrier:
-            meaning = f"the other machines look for it where it is not{write}"
+def check_addresses(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check that each node has its address, and that other nodes can reach it there."""
+    for node in _nodes_with_interfaces(cluster):
+        interface = cluster.interface_with(node, node.address)
+        advice = _advise_address(cluster, node)
+        interfaces = _network(cluster, node).get("interfaces", {})
+        listing = ", ".join(
+            f"{' '.join(other['addresses'])} on {name}" for name, other in interfaces.items() if other["addresses"]
+        )
+        has = listing or "none"
+        if not interface:
             evidence = f"{node.name} does not have the address {node.address}; it has {has}"
-            yield Finding("interface.address", Severity.ERROR, node.name, evidence, meaning)
-        elif node.interface and node.interface != carrier["name"]:
-            evidence = f"{node.address} is on {carrier['name']} of {node.name}, not on {node.interface}; it has {has}"
-            meaning = f"gloo would offer an address of {node.interface}: leave the interface out of the hosts file"
-            yield Finding("interface.address", Severity.ERROR, node.name, evidence, meaning)
-        elif carrier["kind"] == "loopback" and len(scene.nodes) > 1:
-            meaning = f"to every machine {node.address} means itself{write}"
-            yield Finding("interface.address", Severity.ERROR, node.name, f"{node.name} is {node.address}", meaning)
-        elif not (carrier["up"] and carrier["carrier"]):
-            yield _down(node, carrier)
+            meaning = f"the other machines look for it at a wrong address{advice}"
+        elif node.interface and node.interface != interface["name"]:
+            evidence = f"{node.address} is on {interface['name']} of {node.name}, not on {node.interface}; it has {has}"
+            meaning = f"gloo would publish an address of {node.interface}: leave the interface out of the hosts file"
+        elif interface["kind"] == "loopback" and len(cluster.nodes) > 1:
+            evidence = f"{node.name} is {node.address}"
+            meaning = f"on every machine {node.address} means the machine itself{advice}"
+        else:
+            if not (interface["up"] and interface["carrier"]):
+                yield _interface_down(node, interface)
+            continue
+        yield Finding("interface.address", Severity.ERROR, node.name, evidence, meaning)
 
 
-def _down(node: Node, carrier: Facts) -> Finding:
-    unplugged, how = carrier["up"], "unplugged" if carrier["up"] else "switched off"
+def _interface_down(node: Node, interface: Facts) -> Finding:
+    is_unplugged = interface["up"]
     return Finding(
         "interface.down",
         Severity.ERROR,
         node.name,
-        f"{carrier['name']} of {node.name}, which has {node.address}, is {how}",
-        "no other machine can reach it there" + (": plug its cable in" if unplugged else ""),
-        "" if unplugged else f"sudo ip link set dev {carrier['name']} up",
+        f"{interface['name']} of {node.name}, which has {node.address}, is "
+        + ("unplugged" if is_unplugged else "switched off"),
+        "no other machine can reach it there" + (": plug its cable in" if is_unplugged else ""),
+        "" if is_unplugged else f"sudo ip link set dev {interface['name']} up",
     )
 
 
-def offers(scene: ClusterFacts) -> Iterator[Finding]:
-    """gloo is told the interface, and takes the first address that this has."""
-    for node in _seen(scene):
-        tried = (scene.trial(dialer.name, node.name, "gloo") for dialer, listener in scene.pairs() if listener is node)
-        lost = [trial for trial in tried if trial and not trial.ok]
-        if lost:
-            carrier = scene.carrying(node, node.address)
-            name, first = carrier["name"], carrier["addresses"][0]
+def check_published(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check the address that gloo publishes: gloo is given an interface and takes its first address."""
+    for node in _nodes_with_interfaces(cluster):
+        dialers = [dialer for dialer, listener in cluster.pairs() if listener is node]
+        trials = (cluster.trial(dialer.name, node.name, "gloo") for dialer in dialers)
+        failed = [trial for trial in trials if trial and not trial.ok]
+        if failed:
+            interface = cluster.interface_with(node, node.address)
+            name, first = interface["name"], interface["addresses"][0]
             yield Finding(
                 "interface.first",
                 Severity.ERROR,
                 node.name,
-                f"{name} of {node.name} has {' '.join(carrier['addresses'])}; "
-                + "; ".join(f"{trial.source} → {node.name}: {trial.detail}" for trial in lost),
-                f"gloo offers the first address of {name}, and the others reach {node.name} by {node.address}",
-                # It stays, behind the others.
+                f"{name} of {node.name} has {' '.join(interface['addresses'])}; "
+                + "; ".join(f"{trial.source} → {node.name}: {trial.detail}" for trial in failed),
+                f"gloo publishes the first address of {name}, but the others reach {node.name} by {node.address}",
+                # The address stays, but behind the others.
                 f"sudo ip addr del {first} dev {name} && sudo ip addr add {first} dev {name}",
             )
 
 
-def misplaced(scene: ClusterFacts) -> set[str]:
-    """Nodes whose address is not one by which others reach them: what those see of them is no news."""
-    return {finding.node for check in (addresses, decoys) for finding in check(scene) if finding.severity == "error"}
-
-
-def decoys(scene: ClusterFacts) -> Iterator[Finding]:
-    """Addresses of networks that end inside the machine."""
-    for node in _seen(scene):
-        carrier = scene.carrying(node, node.address)
-        if carrier.get("kind") in _INSIDE and len(scene.nodes) > 1:
-            other = _suggestion(scene, node)
-            write = f': write address = "{other}" for it in the hosts file' if other else ""
-            evidence = f"{node.address} of {node.name} is on {carrier['name']}, {_WORDS[carrier['kind']]}"
+def check_internal(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check for addresses of networks that end inside the machine."""
+    for node in _nodes_with_interfaces(cluster):
+        interface = cluster.interface_with(node, node.address)
+        if interface.get("kind") in _INTERNAL and len(cluster.nodes) > 1:
             yield Finding(
-                "interface.decoy", Severity.ERROR, node.name, evidence, f"no other machine can reach it there{write}"
+                "interface.decoy",
+                Severity.ERROR,
+                node.name,
+                f"{node.address} of {node.name} is on {interface['name']}, {_KIND_NAMES[interface['kind']]}",
+                f"no other machine can reach it there{_advise_address(cluster, node)}",
             )
-        for address in _network(scene, node).get("hosts_file", []):
-            carrier = scene.carrying(node, address)
-            if carrier.get("kind") in _INSIDE and address != node.address:
-                yield _named_decoy(scene, node, address, carrier)
+        host_name = _network(cluster, node).get("host_name")
+        for address in _network(cluster, node).get("hosts_file", []):
+            interface = cluster.interface_with(node, address)
+            if interface.get("kind") in _INTERNAL and address != node.address:
+                yield Finding(
+                    "interface.decoy",
+                    Severity.WARNING,
+                    node.name,
+                    f"/etc/hosts of {node.name} maps {host_name} to {address}, which is on {interface['name']}, "
+                    f"{_KIND_NAMES[interface['kind']]}",
+                    "without a named interface gloo publishes that address; shoal names the interface, torchrun does "
+                    "not",
+                    # Not in place: in containers /etc/hosts is a mount and cannot be replaced.
+                    f'sudo sh -c \'sed "s/^{re.escape(address)}[[:space:]]/{node.address} /" /etc/hosts '
+                    "> /etc/hosts.new && cat /etc/hosts.new > /etc/hosts && rm /etc/hosts.new'",
+                )
 
 
-def _named_decoy(scene: ClusterFacts, node: Node, address: str, carrier: Facts) -> Finding:
-    host = _network(scene, node)["host_name"]
-    return Finding(
-        "interface.decoy",
-        Severity.WARNING,
-        node.name,
-        f"/etc/hosts of {node.name} says that {host} is {address}: that is on {carrier['name']}, "
-        f"{_WORDS[carrier['kind']]}",
-        "gloo left to itself offers that address to the others; shoal names the interface, torchrun does not",
-        # Not in place: in containers /etc/hosts is mounted and cannot be replaced.
-        f'sudo sh -c \'sed "s/^{re.escape(address)}[[:space:]]/{node.address} /" /etc/hosts > /etc/hosts.new && '
-        "cat /etc/hosts.new > /etc/hosts && rm /etc/hosts.new'",
-    )
+def misplaced(cluster: ClusterFacts) -> set[str]:
+    """Return the nodes with an unusable address. Failed connections to them need no further finding."""
+    findings = [*check_addresses(cluster), *check_internal(cluster)]
+    return {finding.node for finding in findings if finding.severity is Severity.ERROR}
 
 
 @dataclass(frozen=True)
 class UnusedCable:
-    """A wired interface of `node` on whose network `peer` has an address too, while another kind is used between them.
-    Whether they meet there is to be tried: two homes may have the same network."""
+    """A wired interface of `node` in a network in which `peer` has an address too, while they use another kind.
+
+    Only a trial shows whether it connects them: two separate networks may have the same addresses.
+    """
 
     node: str
     peer: str
-    used: str
-    kind: str
-    name: str
+    used: str  # the interface that is used
+    kind: str  # its kind, as a finding names it
+    name: str  # the wired interface
     address: str
     peer_address: str
 
 
-def cables(scene: ClusterFacts) -> list[UnusedCable]:
-    pairs = ((node, peer, scene.interface(node, peer)) for node, peer in permutations(_seen(scene), 2))
-    found = ((node, peer, used, _cable(scene, node, peer)) for node, peer, used in pairs if used.get("kind") in _WORDS)
-    return [
-        UnusedCable(node.name, peer.name, used["name"], _WORDS[used["kind"]], *cable)
-        for node, peer, used, cable in found
-        if cable
-    ]
+def unused_cables(cluster: ClusterFacts) -> list[UnusedCable]:
+    cables = []
+    for node, peer in permutations(_nodes_with_interfaces(cluster), 2):
+        used = cluster.interface_to(node, peer)
+        if used.get("kind") in _KIND_NAMES and (cable := _cable(cluster, node, peer)):
+            cables.append(UnusedCable(node.name, peer.name, used["name"], _KIND_NAMES[used["kind"]], *cable))
+    return cables
 
 
-def detours(scene: ClusterFacts) -> Iterator[Finding]:
-    """A VPN, Wi-Fi or the like, where a cable leads to the same machine. Once for a node."""
-    better = [cable for cable in cables(scene) if _passes(scene.trial(cable.node, cable.peer, "cable"))]
-    for cable in {each.node: each for each in reversed(better)}.values():
+def check_detours(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check for a VPN, Wi-Fi or the like that is used where a cable leads to the same machine. Once per node."""
+    first_by_node: dict[str, UnusedCable] = {}
+    for cable in unused_cables(cluster):
+        trial = cluster.trial(cable.node, cable.peer, "cable")
+        if trial and trial.ok:
+            first_by_node.setdefault(cable.node, cable)
+    for cable in first_by_node.values():
         yield Finding(
             "interface.wrong",
             Severity.WARNING,
@@ -165,160 +176,134 @@ def detours(scene: ClusterFacts) -> Iterator[Finding]:
         )
 
 
-def _passes(trial: Trial | None) -> bool:
-    return trial is not None and trial.ok
-
-
-def _cable(scene: ClusterFacts, node: Node, peer: Node) -> tuple[str, str, str] | None:
-    """A wired interface of the node, its address, and an address of the peer on the same network."""
-    theirs = [ipaddress.ip_interface(each) for each in _addresses(scene, peer)]
-    for name, found in _network(scene, node).get("interfaces", {}).items():
-        if found["kind"] == "wired" and found["up"] and found["carrier"]:
-            for own in map(ipaddress.ip_interface, found["addresses"]):
-                for other in theirs:
+def _cable(cluster: ClusterFacts, node: Node, peer: Node) -> tuple[str, str, str] | None:
+    """Return a wired interface of the node, its address, and an address of the peer in the same network."""
+    peer_addresses = [ipaddress.ip_interface(address) for address in _external_addresses(cluster, peer)]
+    for name, interface in _network(cluster, node).get("interfaces", {}).items():
+        if interface["kind"] == "wired" and interface["up"] and interface["carrier"]:
+            for own in map(ipaddress.ip_interface, interface["addresses"]):
+                for other in peer_addresses:
                     if other.ip in own.network and own.ip != other.ip and not own.is_link_local:
                         return name, str(own.ip), str(other.ip)
     return None
 
 
-def _addresses(scene: ClusterFacts, node: Node) -> list[str]:
-    """Those that others may use."""
-    interfaces = _network(scene, node).get("interfaces", {}).values()
-    return [each for found in interfaces if found["kind"] not in (*_INSIDE, "loopback") for each in found["addresses"]]
+def _external_addresses(cluster: ClusterFacts, node: Node) -> list[str]:
+    interfaces = _network(cluster, node).get("interfaces", {}).values()
+    external = [interface for interface in interfaces if interface["kind"] not in (*_INTERNAL, "loopback")]
+    return [address for interface in external for address in interface["addresses"]]
 
 
-def _suggestion(scene: ClusterFacts, node: Node) -> str | None:
-    """An address of the node on a network that another node is on too; failing that, any that is nobody else's."""
-    shared = [cable[1] for peer in _seen(scene) if peer is not node and (cable := _cable(scene, node, peer))]
-    taken = {other.address for other in scene.nodes}
-    own = [*shared, *(each.split("/")[0] for each in _addresses(scene, node))]
-    return next((address for address in own if address not in taken), None)
+def _advise_address(cluster: ClusterFacts, node: Node) -> str:
+    """Suggest an address of the node in a network that another node is in too; failing that, any unused one."""
+    peers = [peer for peer in _nodes_with_interfaces(cluster) if peer is not node]
+    shared = [cable[1] for peer in peers if (cable := _cable(cluster, node, peer))]
+    taken = {other.address for other in cluster.nodes}
+    own = [*shared, *(address.split("/")[0] for address in _external_addresses(cluster, node))]
+    suggestion = next((address for address in own if address not in taken), None)
+    return f': write address = "{suggestion}" for it in the hosts file' if suggestion else ""
 
 
-def _listing(scene: ClusterFacts, node: Node) -> str:
-    found = _network(scene, node).get("interfaces", {})
-    each = [f"{' '.join(item['addresses'])} on {name}" for name, item in found.items() if item["addresses"]]
-    return ", ".join(each) or "none"
+def _network(cluster: ClusterFacts, node: Node) -> Facts:
+    network: Facts = cluster.facts[node.name].get("network", {})
+    return network
 
 
-def _network(scene: ClusterFacts, node: Node) -> Facts:
-    found: Facts = scene.facts[node.name].get("network", {})
-    return found
+def _nodes_with_interfaces(cluster: ClusterFacts) -> list[Node]:
+    return [node for node in cluster.nodes if cluster.facts.get(node.name, {}).get("network", {}).get("interfaces")]
 
 
-def _seen(scene: ClusterFacts) -> list[Node]:
-    """Where the kernel told of its interfaces."""
-    return [node for node in scene.nodes if scene.facts.get(node.name, {}).get("network", {}).get("interfaces")]
+_SLOW_LOOKUP_S = 1.0
 
 
-# SECTION net/checks/names
-# What a machine's own name means there, and whether its peers' names can be learnt without waiting.
+def check_own_name(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check what each machine's own name resolves to. For a single machine loopback is right."""
+    for node in cluster.nodes if len(cluster.nodes) > 1 else ():
+        facts = cluster.facts.get(node.name, {})
+        names = facts.get("names")
+        if not names:
+            continue
+        host_name, published = names["host_name"], names["published"]
+        is_loopback = published is None or ipaddress.ip_address(published).is_loopback
+        # Where the name resolves to the node's address, a machine that lost this address is another check's finding.
+        if is_loopback and node.address not in names["means"]:
+            yield Finding(
+                "names.loopback",
+                Severity.WARNING,
+                node.name,
+                f"its host name {host_name} means {_describe_meaning(names)}",
+                "scripts started by torchrun or by hand publish this address and hang; shoal itself names the "
+                "interface and is not affected",
+                _rename_command(host_name, node.address, sudo(facts)),
+                f"getent hosts {shlex.quote(host_name)}",
+            )
+        # myhostname decides only where /etc/hosts, which comes first, has no entry.
+        if "myhostname" in names["sources"] and not names["in_hosts_file"]:
+            yield Finding(
+                "names.myhostname",
+                Severity.INFO,
+                node.name,
+                f"/etc/nsswitch.conf asks myhostname, for which {host_name} means {_describe_meaning(names)}",
+                "the name stands for all addresses that the machine has at the moment, also docker's and the VPN's; "
+                "name the interface (GLOO_SOCKET_IFNAME) for scripts that you start yourself",
+            )
 
 
-SLOW_S = 1.0
-
-
-def own_name(scene: ClusterFacts) -> Iterator[Finding]:
-    """A machine alone talks to itself, and loopback is the best way to do it."""
-    for node in scene.nodes if len(scene.nodes) > 1 else ():
-        facts = scene.facts.get(node.name, {})
-        if names := facts.get("names"):
-            yield from _loopback(node, names, facts)
-            yield from _myhostname(node, names)
-
-
-def _loopback(node: Node, names: dict[str, Any], facts: Facts) -> Iterator[Finding]:
-    published = names["published"]
-    if published is not None and not ipaddress.ip_address(published).is_loopback:
-        return
-    if node.address in names["means"]:
-        # The name is right; that the machine has lost this address is another finding's business.
-        return
-    host_name = names["host_name"]
-    yield Finding(
-        "names.loopback",
-        Severity.WARNING,
-        node.name,
-        f"its host name {host_name} means {_meaning(names)}",
-        "scripts started by torchrun or by hand tell their peers this address and hang; shoal itself names the "
-        "interface and is not affected",
-        _rename(host_name, node.address, sudo(facts)),
-        f"getent hosts {shlex.quote(host_name)}",
-    )
-
-
-def _meaning(names: dict[str, Any]) -> str:
+def _describe_meaning(names: dict[str, Any]) -> str:
     if names["took_s"] is None:
-        return "nothing yet: the look-up was still waiting for an answer when we stopped"
+        return "nothing yet: the look-up was still waiting for an answer at its timeout"
     if not names["means"]:
         return "nothing at all, and gloo then takes 127.0.0.1"
     addresses = ", ".join(names["means"])
     return addresses if names["published"] else f"{addresses}, which is not its own, and gloo then takes 127.0.0.1"
 
 
-def _rename(host_name: str, address: str, sudo: str) -> str:
-    """The name must leave its loopback line: with both lines there, loopback is sorted first (tried). Written into the
-    file, not put in its place: in a container it is mounted, and `sed -i` cannot replace it."""
+def _rename_command(host_name: str, address: str, sudo: str) -> str:
+    """Return the command that maps the name to the address in /etc/hosts.
+
+    The name must leave its loopback line: with both lines present, loopback is sorted first (tested). The file is
+    overwritten, not replaced: in a container it is a mount, which `sed -i` cannot replace.
+    """
     word = host_name.replace(".", "\\.")
     edit = f"/^(127\\.|::1)/s/[[:space:]]{word}([[:space:]]|$)/\\1/g; /^[0-9a-f.:]+[[:space:]]*$/d"
     lines = f'{shlex.quote(f"{address} {host_name}")} "$others"'
     return f"others=$(sed -E {shlex.quote(edit)} /etc/hosts) && printf '%s\\n' {lines} | {sudo}tee /etc/hosts"
 
 
-def _myhostname(node: Node, names: dict[str, Any]) -> Iterator[Finding]:
-    """Only where it decides: what /etc/hosts says comes first."""
-    if "myhostname" not in names["sources"] or names["in_hosts_file"]:
-        return
-    yield Finding(
-        "names.myhostname",
-        Severity.INFO,
-        node.name,
-        f"/etc/nsswitch.conf asks myhostname, which says that {names['host_name']} means {_meaning(names)}",
-        "the name stands for whichever addresses the machine has at the moment, docker's and the VPN's too; name the "
-        "interface (GLOO_SOCKET_IFNAME) for scripts that you start yourself",
-    )
-
-
-def reverse(scene: ClusterFacts) -> Iterator[Finding]:
-    for node in scene.nodes:
-        facts = scene.facts.get(node.name, {})
-        asked = facts.get("names", {}).get("reverse", {})
-        slow = {address: said["took_s"] for address, said in asked.items() if _is_slow(said["took_s"])}
-        if slow and len(scene.nodes) > 1:
+def check_reverse(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check how long each node waits for the names of its peers' addresses."""
+    for node in cluster.nodes if len(cluster.nodes) > 1 else ():
+        facts = cluster.facts.get(node.name, {})
+        lookups = facts.get("names", {}).get("reverse", {})
+        times = {address: lookup["took_s"] for address, lookup in lookups.items()}
+        slow = {address: took_s for address, took_s in times.items() if took_s is None or took_s > _SLOW_LOOKUP_S}
+        if slow:
+            described = (
+                f"{address} took " + ("too long: no answer at the timeout" if took_s is None else f"{took_s:.1f} s")
+                for address, took_s in slow.items()
+            )
+            names = {peer.address: _host_name(peer.name) for peer in cluster.nodes}
+            # The first line is empty because the file's last line may lack its end.
+            lines = ["", *(f"{form} {names[address]}" for address in slow for form in _lookup_forms(address))]
             yield Finding(
                 "names.reverse",
                 Severity.WARNING,
                 node.name,
-                "asking for the name of " + ", ".join(f"{each} took {_time(slow[each])}" for each in slow),
-                "torch asks for this name when a rank connects to its store and stands still until it is told; the "
+                "asking for the name of " + ", ".join(described),
+                "torch asks for this name when a rank connects to its store, and blocks until it has an answer; the "
                 "name server does not answer",
-                _add_lines(scene, list(slow), sudo(facts)),
-                f"time getent hosts {_both(next(iter(slow)))[-1]}; {again(scene)}",
+                f"printf '%s\\n' {shlex.join(lines)} | {sudo(facts)}tee -a /etc/hosts",
+                f"time getent hosts {_lookup_forms(next(iter(slow)))[-1]}; {doctor_command(cluster)}",
             )
 
 
-def _is_slow(took_s: float | None) -> bool:
-    return took_s is None or took_s > SLOW_S
-
-
-def _time(took_s: float | None) -> str:
-    return "too long: no answer when we stopped waiting" if took_s is None else f"{took_s:.1f} s"
-
-
-def _add_lines(scene: ClusterFacts, addresses: list[str], sudo: str) -> str:
-    """After an empty one: the file's last line may lack its end."""
-    names = {node.address: _as_name(node.name) for node in scene.nodes}
-    lines = ["", *(f"{form} {names[address]}" for address in addresses for form in _both(address))]
-    return f"printf '%s\\n' {shlex.join(lines)} | {sudo}tee -a /etc/hosts"
-
-
-def _both(address: str) -> list[str]:
-    """Also as torch asks for it, see the collector."""
+def _lookup_forms(address: str) -> list[str]:
+    """Return the address also in the form in which torch looks it up; see the collector."""
     return [address] if ":" in address else [address, f"::ffff:{address}"]
 
 
-def _as_name(text: str) -> str:
-    """A hostfile may call a machine by its address, which is nobody's name."""
+def _host_name(text: str) -> str:
+    """Return a name for /etc/hosts: a hosts file may name a machine by its address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -326,148 +311,150 @@ def _as_name(text: str) -> str:
     return "shoal-" + re.sub(r"[.:]+", "-", text)
 
 
-# SECTION net/checks/mtu
-# Do packets of full size arrive? Connections begin with small ones, so a way that loses big ones hangs later.
+_USUAL_MTU = 1500
 
 
-_USUAL = 1500
+def check_mtu(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check that packets of full size arrive.
 
-
-def sizes(scene: ClusterFacts) -> Iterator[Finding]:
-    """One size for all: the most common one, or what really passes where even that does not."""
-    used = {node.name: way for node in scene.nodes for peer in scene.nodes if (way := scene.interface(node, peer))}
-    mtus = {name: int(way["mtu"]) for name, way in used.items()}
+    Connections begin with small packets, so a path that loses large ones hangs later. All nodes should have one MTU:
+    the most common one, or the size that really passes where even that is lost.
+    """
+    used = {
+        node.name: interface
+        for node in cluster.nodes
+        for peer in cluster.nodes
+        if (interface := cluster.interface_to(node, peer))
+    }
+    mtus = {name: int(interface["mtu"]) for name, interface in used.items()}
     if not mtus:
         return
-    lost = [trial for trial in scene.trials if trial.kind == "full" and not trial.ok and "told" not in trial.numbers]
-    # Where the receiver's own size is the smaller one, that explains it; otherwise something between them does.
-    swallowed = [trial for trial in lost if mtus.get(trial.source, 0) <= mtus.get(trial.target, 0)]
-    wanted = min([_most_common(list(mtus.values())), *(int(trial.numbers["passes"]) for trial in swallowed)])
+    lost = [
+        trial for trial in cluster.trials if trial.kind == "full" and not trial.ok and "path_mtu" not in trial.numbers
+    ]
+    # A smaller MTU at the receiver explains a loss; otherwise something between the two nodes drops the packets.
+    dropped = [trial for trial in lost if mtus.get(trial.source, 0) <= mtus.get(trial.target, 0)]
+    counts = Counter(mtus.values())
+    # Among equally common sizes prefer the usual one, then the smaller.
+    most_common = max(counts, key=lambda mtu: (counts[mtu], mtu == _USUAL_MTU, -mtu))
+    wanted = min([most_common, *(int(trial.numbers["passes"]) for trial in dropped)])
     for name, mtu in mtus.items():
         own = [trial for trial in lost if name in (trial.source, trial.target)]
         if mtu != wanted:
-            yield _finding(name, used[name]["name"], mtu, wanted, own, any(trial in swallowed for trial in own))
+            yield _wrong_mtu(name, used[name]["name"], mtu, wanted, own, any(trial in dropped for trial in own))
 
 
-def _finding(name: str, interface: str, mtu: int, wanted: int, lost: list[Trial], swallowed: bool) -> Finding:
-    seen = [f"of {trial.numbers['size']:.0f} bytes from {trial.source} to {trial.target}" for trial in lost]
-    most = min((trial.numbers["passes"] for trial in lost), default=0.0)
+def _wrong_mtu(name: str, interface: str, mtu: int, wanted: int, lost: list[Trial], is_dropped: bool) -> Finding:
     evidence = f"{interface} of {name} has MTU {mtu}, the network {wanted}. "
     if lost:
-        evidence += f"Lost were packets {', '.join(seen)}; up to {most:.0f} bytes arrive"
+        sizes = [f"of {trial.numbers['size']:.0f} bytes from {trial.source} to {trial.target}" for trial in lost]
+        largest = min(trial.numbers["passes"] for trial in lost)
+        evidence += f"Packets {', '.join(sizes)} were lost; up to {largest:.0f} bytes arrive"
     else:
-        evidence += "Packets of full size arrive all the same"
+        evidence += "Packets of full size arrive nevertheless"
     meaning = (
-        "connections open and then stand still with the first full packet: gloo would hang"
-        if swallowed
-        else "what others send in full size is lost there: it works only as long as both ends say so beforehand"
+        "connections open and then stall at the first full packet: gloo would hang"
+        if is_dropped
+        else "full packets from other machines are lost there: it works only while both ends announce their size"
     )
-    severity = Severity.ERROR if swallowed else Severity.WARNING if lost else Severity.INFO
+    severity = Severity.ERROR if is_dropped else Severity.WARNING if lost else Severity.INFO
     fix = f"sudo ip link set dev {interface} mtu {wanted}" if lost else ""
-    return Finding("mtu.path" if swallowed else "mtu.mismatch", severity, name, evidence, meaning, fix)
+    return Finding("mtu.path" if is_dropped else "mtu.mismatch", severity, name, evidence, meaning, fix)
 
 
-def _most_common(mtus: list[int]) -> int:
-    """Of equally common ones the usual one, then the smaller."""
-    counts = Counter(mtus)
-    return max(counts, key=lambda mtu: (counts[mtu], mtu == _USUAL, -mtu))
+_BROKEN = "a damaged cable, a loose plug, or a manual setting; where the command does not help, try another cable"
 
 
-# SECTION net/checks/links
-# Is each link as fast as it could be?
-
-
-_BROKEN = "a damaged cable, a loose plug, or a setting made by hand; where the command does not help, try another cable"
-
-
-def cards(scene: ClusterFacts) -> Iterator[Finding]:
-    """A card that runs below what it can do. One for 2.5 Gbit/s at a switch for 1 is as it should be."""
-    for node, used in _used(scene):
-        half = used.get("duplex") == "half"
-        speed, best = int(used.get("speed_mbps", 0)), int(used.get("best_mbps", 0))
-        if half or 0 < speed < best:
-            curable = half or speed < min(best, int(used.get("partner_mbps", TELLS_UP_TO_MBPS)))
-            slow = curable or speed < TELLS_UP_TO_MBPS
-            words = f"at {speed} Mbit/s{', half duplex' if half else ''}; it can do {best}"
+def check_cards(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check for cards below their full speed. A 2.5 Gbit/s card at a 1 Gbit/s switch is as it should be."""
+    for node, interface in _interfaces_to_peers(cluster):
+        is_half = interface.get("duplex") == "half"
+        speed_mbps, best_mbps = int(interface.get("speed_mbps", 0)), int(interface.get("best_mbps", 0))
+        if is_half or 0 < speed_mbps < best_mbps:
+            partner_mbps = int(interface.get("partner_mbps", TELLS_UP_TO_MBPS))
+            can_fix = is_half or speed_mbps < min(best_mbps, partner_mbps)
+            duplex = ", half duplex" if is_half else ""
             yield Finding(
                 "interface.slow",
-                Severity.WARNING if slow else Severity.INFO,
+                Severity.WARNING if can_fix or speed_mbps < TELLS_UP_TO_MBPS else Severity.INFO,
                 node.name,
-                f"{used['name']} of {node.name} runs {words}",
-                _BROKEN if curable else "what it is plugged into can do no more",
-                f"sudo ethtool -s {used['name']} autoneg on" if curable else "",
+                f"{interface['name']} of {node.name} runs at {speed_mbps} Mbit/s{duplex}; it can do {best_mbps}",
+                _BROKEN if can_fix else "the device at the other end of its cable can do no more",
+                f"sudo ethtool -s {interface['name']} autoneg on" if can_fix else "",
             )
 
 
-def links(scene: ClusterFacts) -> Iterator[Finding]:
-    """Slower than the others', measured; of two nodes, slower than their cards say."""
-    found = slow_links(scene.trials)
-    for name, mbps in found.slow.items():
+def check_links(cluster: ClusterFacts) -> Iterator[Finding]:
+    """Check for links that are slower than the others; with two nodes, slower than their cards report."""
+    links = slow_links(cluster.trials)
+    for name, mbps in links.slow.items():
         yield Finding(
             "link.slow",
             Severity.WARNING,
             name,
-            f"{name}: {mbps:.0f} Mbit/s in a short burst, other pairs {found.fast_mbps:.0f}",
-            "every rank waits for the slowest link in every step: look at its cable, its port of the switch, its Wi-Fi",
+            f"{name}: {mbps:.0f} Mbit/s in a short burst, other pairs {links.fast_mbps:.0f}",
+            "every rank waits for the slowest link in every step: check its cable, its port of the switch, its Wi-Fi",
         )
-    if found.suspects:
-        rates = ", ".join(f"{name} {mbps:.0f}" for name, mbps in found.suspects.items())
+    if links.suspects:
+        rates = ", ".join(f"{name} {mbps:.0f}" for name, mbps in links.suspects.items())
+        unmeasured = [
+            f"{trial.source} → {trial.target}"
+            for trial in cluster.trials
+            if trial.kind == "tcp" and not trial.ok and links.suspects.keys() & {trial.source, trial.target}
+        ]
+        advice = (
+            f", because there is no connection {', '.join(unmeasured)}: open those first (see reach.pair), then check "
+            "again"
+            if unmeasured
+            else ": check the cables, the ports of the switch and the Wi-Fi of all of them"
+        )
         yield Finding(
             "link.slow",
             Severity.WARNING,
             "",
-            f"{' or '.join(found.suspects)}: {rates} Mbit/s in a short burst, other pairs {found.fast_mbps:.0f}",
-            f"at least one of these links is slow; which one cannot be told{_unmeasured(scene, found)}",
+            f"{' or '.join(links.suspects)}: {rates} Mbit/s in a short burst, other pairs {links.fast_mbps:.0f}",
+            f"at least one of these links is slow; which one cannot be told{advice}",
         )
-    yield from _slower_than_cards(scene)
+    rates_by_pair = {
+        (trial.source, trial.target): trial.numbers["mbps"] for trial in cluster.trials if trial.kind == "burst"
+    }
+    names = list(dict.fromkeys(name for pair in rates_by_pair for name in pair))
+    card_speeds = {
+        node.name: interface["speed_mbps"]
+        for node, interface in _interfaces_to_peers(cluster)
+        if interface.get("speed_mbps")
+    }
+    if len(names) == 2 and card_speeds.keys() >= set(names):
+        mbps, card_mbps = min(rates_by_pair.values()), min(card_speeds[name] for name in names)
+        if mbps <= min(card_mbps, TELLS_UP_TO_MBPS) / 2:
+            yield Finding(
+                "link.slow",
+                Severity.WARNING,
+                "",
+                f"{' and '.join(names)}: {mbps:.0f} Mbit/s in a short burst, but their cards report {card_mbps}",
+                "something between the two is slower than either: a switch, a powerline adapter, a shaped link",
+            )
 
 
-def _slower_than_cards(scene: ClusterFacts) -> Iterator[Finding]:
-    """Where only two nodes were measured."""
-    rates = {(trial.source, trial.target): trial.numbers["mbps"] for trial in scene.trials if trial.kind == "burst"}
-    names = list(dict.fromkeys(name for pair in rates for name in pair))
-    speeds = {node.name: used["speed_mbps"] for node, used in _used(scene) if used.get("speed_mbps")}
-    if len(names) != 2 or not speeds.keys() >= set(names):
-        return
-    mbps, card_mbps = min(rates.values()), min(speeds[name] for name in names)
-    if mbps <= min(card_mbps, TELLS_UP_TO_MBPS) / 2:
-        yield Finding(
-            "link.slow",
-            Severity.WARNING,
-            "",
-            f"{' and '.join(names)}: {mbps:.0f} Mbit/s in a short burst, and their cards say {card_mbps}",
-            "something between the two is slower than either: a switch, a powerline adapter, a shaped link",
-        )
-
-
-def _unmeasured(scene: ClusterFacts, found: SlowLinks) -> str:
-    """Which pairs of the suspects are missing, and what to do about it."""
-    shut = [
-        f"{trial.source} → {trial.target}"
-        for trial in scene.trials
-        if trial.kind == "tcp" and not trial.ok and found.suspects.keys() & {trial.source, trial.target}
-    ]
-    if not shut:
-        return ": look at the cables, the ports of the switch and the Wi-Fi of each"
-    return f", because there is no connection {', '.join(shut)}: open those first (see reach.pair), then look again"
-
-
-def power_save(scene: ClusterFacts) -> Iterator[Finding]:
-    for node, used in _used(scene):
-        if used.get("power_save"):
+def check_power_save(cluster: ClusterFacts) -> Iterator[Finding]:
+    for node, interface in _interfaces_to_peers(cluster):
+        if interface.get("power_save"):
             yield Finding(
                 "wifi.powersave",
                 Severity.WARNING,
                 node.name,
-                f"the Wi-Fi card {used['name']} of {node.name} sleeps between packets",
-                "each exchange waits for it to wake, up to a tenth of a second",
-                f"sudo iw dev {used['name']} set power_save off",
+                f"the Wi-Fi card {interface['name']} of {node.name} sleeps between packets",
+                "every exchange waits for it to wake, up to a tenth of a second",
+                f"sudo iw dev {interface['name']} set power_save off",
             )
 
 
-def _used(scene: ClusterFacts) -> Iterator[tuple[Node, Facts]]:
-    """Each node with each interface that leads to a peer, once."""
-    for node in scene.nodes:
-        ways = [scene.interface(node, peer) for peer in scene.nodes if peer is not node]
-        for name in dict.fromkeys(way["name"] for way in ways if way):
-            yield node, next(way for way in ways if way.get("name") == name)
+def _interfaces_to_peers(cluster: ClusterFacts) -> Iterator[tuple[Node, Facts]]:
+    """Yield each node with each interface that leads to a peer, once."""
+    for node in cluster.nodes:
+        by_name: dict[str, Facts] = {}
+        for peer in cluster.nodes:
+            if peer is not node and (interface := cluster.interface_to(node, peer)):
+                by_name.setdefault(interface["name"], interface)
+        for interface in by_name.values():
+            yield node, interface

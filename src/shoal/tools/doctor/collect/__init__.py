@@ -1,1 +1,1 @@
-"""TODO tools/doctor/collect."""
+"""The program that doctor runs on every node. It uses only the standard library: the node may have nothing else."""

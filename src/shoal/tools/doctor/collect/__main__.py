@@ -1,8 +1,8 @@
-"""`python -P -m shoal.tools.doctor.collect`: answers one JSON line with one, until its stdin ends.
+"""`python -P -m shoal.tools.doctor.collect`: answer each JSON line on stdin with one on stdout, until stdin ends.
 
     {"do": "observe", "peers": ["10.77.0.2"], …}  →  {"machine": {…}, "names": {…}, "network": {…}, …}
 
-Each topic is a module with `observe(request)`; what a topic cannot see it leaves out, and says why under "failed".
+A topic that cannot be read is left out; the reason is under "failed".
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from shoal.tools.doctor.collect import machine, network, trials
 
 TOPICS = {
     "machine": machine.observe,
-    "names": network.names_observe,
+    "names": network.observe_names,
     "network": network.observe,
-    "processes": machine.processes_observe,
+    "processes": machine.observe_processes,
 }
 
 
 def observe(request: dict[str, Any]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"failed": {}}
-    for topic, look in TOPICS.items():
+    facts: dict[str, Any] = {"failed": {}}
+    for topic, collect in TOPICS.items():
         try:
-            seen[topic] = look(request)
+            facts[topic] = collect(request)
         except Exception as error:
-            # One unreadable file must not hide everything else that is there to see.
-            seen["failed"][topic] = f"{type(error).__name__}: {error}"
-    return seen
+            # One unreadable file must not hide all other facts.
+            facts["failed"][topic] = f"{type(error).__name__}: {error}"
+    return facts
 
 
-def clock(_: dict[str, Any]) -> dict[str, Any]:
-    """Asked by itself, so that the answer's way is short: the asker takes the middle between question and answer."""
+def read_clock(_: dict[str, Any]) -> dict[str, Any]:
+    """Return the time alone: a short answer makes the estimate, the middle of the round trip, precise."""
     return {"time": time.time()}
 
 
 ANSWERS = {
     "observe": observe,
-    "clock": clock,
+    "clock": read_clock,
     "listen": trials.listen,
     "dial": trials.dial,
     "burst": trials.burst,
     "send": trials.send,
-    "hear": trials.hear,
+    "received": trials.received,
 }
 
 

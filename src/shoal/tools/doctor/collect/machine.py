@@ -1,4 +1,4 @@
-"""What this machine is: system, processor, versions; and how much room and pace it has to give."""
+"""Collect facts of this machine: versions, processor, memory, disks, what slows it down, and its processes."""
 
 from __future__ import annotations
 
@@ -32,205 +32,16 @@ from shoal.host.proc import (
     variables,
 )
 
-# SECTION net/collector/pace
-# What slows this machine down, now or soon: clock rates, heat, a battery, a lid, other work.
-
-
-_SUPPLIES = Path("/sys/class/power_supply")
-_LIDS = Path("/proc/acpi/button/lid")
-_SPIN_S = 0.25
-# In this order, as systemd reads them: later ones win.
-_LOGIND = ("/usr/lib/systemd", "/run/systemd", "/etc/systemd")
-
-
-def pace_observe() -> dict[str, Any]:
-    before = throttle_count()
-    found = {"frequency": frequency(), "power": power(), "lid": lid(), "load": load()}
-    after = throttle_count()
-    if before is not None and after is not None:
-        found["throttled"] = {"since_boot": after, "just_now": after - before}
-    return {topic: seen for topic, seen in found.items() if seen}
-
-
-def frequency() -> dict[str, Any]:
-    """Of one core, after a moment of work: at rest every one is slow. Virtual machines have none to show."""
-    cpu = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    folder = _CPUS / f"cpu{cpu}/cpufreq"
-    most = read_number(folder / "cpuinfo_max_freq")
-    if not most:
-        return {}
-    return {
-        "driver": read(folder / "scaling_driver"),
-        "governor": read(folder / "scaling_governor"),
-        "most_khz": most,
-        "base_khz": read_number(folder / "base_frequency"),
-        "allowed_khz": read_number(folder / "scaling_max_freq") or most,
-        "at_work_khz": _at_work(cpu, folder / "scaling_cur_freq"),
-    }
-
-
-def _at_work(cpu: int, shown: Path) -> int:
-    seen = [0]
-
-    def spin() -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, {cpu})
-        until = time.monotonic() + _SPIN_S
-        while time.monotonic() < until:
-            sum(range(10_000))
-            seen.append(read_number(shown) or 0)
-
-    # Affinity is a thread's own: ours stays as it was.
-    worker = threading.Thread(target=spin)
-    worker.start()
-    worker.join()
-    return max(seen)
-
-
-def throttle_count() -> int | None:
-    """How often heat held a core back since the machine was started. Intel counts, others don't."""
-    counts = [read_number(path) for path in _CPUS.glob("cpu[0-9]*/thermal_throttle/*_throttle_count")]
-    return sum(count or 0 for count in counts) if counts else None
-
-
-def power() -> dict[str, Any]:
-    """Batteries of mice and keyboards say that they belong to a device."""
-    supplies = [path for path in _folders(_SUPPLIES) if read(path / "scope") != "Device"]
-    batteries = [path for path in supplies if read(path / "type") == "Battery"]
-    mains = [path for path in supplies if read(path / "type") != "Battery" and read_number(path / "online") == 1]
-    if not batteries:
-        return {}
-    drained = any(read(path / "status") == "Discharging" for path in batteries)
-    percent = [value for path in batteries if (value := read_number(path / "capacity")) is not None]
-    return {"on_battery": drained and not mains, "percent": min(percent, default=None)}
-
-
-def lid() -> dict[str, str]:
-    """What closing it does, on mains and on battery; nothing for a machine that has none, or nobody who listens."""
-    if not _folders(_LIDS) or not Path("/run/systemd/seats").exists():
-        return {}
-    return lid_actions([path.read_text(encoding="utf-8", errors="replace") for path in _logind_files()])
-
-
-def lid_actions(texts: list[str]) -> dict[str, str]:
-    settings: dict[str, str] = {}
-    for text in texts:
-        parser = configparser.ConfigParser(strict=False, interpolation=None)
-        with contextlib.suppress(configparser.Error):
-            parser.read_string(text)
-            settings |= dict(parser["Login"]) if parser.has_section("Login") else {}
-    on_battery = settings.get("handlelidswitch") or "suspend"
-    return {"on_battery": on_battery, "on_mains": settings.get("handlelidswitchexternalpower") or on_battery}
-
-
-def _logind_files() -> list[Path]:
-    """The main file of the highest place, then all additions by name; one of a name hides those below it."""
-    mains = [path for place in reversed(_LOGIND) if (path := Path(place) / "logind.conf").is_file()]
-    additions: dict[str, Path] = {}
-    for place in _LOGIND:
-        additions |= {path.name: path for path in Path(place).glob("logind.conf.d/*.conf")}
-    return mains[:1] + [additions[name] for name in sorted(additions)]
-
-
-def load() -> dict[str, float]:
-    try:
-        return {"one_minute": os.getloadavg()[0]}
-    except OSError:
-        return {}
-
-
-def _folders(place: Path) -> list[Path]:
-    try:
-        return sorted(place.iterdir())
-    except OSError:
-        return []
-
-
-# SECTION net/collector/room
-# How much memory and disk is left here, for whatever limits us first: the machine or a container.
-
-
-_GROUP = Path("/sys/fs/cgroup")
-TEMPORARY = "temporary files"
-
-
-def memory() -> dict[str, int]:
-    """In bytes; nothing where there is no /proc."""
-    fields = dict(_fields(read("/proc/meminfo")))
-    if "MemAvailable" not in fields:
-        return {}
-    swap = fields.get("SwapTotal", 0), fields.get("SwapFree", 0)
-    available, limit = fields["MemAvailable"], _left_in_group()
-    return {
-        "total": fields["MemTotal"],
-        "available": available if limit is None else min(available, limit),
-        "swap_total": swap[0],
-        "swap_used": swap[0] - swap[1],
-    }
-
-
-def _fields(text: str) -> list[tuple[str, int]]:
-    lines = (line.split() for line in text.splitlines())
-    return [(words[0].rstrip(":"), int(words[1]) * 1024) for words in lines if len(words) > 1]
-
-
-def _left_in_group() -> int | None:
-    """A container's own limit, as version 2 shows it at its root. What it holds of files is given up when need be."""
-    limit, used = read_number(_GROUP / "memory.max"), read_number(_GROUP / "memory.current")
-    if limit is None or used is None:
-        return None
-    lines = (line.split() for line in read(_GROUP / "memory.stat").splitlines())
-    files = sum(int(words[1]) for words in lines if words[0] == "inactive_file")
-    return max(0, limit - used + files)
-
-
-def disks() -> list[dict[str, Any]]:
-    """Where a run writes, one entry a disk."""
-    found: dict[int, dict[str, Any]] = {}
-    for purpose, place in _places().items():
-        try:
-            state, device = os.statvfs(place), place.stat().st_dev
-        except OSError:
-            continue
-        entry = found.setdefault(device, {"path": str(place), "for": [], "free": state.f_bavail * state.f_frsize})
-        entry["for"].append(purpose)
-        # Some file systems count no files, and say zero for all of them.
-        entry["files_free"] = state.f_favail if state.f_files else None
-        entry["read_only"] = bool(state.f_flag & os.ST_RDONLY)
-    return list(found.values())
-
-
-def _places() -> dict[str, Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    found = {TEMPORARY: Path(_temporary()), "runs": _runs(), "encoded text": cache}
-    return {purpose: _existing(place) for purpose, place in found.items()}
-
-
-def _temporary() -> str:
-    """Not `tempfile.gettempdir`, which quietly takes another folder when this one is full."""
-    return os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - looked at, not written
-
-
-def _runs() -> Path:
-    """In the folder that somebody works in, or, on a machine that was only sent our code, beside that."""
-    here = Path.cwd()
-    return here if here != Path("/") else Path(shoal.__file__).parent
-
-
-def _existing(place: Path) -> Path:
-    """The nearest folder above that is there; nobody needs to be let into all of them."""
-    for folder in (place, *place.parents):
-        with contextlib.suppress(OSError):
-            if folder.exists():
-                return folder
-    return Path("/")
-
-
 _CPUS = Path("/sys/devices/system/cpu")
-_LSCPU_S = 2.0
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def observe(request: dict[str, Any]) -> dict[str, Any]:
+    throttles_before = throttle_count()
+    slowdowns: dict[str, Any] = {"frequency": frequency(), "power": power(), "lid": lid(), "load": load()}
+    throttles = throttle_count()
+    if throttles_before is not None and throttles is not None:
+        slowdowns["throttled"] = {"since_boot": throttles, "just_now": throttles - throttles_before}
     return {
         "system": platform.system(),
         "arch": platform.machine(),
@@ -245,7 +56,7 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
         "cores": cores(),
         "memory": memory(),
         "disks": disks(),
-        **pace_observe(),
+        **{topic: facts for topic, facts in slowdowns.items() if facts},
     }
 
 
@@ -256,131 +67,278 @@ def installed(package: str) -> str | None:
         return None
 
 
+_LSCPU_TIMEOUT_S = 2.0
+
+
 def cpu_name() -> str:
-    """/proc/cpuinfo names an ARM core only by number, and lscpu is not everywhere."""
+    """Ask lscpu, which is not installed everywhere; /proc/cpuinfo names an ARM core only by number."""
+    command, env = ["lscpu", "--json"], {**os.environ, "LC_ALL": "C"}
     try:
-        words = ["lscpu", "--json"]
-        done = subprocess.run(
-            words, capture_output=True, timeout=_LSCPU_S, check=True, env={**os.environ, "LC_ALL": "C"}
-        )
+        done = subprocess.run(command, capture_output=True, timeout=_LSCPU_TIMEOUT_S, check=True, env=env)
         fields = {entry["field"]: entry["data"] for entry in json.loads(done.stdout)["lscpu"]}
         return str(fields["Model name:"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return _of_cpuinfo("model name") or platform.processor() or platform.machine()
+        return _read_cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def has_avx2() -> bool | None:
-    """None where the question makes no sense: only x86 has it."""
-    flags = _of_cpuinfo("flags")
+    """Return None where the question does not apply: only x86 has it."""
+    flags = _read_cpuinfo("flags")
     return "avx2" in flags.split() if flags else None
 
 
-def _of_cpuinfo(field: str) -> str:
+def _read_cpuinfo(field: str) -> str:
     lines = read("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def cores() -> dict[str, Any]:
-    """`threads` that we may use, on how many `physical` cores; `fast` and `slow` ones where they are not alike. `quota`
-    is what a container allows, in cores."""
-    usable = _usable()
-    fast = _fast(usable)
-    found = {"threads": len(usable), "physical": _physical(usable), "quota": _quota()}
-    kinds = {"fast": _physical(fast), "slow": _physical(usable - fast)}
-    return {**found, **kinds} if fast and fast != usable else found
+    """Return the usable hardware `threads`, their `physical` cores and a container's `quota` in cores.
+
+    Where cores differ, also how many `fast` and `slow` ones there are.
+    """
+    usable = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    # Intel has a folder for each kind of core, ARM a number for every core.
+    fast = read_list("/sys/devices/cpu_core/cpus") & usable
+    if not fast:
+        capacity = {cpu: read_number(_CPUS / f"cpu{cpu}/cpu_capacity") or 0 for cpu in usable}
+        fast = {cpu for cpu in usable if capacity[cpu] == max(capacity.values())}
+    limit, _, period = read(_CGROUP / "cpu.max").partition(" ")
+    quota = int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
+    counts = {"threads": len(usable), "physical": _count_physical(usable), "quota": quota}
+    if fast == usable:
+        return counts
+    return {**counts, "fast": _count_physical(fast), "slow": _count_physical(usable - fast)}
 
 
-def _physical(cpus: set[int]) -> int:
-    """Two hardware threads of one core share its arithmetic, so they count once."""
+def _count_physical(cpus: set[int]) -> int:
+    """Count two hardware threads of one core once: they share its arithmetic units."""
     return len({read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
-def _usable() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
+TEMPORARY = "temporary files"
 
 
-def _fast(usable: set[int]) -> set[int]:
-    """Intel has a folder for each kind, ARM a number for every core."""
-    if named := read_list("/sys/devices/cpu_core/cpus"):
-        return named & usable
-    capacity = {cpu: read_number(_CPUS / f"cpu{cpu}/cpu_capacity") or 0 for cpu in usable}
-    return {cpu for cpu in usable if capacity[cpu] == max(capacity.values())}
+def memory() -> dict[str, int]:
+    """Return bytes, within the limit of the machine or of a container; empty where there is no /proc."""
+    lines = (line.split() for line in read("/proc/meminfo").splitlines())
+    fields = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    if "MemAvailable" not in fields:
+        return {}
+    available, group_bytes = fields["MemAvailable"], _available_in_cgroup()
+    swap_total = fields.get("SwapTotal", 0)
+    return {
+        "total": fields["MemTotal"],
+        "available": available if group_bytes is None else min(available, group_bytes),
+        "swap_total": swap_total,
+        "swap_used": swap_total - fields.get("SwapFree", 0),
+    }
 
 
-def _quota() -> float | None:
-    limit, _, period = read("/sys/fs/cgroup/cpu.max").partition(" ")
-    return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
+def _available_in_cgroup() -> int | None:
+    """Return what a container's own limit leaves, as cgroup v2 shows it. Its cached files can be dropped."""
+    limit, used = read_number(_CGROUP / "memory.max"), read_number(_CGROUP / "memory.current")
+    if limit is None or used is None:
+        return None
+    lines = (line.split() for line in read(_CGROUP / "memory.stat").splitlines())
+    cached_files = sum(int(words[1]) for words in lines if words[0] == "inactive_file")
+    return max(0, limit - used + cached_files)
 
 
-# SECTION net/collector/processes
-# Who else is here: ranks that nobody looks after any more, runs of shoal, whoever has the port, and how many files a
-# process may open.
+def disks() -> list[dict[str, Any]]:
+    """Return the disks to which a run writes, one entry per disk."""
+    here = Path.cwd()
+    places = {
+        # Not `tempfile.gettempdir`, which silently takes another folder when this one is full.
+        TEMPORARY: Path(os.environ.get("TMPDIR") or "/tmp"),  # noqa: S108 - looked at, not written
+        # Runs are in the working folder or, on a machine that only received our code, beside that.
+        "runs": here if here != Path("/") else Path(shoal.__file__).parent,
+        "encoded text": Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"),
+    }
+    by_device: dict[int, dict[str, Any]] = {}
+    for purpose, place in places.items():
+        folder = _nearest_existing(place)
+        try:
+            state, device = os.statvfs(folder), folder.stat().st_dev
+        except OSError:
+            continue
+        disk = by_device.setdefault(device, {"path": str(folder), "for": [], "free": state.f_bavail * state.f_frsize})
+        disk["for"].append(purpose)
+        # Some file systems do not count files and report zero of zero.
+        disk["files_free"] = state.f_favail if state.f_files else None
+        disk["read_only"] = bool(state.f_flag & os.ST_RDONLY)
+    return list(by_device.values())
 
 
-_RUN, _PART = "SHOAL_RUN", "SHOAL_PART"
-_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+def _nearest_existing(place: Path) -> Path:
+    """Return the folder or its nearest existing parent, skipping those that may not be read."""
+    for folder in (place, *place.parents):
+        with contextlib.suppress(OSError):
+            if folder.exists():
+                return folder
+    return Path("/")
 
 
-def processes_observe(request: dict[str, Any]) -> dict[str, Any]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found: dict[str, Any] = {
-        "files": {"soft": _limit(soft), "hard": _limit(hard)},
+_SPIN_S = 0.25
+
+
+def frequency() -> dict[str, Any]:
+    """Return the frequency of one core under load: idle cores are slow. Empty on virtual machines."""
+    cpu = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    folder = _CPUS / f"cpu{cpu}/cpufreq"
+    highest_khz = read_number(folder / "cpuinfo_max_freq")
+    if not highest_khz:
+        return {}
+    return {
+        "driver": read(folder / "scaling_driver"),
+        "governor": read(folder / "scaling_governor"),
+        "most_khz": highest_khz,
+        "base_khz": read_number(folder / "base_frequency"),
+        "allowed_khz": read_number(folder / "scaling_max_freq") or highest_khz,
+        "at_work_khz": _measure_busy_khz(cpu, folder / "scaling_cur_freq"),
+    }
+
+
+def _measure_busy_khz(cpu: int, file: Path) -> int:
+    readings_khz = [0]
+
+    def spin() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {cpu})
+        until = time.monotonic() + _SPIN_S
+        while time.monotonic() < until:
+            sum(range(10_000))
+            readings_khz.append(read_number(file) or 0)
+
+    # In its own thread: affinity is per thread, so that of this one stays as it was.
+    worker = threading.Thread(target=spin)
+    worker.start()
+    worker.join()
+    return max(readings_khz)
+
+
+def throttle_count() -> int | None:
+    """Return how often heat throttled a core since boot. Only Intel counts this."""
+    counts = [read_number(path) for path in _CPUS.glob("cpu[0-9]*/thermal_throttle/*_throttle_count")]
+    return sum(count or 0 for count in counts) if counts else None
+
+
+_SUPPLIES = Path("/sys/class/power_supply")
+
+
+def power() -> dict[str, Any]:
+    # Batteries of mice and keyboards have the scope "Device".
+    supplies = [path for path in _list_folder(_SUPPLIES) if read(path / "scope") != "Device"]
+    batteries = [path for path in supplies if read(path / "type") == "Battery"]
+    mains = [path for path in supplies if read(path / "type") != "Battery" and read_number(path / "online") == 1]
+    if not batteries:
+        return {}
+    is_discharging = any(read(path / "status") == "Discharging" for path in batteries)
+    percent = [value for path in batteries if (value := read_number(path / "capacity")) is not None]
+    return {"on_battery": is_discharging and not mains, "percent": min(percent, default=None)}
+
+
+_LIDS = Path("/proc/acpi/button/lid")
+# In the order in which systemd reads them: later ones win.
+_LOGIND_FOLDERS = ("/usr/lib/systemd", "/run/systemd", "/etc/systemd")
+
+
+def lid() -> dict[str, str]:
+    """Return what closing the lid does; empty for a machine without a lid or without logind."""
+    if not _list_folder(_LIDS) or not Path("/run/systemd/seats").exists():
+        return {}
+    # The main file of the highest folder, then all drop-in files by name; a later folder hides one of the same name.
+    main_files = [path for folder in reversed(_LOGIND_FOLDERS) if (path := Path(folder) / "logind.conf").is_file()]
+    drop_ins: dict[str, Path] = {}
+    for folder in _LOGIND_FOLDERS:
+        drop_ins |= {path.name: path for path in Path(folder).glob("logind.conf.d/*.conf")}
+    files = main_files[:1] + [drop_ins[name] for name in sorted(drop_ins)]
+    return lid_actions([path.read_text(encoding="utf-8", errors="replace") for path in files])
+
+
+def lid_actions(texts: list[str]) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for text in texts:
+        parser = configparser.ConfigParser(strict=False, interpolation=None)
+        with contextlib.suppress(configparser.Error):
+            parser.read_string(text)
+            settings |= dict(parser["Login"]) if parser.has_section("Login") else {}
+    on_battery = settings.get("handlelidswitch") or "suspend"
+    return {"on_battery": on_battery, "on_mains": settings.get("handlelidswitchexternalpower") or on_battery}
+
+
+def load() -> dict[str, float]:
+    try:
+        return {"one_minute": os.getloadavg()[0]}
+    except OSError:
+        return {}
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+_RUN_VARIABLE, _PART_VARIABLE = "SHOAL_RUN", "SHOAL_PART"
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def observe_processes(request: dict[str, Any]) -> dict[str, Any]:
+    limits = dict(zip(("soft", "hard"), resource.getrlimit(resource.RLIMIT_NOFILE), strict=True))
+    facts: dict[str, Any] = {
+        "files": {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in limits.items()},
         "user": user_name(os.geteuid()),
         "has_command": shutil.which("shoal") is not None,
         "over_ssh": "SSH_CONNECTION" in os.environ,
         **workers(),
     }
     port = int(request.get("port") or 0)
-    return {**found, "port": {"number": port, "holders": holders(port)}} if port else found
-
-
-def _limit(number: int) -> int | None:
-    return None if number == resource.RLIM_INFINITY else number
+    return {**facts, "port": {"number": port, "holders": holders(port)}} if port else facts
 
 
 def workers() -> dict[str, list[dict[str, Any]]]:
-    """`marked` are all that carry the name of a run of shoal, `strays` orphaned ranks of anybody else."""
+    """Return `marked` processes, which name a run of shoal, and `strays`, orphaned ranks of other programs."""
     marked, strays = [], []
     for pid in pids():
-        # It may end while we look at it.
+        # The process may end meanwhile.
         with contextlib.suppress(ProcessLookupError):
-            own = variables(pid)
-            if _is_another(own, (_RUN,)) and _is_owners(pid, own):
-                marked.append({**describe(pid), **_mark(own), "orphan": is_orphan(pid)})
-            elif _is_another(own, _RANK) and is_orphan(pid):
-                strays.append({**describe(pid), **{name.lower(): own[name] for name in _RANK}})
+            env = variables(pid)
+            if _has_other_values(env, (_RUN_VARIABLE,)) and _is_credible(pid, env):
+                marked.append({**describe(pid), **_run_facts(env), "orphan": is_orphan(pid)})
+            elif _has_other_values(env, _RANK_VARIABLES) and is_orphan(pid):
+                strays.append({**describe(pid), **{name.lower(): env[name] for name in _RANK_VARIABLES}})
     return {"marked": marked, "strays": strays}
 
 
-def _is_another(own: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    """Variables that we have too say nothing: in the container of a job, everybody has its rank."""
-    return all(name in own for name in names) and any(own[name] != os.environ.get(name) for name in names)
+def _has_other_values(env: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    """Ignore variables equal to our own: in the container of a job, every process has them."""
+    return all(name in env for name in names) and any(env[name] != os.environ.get(name) for name in names)
 
 
-def _is_owners(pid: int, own: Mapping[str, str]) -> bool:
-    """Any process can carry the name of any run: those of this user, or of the run folder's owner, are believed."""
+def _is_credible(pid: int, env: Mapping[str, str]) -> bool:
+    """Believe only processes of this user or of the run folder's owner: any process can name any run."""
     try:
         owner = owner_of(pid)
-        return owner is not None and (owner == os.geteuid() or owner == Path(own[_RUN]).stat().st_uid)
+        return owner is not None and (owner == os.geteuid() or owner == Path(env[_RUN_VARIABLE]).stat().st_uid)
     except OSError:
         return False
 
 
-def _mark(own: Mapping[str, str]) -> dict[str, Any]:
-    """`has_folder`: the run is still there to be stopped by its name."""
-    run = Path(own[_RUN])
-    whole = any((run / name).is_file() for name in ("job.json", "config.toml"))
-    return {"run": str(run), "part": own.get(_PART, ""), "has_folder": whole}
+def _run_facts(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the run of a process; with `has_folder` it can still be stopped by its name."""
+    run = Path(env[_RUN_VARIABLE])
+    has_folder = any((run / name).is_file() for name in ("job.json", "config.toml"))
+    return {"run": str(run), "part": env.get(_PART_VARIABLE, ""), "has_folder": has_folder}
 
 
 def holders(port: int) -> list[dict[str, Any]]:
-    found = []
+    processes = []
     for listener in listeners(port):
         with contextlib.suppress(ProcessLookupError):
             pid = listener["pid"]
-            own = variables(pid) if pid else {}
-            more = {**describe(pid), **(_mark(own) if _RUN in own else {})} if pid else {}
-            found.append({**listener, **more})
-    return found
+            env = variables(pid) if pid else {}
+            more = {**describe(pid), **(_run_facts(env) if _RUN_VARIABLE in env else {})} if pid else {}
+            processes.append({**listener, **more})
+    return processes

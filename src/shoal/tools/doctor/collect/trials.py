@@ -1,4 +1,7 @@
-"""Tries between two nodes: one listens, the other dials. Who answers says its name: two may have one address."""
+"""Trials between two nodes: one listens, the other connects, sends bursts or single datagrams.
+
+The listener answers with its name, because two machines may have the same address.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,24 @@ from typing import Any
 
 from shoal.tools.doctor.collect import network
 
-# A burst: long enough to tell 10, 100 and 1000 Mbit/s, short enough that nobody minds.
+# A burst is long enough to distinguish 10, 100 and 1000 Mbit/s, and short enough to disturb no other traffic.
 _BURST_S = 0.3
 _BURST_BYTES = 16 << 20
-# Little more than such a burst needs: what waits in a buffer when time is up still has to pass a slow link.
-_BUFFER_BYTES = 256 << 10
-_BURST_PATIENCE_S = 1.5
-_PATIENCE_S = 5.0
-_AT_ONCE = 32
-_TRIES = 5
-# What answers at a port may be anything: a name or two numbers are all that is read of it.
+# Little more than a burst needs: data left in the buffer at its end still has to pass a slow link.
+_SEND_BUFFER_BYTES = 256 << 10
+_BURST_TIMEOUT_S = 1.5
+_CONNECTION_TIMEOUT_S = 5.0
+_PARALLEL_DIALS = 32
+_LISTEN_ATTEMPTS = 5
+# Any program may answer at a port: read no more of it than a name or two numbers.
 _LONGEST_LINE = 1000
 
 
 class Listener:
-    """TCP and UDP on the same port of one address. Whoever connects is told our name, and how fast we heard them."""
+    """Listen for TCP and UDP on the same port. Send each client our name and the rate at which its data arrived."""
 
     def __init__(self, address: str, name: str, port: int) -> None:
-        family = family_of(address)
+        family = _family_of(address)
         self.tcp = socket.create_server((address, port), family=family)
         self.port: int = self.tcp.getsockname()[1]
         self.udp = socket.socket(family, socket.SOCK_DGRAM)
@@ -39,85 +42,53 @@ class Listener:
             self.tcp.close()
             raise
         self.name = name
-        self.heard: dict[str, dict[str, list[int]]] = {}
-        threading.Thread(target=self._welcome, daemon=True).start()
-        threading.Thread(target=self._note, daemon=True).start()
+        self.received_sizes: dict[str, dict[str, list[int]]] = {}  # of datagrams, by sender and tag
+        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self.tcp.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_PATIENCE_S)
+            connection.settimeout(_CONNECTION_TIMEOUT_S)
             connection.sendall(self.name.encode() + b"\n")
-            connection.sendall("{} {}\n".format(*_swallow(connection)).encode())
+            connection.sendall("{} {}\n".format(*_measure_receiving(connection)).encode())
 
-    def _note(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 words = self.udp.recv(1 << 16).rstrip(b"\0").decode(errors="replace").split(" ", 2)
                 if len(words) == 3 and words[1].isdigit():
-                    self.heard.setdefault(words[2], {}).setdefault(words[0], []).append(int(words[1]))
+                    tag, size, sender = words
+                    self.received_sizes.setdefault(sender, {}).setdefault(tag, []).append(int(size))
 
 
 LISTENERS: dict[int, Listener] = {}
 
 
 def listen(request: dict[str, Any]) -> dict[str, Any]:
-    """Again when the kernel's choice for TCP is taken for UDP."""
-    why: str | None = ""
-    for _ in range(_TRIES):
+    """Open a listener. Retry, because the port that the kernel chooses for TCP may be taken for UDP."""
+    reason: str | None = ""
+    for _ in range(_LISTEN_ATTEMPTS):
         try:
             listener = Listener(request["address"], request["name"], int(request["port"]))
         except OSError as error:
-            why = error.strerror
+            reason = error.strerror
         else:
             LISTENERS[listener.port] = listener
             return {"port": listener.port}
-    return {"port": None, "why": why}
+    return {"port": None, "why": reason}
 
 
 def dial(request: dict[str, Any]) -> dict[str, Any]:
-    """Connects to every place at once and reads the name of who answers."""
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        return {"tries": list(pool.map(lambda place: _dial(place, float(request["timeout_s"])), request["places"]))}
-
-
-def burst(request: dict[str, Any]) -> dict[str, Any]:
-    """Sends as much as goes in a moment, and asks the other side how fast it came; None when it never said."""
-    try:
-        count, took_s = _pour((request["address"], int(request["port"])))
-    except (OSError, ValueError):
-        return {"mbps": None}
-    return {"mbps": 8e-6 * count / took_s if count else None}
-
-
-def _pour(place: tuple[str, int]) -> tuple[int, float]:
-    with socket.create_connection(place, timeout=_BURST_PATIENCE_S) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        answers = connection.makefile("rb")
-        answers.readline(_LONGEST_LINE)
-        sent, until = 0, time.monotonic() + _BURST_S
-        while sent < _BURST_BYTES and time.monotonic() < until:
-            sent += connection.send(bytes(1 << 16))
-        connection.shutdown(socket.SHUT_WR)
-        count, took_s = answers.readline(_LONGEST_LINE).split()
-    return int(count), float(took_s)
-
-
-def _swallow(connection: socket.socket) -> tuple[int, float]:
-    """How many bytes came, less the first lot, and in which time after it."""
-    count, began = 0, 0.0
-    room = bytearray(1 << 18)
-    while got := connection.recv_into(room):
-        if began:
-            count += got
-        else:
-            began = time.perf_counter()
-    return count, time.perf_counter() - began
+    """Connect to all places in parallel and read the name of the machine that answers."""
+    timeout_s = float(request["timeout_s"])
+    with ThreadPoolExecutor(max_workers=_PARALLEL_DIALS) as pool:
+        return {"tries": list(pool.map(lambda place: _dial(place, timeout_s), request["places"]))}
 
 
 def _dial(place: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -130,89 +101,119 @@ def _dial(place: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             name = connection.makefile("rb").readline(_LONGEST_LINE).decode(errors="replace").strip()
     except OSError as error:
         return {**_explain(error, where, address, timeout_s), "mac": _mac(address)}
-    outcome = "ok" if name == place["expect"] else "stranger"
-    said = {"outcome": outcome, "detail": f"{where} was answered by {name or 'nobody'}", "mac": _mac(address)}
-    return {**said, "numbers": {"connect_s": connect_s}}
+    return {
+        "outcome": "ok" if name == place["expect"] else "other-machine",
+        "detail": f"{where} was answered by {name or 'a program without a name'}",
+        "mac": _mac(address),
+        "numbers": {"connect_s": connect_s},
+    }
 
 
 def _explain(error: OSError, where: str, address: str, timeout_s: float) -> dict[str, Any]:
     if isinstance(error, TimeoutError):
         if _mac(address) == "":
-            return {"outcome": "unreachable", "detail": f"no machine on the wire answers for {address}"}
+            return {"outcome": "unreachable", "detail": f"no machine on the network answers for {address}"}
         return {"outcome": "timeout", "detail": f"no answer from {where} in {timeout_s:g} s"}
     if isinstance(error, ConnectionRefusedError):
         return {"outcome": "refused", "detail": f"{where} refused the connection"}
-    kinds = {errno.EHOSTUNREACH: "unreachable", errno.ENETUNREACH: "no-route", errno.EPERM: "forbidden"}
-    return {"outcome": kinds.get(error.errno or 0, "failed"), "detail": f"{where}: {error.strerror or error}"}
+    outcomes = {errno.EHOSTUNREACH: "unreachable", errno.ENETUNREACH: "no-route", errno.EPERM: "forbidden"}
+    return {"outcome": outcomes.get(error.errno or 0, "failed"), "detail": f"{where}: {error.strerror or error}"}
 
 
 def _mac(address: str) -> str | None:
-    """Of who answers for the address on our wire; empty when nobody does, None when it is further away."""
+    """Return the card that answers for the address on our segment; empty when none does, None when it is remote."""
     with contextlib.suppress(OSError, AttributeError):
         return network.neighbours().get(address)
     return None
 
 
-def family_of(address: str) -> socket.AddressFamily:
+def burst(request: dict[str, Any]) -> dict[str, Any]:
+    """Send as much as possible for a moment and return the receiver's rate; None when it did not answer."""
+    try:
+        place = request["address"], int(request["port"])
+        with socket.create_connection(place, timeout=_BURST_TIMEOUT_S) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            answers = connection.makefile("rb")
+            answers.readline(_LONGEST_LINE)
+            sent, until = 0, time.monotonic() + _BURST_S
+            while sent < _BURST_BYTES and time.monotonic() < until:
+                sent += connection.send(bytes(1 << 16))
+            connection.shutdown(socket.SHUT_WR)
+            received_bytes, took_s = answers.readline(_LONGEST_LINE).split()
+            mbps = 8e-6 * int(received_bytes) / float(took_s) if int(received_bytes) else None
+    except (OSError, ValueError):
+        return {"mbps": None}
+    return {"mbps": mbps}
+
+
+def _measure_receiving(connection: socket.socket) -> tuple[int, float]:
+    """Return the bytes received after the first read, and the seconds since then."""
+    count, began = 0, 0.0
+    buffer = bytearray(1 << 18)
+    while size := connection.recv_into(buffer):
+        if began:
+            count += size
+        else:
+            began = time.perf_counter()
+    return count, time.perf_counter() - began
+
+
+def _family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# SECTION net/collector/packets
-# Single packets between two nodes: do they arrive, up to which size, and does the other side hear only answers?
-
-
-# linux/in.h and linux/in6.h; Python does not name all of them.
+# Socket options of linux/in.h and linux/in6.h; Python does not name all of them.
 _MTU: dict[int, tuple[int, int]] = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
-_DISCOVER: dict[int, tuple[int, int]] = {
+_MTU_DISCOVER: dict[int, tuple[int, int]] = {
     socket.AF_INET: (socket.IPPROTO_IP, 10),
     socket.AF_INET6: (socket.IPPROTO_IPV6, 23),
 }
-_DO = 2
-# Headers of IP and UDP.
-_OVERHEAD: dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}
+_DISCOVER_DO = 2
+_HEADER_BYTES: dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
 
 
 def send(request: dict[str, Any]) -> dict[str, Any]:
-    """Datagrams of these sizes, as whole packets that nobody may cut, to every place. `from_listener`: from the port
-    that we listen at, so that a firewall which lets answers in takes what comes back for one."""
-    own = LISTENERS[int(request["port"])]
-    return {
-        "told": [_send(own, place, request["tag"], bool(request.get("from_listener"))) for place in request["places"]]
-    }
+    """Send datagrams of the given sizes, never fragmented, to every place; return what the kernel reported for each.
+
+    `from_listener`: send from the port of our listener, so that a stateful firewall takes the peer's for answers.
+    """
+    listener, from_listener = LISTENERS[int(request["port"])], bool(request.get("from_listener"))
+    return {"results": [_send(listener, place, request["tag"], from_listener) for place in request["places"]]}
 
 
-def hear(request: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of the datagrams that came to a port, by sender and tag."""
-    return {"heard": LISTENERS[int(request["port"])].heard}
+def received(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of the datagrams that arrived at a port, by sender and tag."""
+    return {"sizes": LISTENERS[int(request["port"])].received_sizes}
 
 
-def _send(own: Listener, place: dict[str, Any], tag: str, from_listener: bool) -> dict[str, Any]:
-    """`path_mtu` where the kernel knows that a packet is too big: it is our interface's, or a router has told it."""
-    said: dict[str, Any] = {}
+def _send(listener: Listener, place: dict[str, Any], tag: str, from_listener: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     try:
         with contextlib.ExitStack() as stack:
-            speaker = own.udp if from_listener else stack.enter_context(_speaker(own, place))
+            sender = listener.udp if from_listener else stack.enter_context(_connected_sender(listener, place))
             for size in place["sizes"]:
-                said |= _send_one(speaker, place, f"{tag} {size} {own.name}", size)
+                result |= _send_one(sender, place, f"{tag} {size} {listener.name}", size)
     except OSError as error:
-        said |= {"errno": error.errno, "error": error.strerror}
-    return said
+        result |= {"errno": error.errno, "error": error.strerror}
+    return result
 
 
-def _send_one(speaker: socket.socket, place: dict[str, Any], text: str, size: int) -> dict[str, Any]:
+def _send_one(sender: socket.socket, place: dict[str, Any], text: str, size: int) -> dict[str, Any]:
+    """Send one datagram. `path_mtu`: the kernel knows it is too large, from our interface or from a router."""
+    payload = text.encode().ljust(size - _HEADER_BYTES[sender.family], b"\0")
     try:
-        speaker.sendto(text.encode().ljust(size - _OVERHEAD[speaker.family], b"\0"), (place["address"], place["port"]))
+        sender.sendto(payload, (place["address"], place["port"]))
     except OSError as error:
-        too_big = {"path_mtu": speaker.getsockopt(*_MTU[speaker.family])} if error.errno == errno.EMSGSIZE else {}
+        too_big = {"path_mtu": sender.getsockopt(*_MTU[sender.family])} if error.errno == errno.EMSGSIZE else {}
         return {"errno": error.errno, "error": error.strerror, **too_big}
     return {}
 
 
-def _speaker(own: Listener, place: dict[str, Any]) -> socket.socket:
-    """At a port of its own. Connected: only then does the kernel say what it knows of the way."""
-    family = family_of(place["address"])
-    speaker = socket.socket(family, socket.SOCK_DGRAM)
-    speaker.bind((own.udp.getsockname()[0], 0))
-    speaker.setsockopt(*_DISCOVER[family], _DO)
-    speaker.connect((place["address"], int(place["port"])))
-    return speaker
+def _connected_sender(listener: Listener, place: dict[str, Any]) -> socket.socket:
+    """Open a socket at its own port. Only for a connected one does the kernel report the path MTU."""
+    family = _family_of(place["address"])
+    sender = socket.socket(family, socket.SOCK_DGRAM)
+    sender.bind((listener.udp.getsockname()[0], 0))
+    sender.setsockopt(*_MTU_DISCOVER[family], _DISCOVER_DO)
+    sender.connect((place["address"], int(place["port"])))
+    return sender
