@@ -13,8 +13,8 @@ from shoal.cli.train import before_start
 from shoal.config.load import build_config, load_config, write_profile
 from shoal.config.profile import Profile
 from shoal.config.schema import Config
-from shoal.cost.buckets import lever_of
 from shoal.cost.select_sync import pick
+from shoal.cost.strategy import lever_of
 from shoal.data.prepare import create_run
 from shoal.run_folder import RunFolder
 from shoal.tools.plan.compare import as_it_ran, sync_options

@@ -190,13 +190,13 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_must_be_saved() -> None:
 @pytest.mark.parametrize("text", ["steps == 3", "[train\nsteps = 3", "train.steps = 3\n[train]\n", "\x00"])
 def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, text)
-    assert refusal(file=file).seen.startswith(f"{file} is not valid TOML: ")
+    assert refusal(file=file).seen == f"{file} is not valid TOML"
 
 
 def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "latin.toml"
     file.write_bytes('[data]\npath = "café"'.encode("latin-1"))
-    assert refusal(file=file).seen.startswith(f"{file} is not valid TOML: ")
+    assert refusal(file=file).seen == f"{file} is not valid TOML"
 
 
 def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path: Path) -> None:

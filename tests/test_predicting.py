@@ -14,10 +14,10 @@ from shoal.config.load import build_config, load_config, read_profile, write_pro
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelPace, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
-from shoal.cost.buckets import Lever
 from shoal.cost.measured import MeasuredSpeed, between, crowding, measured_network, pace_of, setting_of, spare_cores
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.predict import predict
+from shoal.cost.strategy import Lever
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
@@ -101,7 +101,7 @@ def test_one_node_alone_is_faster_than_beside_another_on_its_machine(profile: Pr
 
 def test_a_profile_of_one_rank_says_nothing_of_exchanges(profile: Profile) -> None:
     lonely = profile.model_copy(update={"collectives": ()})
-    with pytest.raises(ConfigError, match="knows nothing about exchanges"):
+    with pytest.raises(ConfigError, match="has no measured exchange"):
         measured_network(lonely).all_reduce(2, 1e6, 4)
     assert measured_network(lonely).all_reduce(1, 1e6, 4).seconds == 0
 
@@ -123,7 +123,7 @@ def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
 
 
 def test_an_older_profile_is_told_apart(profile: Profile) -> None:
-    with pytest.raises(ConfigError, match="does not say how fast a model trains"):
+    with pytest.raises(ConfigError, match="does not contain how fast a model trains"):
         setting_of(with_nodes(profile, paces=()))
 
 

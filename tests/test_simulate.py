@@ -290,7 +290,7 @@ def test_rolling_back_moves_time_from_steps_to_redone() -> None:
         ({"hours": 0.0}, "simulated time", "--hours"),
         ({"hours": math.inf}, "simulated time", "--hours"),
         ({"mtbf_s": 1.0}, "691,200 of them", "--mtbf-hours"),
-        ({"hidden": True, "every": 4, "cost_s": 5.0}, "not whole when the next begins", "--checkpoint-every 5"),
+        ({"hidden": True, "every": 4, "cost_s": 5.0}, "not complete when the next begins", "--checkpoint-every 5"),
     ],
 )
 def test_bad_numbers_are_refused_in_words(wrong: dict[str, float], seen: str, fix: str) -> None:

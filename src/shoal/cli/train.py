@@ -41,6 +41,7 @@ from shoal.config.load import (
 )
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
+from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, WIRE_USAGES
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
@@ -132,12 +133,11 @@ def train(
         ),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(help="Steps between exchanges of local, diloco, streaming.", show_default="8 or 50")
+        int | None,
+        typer.Option(help=f"Steps between exchanges of {', '.join(OUTER_METHODS)}.", show_default=ROUND_STEPS_TEXT),
     ] = None,
     accumulate: Annotated[int | None, typer.Option(help="So many times the batch between two exchanges.")] = None,
-    wire: Annotated[
-        str | None, typer.Option(help="How gradients travel: fp32, fp16, bf16, int8, powersgd:RANK.")
-    ] = None,
+    wire: Annotated[str | None, typer.Option(help=f"How gradients travel: {', '.join(WIRE_USAGES)}.")] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
     on_silent_tie: Annotated[
         str | None,

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shoal.cluster.target import first_node, parse_on, rank_count
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import Config, SyncConfig
+from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
@@ -278,10 +279,8 @@ def _draw_loss(axes: Axes, rows: tuple[LeverRow, ...]) -> None:
         axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1), handlelength=1.5)
 
 
-_WIRES = ("fp32", "fp16", "bf16", "int8", "powersgd")
-_OUTER = ("local", "diloco", "streaming")
 _COUNT = re.compile(r"\d{1,9}")
-_WORDS = ("stock", "ddp", "accumulate", *_OUTER, *_WIRES)
+_WORDS = (*TRAINED_METHODS, *WIRE_FORMATS)
 _ALONE = 10**9
 
 
@@ -337,10 +336,10 @@ def parse_lever(text: str) -> dict[str, Any]:
                 why=did_you_mean(name, _WORDS) or f"a lever is made of {', '.join(_WORDS)}",
                 fix="write for example: --levers stock,ddp,int8,accumulate:4+fp16,diloco:50+int8",
             )
-        if name in _WIRES:
+        if name in WIRE_FORMATS:
             chosen["wire"] = word
-        elif name == "accumulate":
-            chosen |= {"mode": "ddp", "accumulate": int(number or 4)}
+        elif shorthand := SYNC_METHODS[name].shorthand:
+            chosen |= {**shorthand, **({name: int(number)} if number else {})}
         else:
             chosen |= {"mode": name} | ({"every": int(number)} if number else {})
     return chosen

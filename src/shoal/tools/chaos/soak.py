@@ -19,6 +19,7 @@ from shoal.cluster.lab import state
 from shoal.cluster.lab.commands import read_groups
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import SyncConfig
+from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.control.processes import find
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event
@@ -396,8 +397,7 @@ def _losses(commits: Sequence[Event]) -> dict[int, float]:
 
 FIGURES = "soak.json"
 ALL = "all"
-# Every value of `--sync` that trains in another way; `auto` chooses one of them.
-SYNC_MODES = ("ddp", "stock", "accumulate", "local", "diloco", "streaming")
+SYNC_MODES = TRAINED_METHODS
 _MODES_TEXT = f"{', '.join(SYNC_MODES)}, ddp+int8, {ALL}"
 _SAMPLE_S = 5.0
 _START_S = 300.0
