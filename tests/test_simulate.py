@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.tools.plan.scenario import Checkpoints, Failures, Lognormal, Policy, Scaling, Steady, from_table
+from shoal.tools.plan.scenario import Checkpoints, Failures, Lognormal, Policy, Scaling, Steady
 from shoal.tools.plan.simulation import (
     CAUSES,
     Leg,
@@ -253,13 +253,6 @@ def test_the_closed_form_of_the_reliability_study_is_met() -> None:
 
 
 # Step times, ledger and bad input
-
-
-def test_a_table_of_step_times_is_exact_at_its_sizes_and_between_them_for_divided_work() -> None:
-    step_s = from_table({2: 1.0 + 8 / 2, 8: 1.0 + 8 / 8})
-    assert [step_s(2), step_s(8)] == [5.0, 2.0]
-    assert step_s(4) == pytest.approx(1.0 + 8 / 4)
-    assert step_s(1) == 10.0
 
 
 def test_rolling_back_moves_time_from_steps_to_redone() -> None:

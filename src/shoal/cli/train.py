@@ -41,7 +41,7 @@ from shoal.config.load import (
 )
 from shoal.config.presets import Overrides, depth_overrides
 from shoal.config.schema import Config
-from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, WIRE_USAGES
+from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
@@ -127,17 +127,14 @@ def train(
     scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
     sync: Annotated[
         str | None,
-        typer.Option(
-            help="ddp, accumulate, local, diloco, streaming; auto: by the first steps; stock is plain DDP.",
-            show_default="ddp",
-        ),
+        typer.Option(help=f"How replicas agree. {SYNC_HELP}.", show_default="ddp"),
     ] = None,
     every: Annotated[
         int | None,
         typer.Option(help=f"Steps between exchanges of {', '.join(OUTER_METHODS)}.", show_default=ROUND_STEPS_TEXT),
     ] = None,
     accumulate: Annotated[int | None, typer.Option(help="So many times the batch between two exchanges.")] = None,
-    wire: Annotated[str | None, typer.Option(help=f"How gradients travel: {', '.join(WIRE_USAGES)}.")] = None,
+    wire: Annotated[str | None, typer.Option(help=f"How gradients are sent. {WIRE_HELP}.")] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
     on_silent_tie: Annotated[
         str | None,

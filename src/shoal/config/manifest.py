@@ -88,8 +88,8 @@ class RecoveryRecord(ManifestRecord):
 
 
 class Manifest(ManifestRecord):
-    """Times are medians over the second half of the run. Bytes are per step and rank. Where the number of ranks changed,
-    figures are of the steps that `world_size` ranks did together."""
+    """Times are medians over the second half of the run. Bytes are per step and rank. Where the number of ranks
+    changed, figures are of the steps that `world_size` ranks did together."""
 
     shoal_manifest: int = 1
     created: str | None

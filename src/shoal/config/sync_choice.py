@@ -104,6 +104,7 @@ CHOICE_MODES = tuple(name for name, method in SYNC_METHODS.items() if method.is_
 PLAN_METHODS = tuple(name for name, method in SYNC_METHODS.items() if method.is_choice or not method.is_available)
 PLAN_USAGES = tuple(SYNC_METHODS[name].usage for name in PLAN_METHODS)
 OUTER_METHODS = tuple(name for name, method in SYNC_METHODS.items() if method.is_outer)
+SYNC_HELP = "; ".join(f"{name}: {SYNC_METHODS[name].description}" for name in TRAIN_METHODS)
 ROUND_STEPS_TEXT = " or ".join(dict.fromkeys(str(SYNC_METHODS[name].round_steps) for name in OUTER_METHODS))
 
 
@@ -188,6 +189,7 @@ WIRE_FORMATS = {
     )
 }
 WIRE_USAGES = tuple(wire.usage for wire in WIRE_FORMATS.values())
+WIRE_HELP = "; ".join(f"{wire.usage}: {wire.description}" for wire in WIRE_FORMATS.values())
 AUTO_WIRES = tuple(wire.name for wire in WIRE_FORMATS.values() if wire.in_auto)
 
 

@@ -97,18 +97,6 @@ def _tree_s(op: Op, world_size: int, buffer_bytes: float, wire: LinkSpeed) -> fl
             return wire.seconds(depth, depth * buffer_bytes)
 
 
-def hierarchical_s(
-    nodes: int, ranks_per_node: int, buffer_bytes: float, inside: LinkSpeed, between: LinkSpeed
-) -> float:
-    """Return the time of an all-reduce in three phases: reduce-scatter inside each node, all-reduce between the nodes,
-    all-gather inside each node.
-
-    Between nodes each rank sends only its part, so that a node's link carries the buffer once, not once per rank.
-    """
-    inner_s = sum(collective_s(op, ranks_per_node, buffer_bytes, inside) for op in ("reduce-scatter", "all-gather"))
-    return inner_s + collective_s("all-reduce", nodes, buffer_bytes, between)
-
-
 # The alpha-beta model: time = alpha + beta · bytes
 
 # (bytes, seconds)
@@ -244,7 +232,7 @@ class RingNetwork:
 @dataclass(frozen=True)
 class NodesNetwork:
     """Several ranks per node. A flat ring passes every rank: as many messages as ranks, over the slower of both links.
-    The hierarchical all-reduce sums up inside each node first."""
+    The hierarchical all-reduce sums up inside each node first, so that a node's link carries the buffer once."""
 
     ranks_per_node: int
     inside: RingNetwork

@@ -235,15 +235,6 @@ def expected_slowest(means: Sequence[float], deviations: Sequence[float]) -> flo
     return _integrated(kinds)
 
 
-def expected_max_of(samples: Sequence[float], count: int) -> float:
-    """Return the expected maximum of `count` draws from measured samples, all equally likely."""
-    ordered = sorted(samples)
-    total = len(ordered)
-    return sum(
-        value * (((place + 1) / total) ** count - (place / total) ** count) for place, value in enumerate(ordered)
-    )
-
-
 def _integrated(kinds: Sequence[tuple[float, float, int]]) -> float:
     """Integrate over time the probability that a rank still computes; before `begin` one certainly does."""
     begin = max(mean - _REACH * sigma for mean, sigma, _ in kinds)

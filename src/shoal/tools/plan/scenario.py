@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, Protocol
@@ -252,22 +252,6 @@ def divided_work(step_s: float, nodes: int, scaling: Scaling) -> StepTime:
     if scaling == "weak":
         return lambda there: step_s
     return lambda there: step_s * nodes / there
-
-
-def from_table(seconds: Mapping[int, float]) -> StepTime:
-    """Return step times that are exact at the sizes of a table; elsewhere as if the work were divided."""
-    sizes = sorted(seconds)
-
-    def step_s(nodes: int) -> float:
-        below = max((size for size in sizes if size <= nodes), default=sizes[0])
-        above = min((size for size in sizes if size >= nodes), default=sizes[-1])
-        if below == above:
-            return seconds[below] * below / nodes
-        # Linear in 1/n: exact for divided work plus a constant.
-        weight = (1 / nodes - 1 / above) / (1 / below - 1 / above)
-        return seconds[above] + weight * (seconds[below] - seconds[above])
-
-    return step_s
 
 
 def _check_count(before: str, value: int, after: str, example: str) -> None:
