@@ -20,11 +20,11 @@ from shoal.cost.select_sync import (
     SyncOption,
     candidates,
     decide,
-    expected,
+    expected_option,
     is_enough,
     pick,
     slowest,
-    typical,
+    typical_step,
 )
 from shoal.errors import ConfigError
 
@@ -79,7 +79,9 @@ def test_an_embedding_that_goes_in_two_parts_hides_more() -> None:
     """Four times the bytes could have been hidden: of halves nothing shows but what is ready last."""
     hiding = step(1.0, 0.8, hidden_s=0.6)
     whole, apart = (MeasuredExchange(DDP, SHAPES, last_bytes=last_bytes) for last_bytes in (0, 100_000))
-    shown_s = [expected(hiding, each, AUTO, HALVES).step_s - 1.0 - each.encode_s(HALVES) for each in (whole, apart)]
+    shown_s = [
+        expected_option(hiding, each, AUTO, HALVES).step_s - 1.0 - each.encode_s(HALVES) for each in (whole, apart)
+    ]
     assert shown_s == pytest.approx([0.1, 0.8 / 2 * 100_000 / (4 * whole.parameters)])
 
 
@@ -133,13 +135,13 @@ def test_a_plan_is_confirmed_or_contradicted(planned: str, agrees: bool, says: s
 def test_who_waits_least_is_the_slowest() -> None:
     fast, slow = RankStep(2.0, 0.1, 0.9, 1.5), RankStep(2.0, 0.5, 0.0, 0.6)
     assert slowest([fast, slow]) == slow
-    assert typical([[fast, slow]] * 4) == FirstSteps(2.0, 0.5, 0.6, own_s=1.5)
+    assert typical_step([[fast, slow]] * 4) == FirstSteps(2.0, 0.5, 0.6, own_s=1.5)
 
 
 def test_ranks_that_take_turns_in_being_late_lose_nothing_alone() -> None:
     """In every step one of two is half a second late, and the other waits for it."""
     late, early = RankStep(2.0, 0.5, 0.0, 0.5), RankStep(2.0, 0.5, 0.5, 1.0)
-    assert typical([[late, early], [early, late]] * 2) == FirstSteps(2.0, 0.5, 0.5, own_s=1.25)
+    assert typical_step([[late, early], [early, late]] * 2) == FirstSteps(2.0, 0.5, 0.5, own_s=1.25)
 
 
 def test_few_slow_steps_are_enough() -> None:
@@ -150,7 +152,7 @@ def test_few_slow_steps_are_enough() -> None:
 
 def test_one_odd_step_does_not_decide() -> None:
     usual, odd = [RankStep(1.5, 0.5, 0.0, 0.5)], [RankStep(9.9, 0.9, 0.0, 0.9)]
-    assert typical([usual, usual, odd]) == step(1.0, 0.5)
+    assert typical_step([usual, usual, odd]) == step(1.0, 0.5)
 
 
 # What holds for all times
@@ -166,12 +168,12 @@ MEASURED = st.builds(
 
 @given(MEASURED)
 def test_the_same_exchange_takes_as_long_as_it_did(measured: FirstSteps) -> None:
-    assert expected(measured, FP32, AUTO, DDP).step_s == pytest.approx(measured.step_s)
+    assert expected_option(measured, FP32, AUTO, DDP).step_s == pytest.approx(measured.step_s)
 
 
 @given(MEASURED, st.sampled_from(list(candidates(AUTO, AUTO_WIRES, 1000))))
 def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: FirstSteps, choice: SyncChoice) -> None:
-    taken_s = expected(measured, FP32, AUTO, choice).step_s - FP32.encode_s(choice)
+    taken_s = expected_option(measured, FP32, AUTO, choice).step_s - FP32.encode_s(choice)
     alone_s = measured.step_s - measured.exposed_s
     within = 1e-9 * (1 + measured.step_s + measured.allreduce_s)
     blocked_s = max(measured.exposed_s, measured.allreduce_s / choice.every if choice.is_outer else 0.0)
@@ -182,7 +184,7 @@ def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: First
 def test_there_and_back_again(measured: FirstSteps) -> None:
     """Steps measured with halves say of fp32 at least what would show in proportion."""
     halves = MeasuredExchange(HALVES, SHAPES)
-    shown_s = expected(measured, halves, AUTO, DDP).step_s - (measured.step_s - measured.exposed_s)
+    shown_s = expected_option(measured, halves, AUTO, DDP).step_s - (measured.step_s - measured.exposed_s)
     assert shown_s >= 2 * measured.exposed_s - halves.encode_s(HALVES) - 1e-6
 
 

@@ -59,24 +59,24 @@ class MeasuredSpeed:
         ranks = [node for node in self.profile.nodes for _ in range(node.ranks)]
         return ranks[min(rank, len(ranks) - 1)]
 
-    def pace(self, model: ModelConfig, rank: int) -> ModelSpeed:
+    def model_speed(self, model: ModelConfig, rank: int) -> ModelSpeed:
         node = self.node(rank)
-        all_crowding, neighbours = crowding(self.profile, node), len(_nodes_of_machine(self.profile, node))
+        all_contention, neighbours = contention(self.profile, node), len(_nodes_of_machine(self.profile, node))
         used = min(neighbours, max(1, math.ceil(self.world_size / node.ranks)))
         # Between alone and all nodes of the machine, in proportion to those that take part.
-        now_crowding = 1 + (all_crowding - 1) * (used - 1) / (neighbours - 1) if neighbours > 1 else 1.0
-        return pace_of(node.paces, model).slower(now_crowding / all_crowding)
+        now_contention = 1 + (all_contention - 1) * (used - 1) / (neighbours - 1) if neighbours > 1 else 1.0
+        return model_speed_of(node.paces, model).slower(now_contention / all_contention)
 
     @property
     def learned(self) -> Calibration:
         return self.profile.calibration or NOTHING_LEARNED
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
-        pace = self.pace(workload.shape, rank)
+        pace = self.model_speed(workload.shape, rank)
         return RankWork(
             micro_batches=micro_batches,
-            forward_s=self.learned.compute * between(pace.forward, micro_batch),
-            backward_s=self.learned.compute * between(pace.backward, micro_batch),
+            forward_s=self.learned.compute * interpolate(pace.forward, micro_batch),
+            backward_s=self.learned.compute * interpolate(pace.backward, micro_batch),
             optimizer_s=self.learned.optimizer * pace.optimizer_s,
             other_s=self.learned.other_s,
             busy_cores=float(pace.threads),
@@ -129,14 +129,14 @@ def spare_cores(profile: Profile, node: NodeProfile) -> float:
     return max(0.0, max(other.cores for other in neighbours) - computing) / ranks
 
 
-def crowding(profile: Profile, node: NodeProfile) -> float:
+def contention(profile: Profile, node: NodeProfile) -> float:
     """Return how much slower its ranks are while all nodes of its machine compute: 1 where it is the only one."""
-    pace = pace_of(node.paces, SMALL_GPT)
+    pace = model_speed_of(node.paces, SMALL_GPT)
     alone = next((point for point in node.compute.training if point.threads == pace.threads), None)
     if alone is None or len(_nodes_of_machine(profile, node)) == 1:
         return 1.0
     sequences = node.compute.tokens_per_step // SMALL_GPT.seq_len
-    together_s = between(pace.forward, sequences) + between(pace.backward, sequences) + pace.optimizer_s
+    together_s = interpolate(pace.forward, sequences) + interpolate(pace.backward, sequences) + pace.optimizer_s
     return max(1.0, together_s * alone.tokens_per_s / node.compute.tokens_per_step)
 
 
@@ -147,7 +147,7 @@ def _nodes_of_machine(profile: Profile, node: NodeProfile) -> list[NodeProfile]:
 # The speed of a model
 
 
-def pace_of(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
+def model_speed_of(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
     """Return the speed of `model`. A vocabulary of another size changes only the head: a tokenizer may find 65
     characters where 96 were expected."""
 
@@ -158,7 +158,7 @@ def pace_of(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
     return _estimated(paces, model) if own is None else _scaled(paces, own, model)
 
 
-def between(times: Times, micro_batch: int) -> float:
+def interpolate(times: Times, micro_batch: int) -> float:
     """Interpolate linearly between measured micro-batches; outside of them scale in proportion."""
     below = [entry for entry in times if entry[0] <= micro_batch]
     above = [entry for entry in times if entry[0] >= micro_batch]
@@ -185,7 +185,7 @@ def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
 
     def blend(one: Times, other: Times) -> Times:
         sizes = sorted({size for size, _ in (*one, *other)})
-        return tuple((size, mean(between(one, size), between(other, size))) for size in sizes)
+        return tuple((size, mean(interpolate(one, size), interpolate(other, size))) for size in sizes)
 
     return ModelSpeed(
         forward=blend(low.forward, high.forward),
@@ -206,7 +206,7 @@ def _scaled(paces: Sequence[ModelPace], name: str, model: ModelConfig) -> ModelS
 
     def scaled(times: Times) -> Times:
         sizes = {max(1, round(size * known.seq_len / model.seq_len)) for size, _ in times}
-        return tuple((size, work * between(times, size * model.seq_len // known.seq_len)) for size in sorted(sizes))
+        return tuple((size, work * interpolate(times, size * model.seq_len // known.seq_len)) for size in sorted(sizes))
 
     return ModelSpeed(
         forward=scaled(tuple((pace.micro_batch, pace.forward_s) for pace in measured)),

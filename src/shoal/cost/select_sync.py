@@ -69,7 +69,7 @@ def slowest(ranks: Sequence[RankStep]) -> RankStep:
     return min(ranks, key=lambda rank: rank.wait_s)
 
 
-def typical(steps: Sequence[Sequence[RankStep]]) -> FirstSteps:
+def typical_step(steps: Sequence[Sequence[RankStep]]) -> FirstSteps:
     def middle(value: Callable[[RankStep], float]) -> float:
         return median(value(slowest(ranks)) for ranks in steps)
 
@@ -139,9 +139,9 @@ def decide(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, 
     """Choose by the measured steps; `sync` are the configured settings."""
     choices = candidates(sync, limits.wires, limits.steps)
     fitting = [choice for choice in choices if exchanged.extra_bytes(choice) <= limits.spare_bytes]
-    options = [expected(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
+    options = [expected_option(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
     best = pick(options)
-    why = say_why(best, options, SyncOption(exchanged.choice, measured.step_s), measured.exposed_s)
+    why = explain_choice(best, options, SyncOption(exchanged.choice, measured.step_s), measured.exposed_s)
     if sync.planned is None:
         return SyncDecision(best.choice, best.step_s, why, None)
     planned = parse_choice(sync.planned)
@@ -181,7 +181,9 @@ def pick(options: Sequence[SyncOption]) -> SyncOption:
     return best
 
 
-def expected(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, choice: SyncChoice) -> SyncOption:
+def expected_option(
+    measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, choice: SyncChoice
+) -> SyncOption:
     """Return the measured step with another exchange, whose time is in proportion to its bytes."""
     exchange_s = exchanged.bytes_as(choice) * measured.allreduce_s
     encode_s = exchanged.encode_s(choice)
@@ -203,7 +205,9 @@ def _exposed_s(measured: FirstSteps, last: float, exchange_s: float) -> float:
     return min(in_proportion_s, max(shown_s, last * exchange_s))
 
 
-def say_why(best: SyncOption, options: Sequence[SyncOption], base: SyncOption, exposed_s: float | None = None) -> str:
+def explain_choice(
+    best: SyncOption, options: Sequence[SyncOption], base: SyncOption, exposed_s: float | None = None
+) -> str:
     """Return one sentence: what was chosen, and by which times. `base` is what others are compared with."""
     shows = "" if exposed_s is None else f", {format_duration(exposed_s)} of it the exchange"
     takes = f"a step takes {format_duration(base.step_s)}"

@@ -25,7 +25,7 @@ from shoal.cost.select_sync import (
     allowed_wires,
     decide,
     is_enough,
-    typical,
+    typical_step,
 )
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
@@ -117,7 +117,7 @@ class SyncChooser:
             return
         self._seen.append(_everybodys(self._trainer))
         if is_enough(self._seen):
-            self._choose(typical(self._seen))
+            self._choose(typical_step(self._seen))
 
     def _choose(self, measured: FirstSteps) -> None:
         trainer = self._trainer

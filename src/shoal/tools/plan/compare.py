@@ -19,7 +19,7 @@ from shoal.config.sync_choice import choice_in
 from shoal.cost.batch_plan import rank_weights
 from shoal.cost.measured import MeasuredSpeed, setting_of
 from shoal.cost.predict import Prediction, predict
-from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, pick, say_why
+from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explain_choice, pick
 from shoal.cost.strategy import lever_of
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
@@ -57,7 +57,7 @@ def predict_run(config: Config, path: Path) -> PredictionRecord:
         tokens_per_s=prediction.tokens_per_s,
         profile=str(path.absolute()),
         profile_created=profile.created,
-        is_measured=MeasuredSpeed(profile, profile.world_size).pace(model, 0).is_measured,
+        is_measured=MeasuredSpeed(profile, profile.world_size).model_speed(model, 0).is_measured,
     )
 
 
@@ -120,7 +120,7 @@ def store_sync_plan(run: RunFolder, path: Path, discard: bool = True) -> str:
     planned = {"planned": best.choice.text, "planned_step_s": best.step_s}
     config = config.model_copy(update={"sync": config.sync.model_copy(update=planned)})
     write_atomically(run.config, to_toml(config))
-    return f"plan: {say_why(best, options, options[0])}, by {path}; the first steps will show whether that is so"
+    return f"plan: {explain_choice(best, options, options[0])}, by {path}; the first steps will show whether that is so"
 
 
 def sync_options(config: Config, profile: Profile, path: Path) -> list[SyncOption]:
@@ -173,7 +173,7 @@ def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Calibrat
     learned = fresh.model_copy(update={"calibration": calibrate(compared)})
 
     def step_s(profile: Profile, run: RunFolder) -> float:
-        ran = as_it_ran(load_config(run.config), summarize(run.read_all_events()))
+        ran = config_as_run(load_config(run.config), summarize(run.read_all_events()))
         return _predict(ran, profile).step.step_s
 
     results = [
@@ -185,7 +185,7 @@ def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[Calibrat
 
 def _compare(run: RunFolder, profile: Profile, path: Path) -> ComparedRun:
     summary = summarize(run.read_all_events())
-    config = as_it_ran(load_config(run.config), summary)
+    config = config_as_run(load_config(run.config), summary)
     refuse_another_cluster(profile, path, config.run.on)
     phases = summary.phases
     if summary.step_s is None or not phases:
@@ -205,7 +205,7 @@ def _compare(run: RunFolder, profile: Profile, path: Path) -> ComparedRun:
     )
 
 
-def as_it_ran(config: Config, summary: RunSummary) -> Config:
+def config_as_run(config: Config, summary: RunSummary) -> Config:
     """Replace `sync.mode=auto` by what it chose."""
     choice = choice_in(summary.start) if config.sync.mode == "auto" else None
     if choice is None:

@@ -93,7 +93,7 @@ def simulate(scenario: SimulationScenario, seeds: int = 20, seed: int = 0, bins:
         raise ConfigError(
             f"{seed} is no seed", why="seeds of random numbers are zero or above", fix="for example: --seed 0"
         )
-    results = outcomes_of(scenario, seeds, seed, bins)
+    results = simulate_seeds(scenario, seeds, seed, bins)
     low, median, high = np.quantile([result.tokens_per_s for result in results], _QUANTILES, axis=0)
     lost = {cause: [result.lost_s[cause] for result in results] for cause in CAUSES}
     useful_s = float(np.mean([result.useful_s for result in results]))
@@ -111,7 +111,7 @@ def simulate(scenario: SimulationScenario, seeds: int = 20, seed: int = 0, bins:
     )
 
 
-def outcomes_of(scenario: SimulationScenario, seeds: int, seed: int, bins: int = BINS) -> list[SeedResult]:
+def simulate_seeds(scenario: SimulationScenario, seeds: int, seed: int, bins: int = BINS) -> list[SeedResult]:
     step_times = StepTimes(scenario)
     return [_simulate_seed(scenario, step_times, (seed, number), bins) for number in range(seeds)]
 
