@@ -190,20 +190,15 @@ def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
 def refuse_fixed(settings: Mapping[str, str]) -> None:
     """Refuse to change a setting that finished steps depend on; `settings` maps each setting to how it was written."""
     for key, written in settings.items():
-        if key in known_keys() and (why := _why_fixed(key)) is not None:
-            raise ConfigError(
-                f"{written} cannot be changed when a run is resumed",
-                why=why,
-                fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
-            )
-
-
-def _why_fixed(key: str) -> str | None:
-    """Return why a resumed run keeps a setting; None where it may change."""
-    section, _, _ = key.partition(".")
-    if section == "members" or key in _CHANGEABLE:
-        return None
-    return "the lineage to continue is named by --lineage" if key == "run.lineage" else _WHY_FIXED[section]
+        section, _, _ = key.partition(".")
+        if key not in known_keys() or section == "members" or key in _CHANGEABLE:
+            continue
+        is_lineage = key == "run.lineage"
+        raise ConfigError(
+            f"{written} cannot be changed when a run is resumed",
+            why="the lineage to continue is named by --lineage" if is_lineage else _WHY_FIXED[section],
+            fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
+        )
 
 
 def change_settings(config: Config, changes: Overrides) -> tuple[Config, list[str]]:

@@ -1,8 +1,9 @@
 """The registry of sync methods and wire formats, and the choice of one of each.
 
 `SYNC_METHODS` and `WIRE_FORMATS` are the only lists of their names. Settings are validated against them, and the cost
-model, plans, benchmarks and help texts read their facts from them. To add a wire format, add an entry here, an
-implementation in `sync/compression` and a paragraph in docs/wires.md.
+model, plans, benchmarks and help texts read their facts from them. A new wire format needs an entry here, an
+implementation in `sync/compression` and a paragraph in docs/wires.md; a new sync method needs an entry here, an
+implementation in `sync/outer.py`, its step time in `cost/predict.py` and a paragraph in docs/sync.md.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class SyncMethod:
     name: str
     title: str  # its name in a sentence
     description: str
+    # Its price in accuracy, memory or bytes, as a plan's table names it; empty for exact DDP.
+    price: str = ""
     # Default number of steps between two exchanges of parameters; None where gradients are exchanged in every step.
     round_steps: int | None = None
     # Copies of the parameters that a rank keeps for the outer optimizer.
@@ -34,6 +37,8 @@ class SyncMethod:
     settings: tuple[str, ...] = ()
     # Whether `--sync auto`, a plan and the events of a run can name it as the method that is in use.
     is_choice: bool = False
+    # Whether `--sync auto` may choose it instead of `ddp`.
+    in_auto: bool = False
     # False: only `shoal plan` knows it.
     is_available: bool = True
     # The settings that it stands for, where it is only a shorter way to write them.
@@ -62,6 +67,7 @@ SYNC_METHODS = {
             "local",
             "LocalSGD",
             "the average of the parameters, once a round",
+            "replicas drift for {every} steps",
             round_steps=8,
             outer_copies=1,
             settings=("every", "bucket_mb"),
@@ -71,19 +77,23 @@ SYNC_METHODS = {
             "diloco",
             "DiLoCo",
             "an outer optimizer moves along the average, once a round",
+            "replicas drift for {every} steps",
             round_steps=DILOCO_ROUND_STEPS,
             outer_copies=2,
             settings=_OUTER_SETTINGS,
             is_choice=True,
+            in_auto=True,
         ),
         SyncMethod(
             "streaming",
             "Streaming DiLoCo",
-            "DiLoCo in fragments, which travel while training continues",
+            "DiLoCo in fragments, which are exchanged while training continues",
+            "as diloco, applied later",
             round_steps=DILOCO_ROUND_STEPS,
             outer_copies=2,
             settings=_STREAMING_SETTINGS,
             is_choice=True,
+            in_auto=True,
         ),
         SyncMethod(
             "auto",
@@ -91,7 +101,13 @@ SYNC_METHODS = {
             "the first steps choose between ddp, diloco and streaming",
             settings=(*_STREAMING_SETTINGS, "planned", "planned_step_s"),
         ),
-        SyncMethod("sharded", "sharding", "weights and optimizer state divided among ranks", is_available=False),
+        SyncMethod(
+            "sharded",
+            "sharding",
+            "weights and optimizer state divided among ranks",
+            "half as many bytes again; the memory is divided",
+            is_available=False,
+        ),
     )
 }
 # What `--sync` accepts in a training, and what `sync.mode` may be.
@@ -114,8 +130,8 @@ class WireFormat:
 
     name: str
     description: str
-    # What becomes of a gradient, as a plan's table names it; empty for the exact format.
-    loss: str
+    # Its price in accuracy, as a plan's table names it behind "gradients"; empty for the exact format.
+    price: str
     # Bytes of `BLOCK_NUMBERS` numbers; PowerSGD's depend on the shape of a matrix.
     block_bytes: int
     # Seconds of one thread to encode and decode one parameter.

@@ -145,18 +145,18 @@ def half_micro_batch(train: TrainConfig, weights: Sequence[float]) -> int | None
 
 
 def _least_work(batch: int, sizes: Sequence[int], weights: Sequence[float]) -> int:
-    return min(sizes, key=lambda size: (_busiest(batch, size, weights), -size))
+    """Return the micro-batch that leaves the slowest rank the least work, in sequences of a rank of weight 1."""
 
+    def busiest(size: int) -> float:
+        count = batch // size
+        if count < len(weights):
+            return math.inf
+        if len(set(weights)) == 1:
+            return math.ceil(count / len(weights)) / weights[0] * (size + _OVERHEAD_SEQUENCES)
+        parts = zip(shares(count, weights), weights, strict=True)
+        return max(part / weight for part, weight in parts) * (size + _OVERHEAD_SEQUENCES)
 
-def _busiest(batch: int, size: int, weights: Sequence[float]) -> float:
-    """Return the work of the slowest rank in sequences of a rank of weight 1; infinite where a rank would have none."""
-    count = batch // size
-    if count < len(weights):
-        return float("inf")
-    if len(set(weights)) == 1:
-        return math.ceil(count / len(weights)) / weights[0] * (size + _OVERHEAD_SEQUENCES)
-    parts = zip(shares(count, weights), weights, strict=True)
-    return max(part / weight for part, weight in parts) * (size + _OVERHEAD_SEQUENCES)
+    return min(sizes, key=lambda size: (busiest(size), -size))
 
 
 def _divisors(number: int, most: int) -> list[int]:

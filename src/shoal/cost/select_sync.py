@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import AUTO_WIRES, WIRE_FORMATS, SyncChoice, parse_choice
+from shoal.config.sync_choice import AUTO_WIRES, SYNC_METHODS, WIRE_FORMATS, SyncChoice, parse_choice
 from shoal.cost.memory import copied_bytes
 from shoal.cost.model_size import grad_bytes
 from shoal.cost.strategy import cpu_encode_s, strategy_of_choice
@@ -166,9 +166,10 @@ def candidates(sync: SyncConfig, wires: Sequence[str], steps: int) -> Iterator[S
     allowed = wires if sync.wire == "fp32" else [sync.wire]
     yield from (SyncChoice("ddp", wire) for wire in allowed)
     wire = next((wire for wire in allowed if wire != "fp32"), "fp32")
-    for mode in ("diloco", "streaming") if sync.can_stream else ("diloco",):
-        if steps >= LEAST_ROUNDS * sync.every_in(mode):
-            yield SyncChoice(mode, wire, sync.every_in(mode))
+    for mode, method in SYNC_METHODS.items():
+        every = sync.every_in(mode)
+        if method.in_auto and (mode != "streaming" or sync.can_stream) and steps >= LEAST_ROUNDS * every:
+            yield SyncChoice(mode, wire, every)
 
 
 def pick(options: Sequence[SyncOption]) -> SyncOption:

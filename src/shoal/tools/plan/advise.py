@@ -237,16 +237,11 @@ def _option(plan: Plan, strategy: Lever, nodes: int) -> PlanOption:
 
 def _costs(strategy: Lever) -> Iterator[str]:
     """Yield short phrases: each strategy has one line of a table."""
-    match strategy.sync:
-        case "local" | "diloco":
-            yield f"replicas drift for {strategy.every} steps"
-        case "streaming":
-            yield "as diloco, applied later"
-        case "sharded":
-            yield "half as many bytes again; the memory is divided"
-    if strategy.format.loss:
+    if price := SYNC_METHODS[strategy.sync].price:
+        yield price.format(every=strategy.every)
+    if price := strategy.format.price:
         values = "gradients" if strategy.every == 1 else "differences"
-        yield f"{values} {strategy.format.loss.format(rank=strategy.rank)}"
+        yield f"{values} {price.format(rank=strategy.rank)}"
     if strategy.accumulation > 1:
         yield f"{strategy.accumulation}× the batch, fewer updates"
     if (more := copied_bytes(strategy)) > 0:

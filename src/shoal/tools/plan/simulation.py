@@ -150,17 +150,13 @@ class StepTimes:
         self._scenario = scenario
         self._known: dict[int, tuple[float, Slowest]] = {}
 
-    def of(self, nodes: int) -> tuple[float, Slowest]:
-        """Return the undisturbed step and the factor of the slowest rank."""
+    def draw(self, random: np.random.Generator, nodes: int, span_s: float) -> tuple[float, float]:
+        """Return the undisturbed step, and the mean step over about `span_s` seconds."""
         if nodes not in self._known:
             cluster = self._scenario.cluster
             slowest = Slowest(self._scenario.straggling, nodes * cluster.ranks_per_node)
             self._known[nodes] = (cluster.step_s(nodes), slowest)
-        return self._known[nodes]
-
-    def draw(self, random: np.random.Generator, nodes: int, span_s: float) -> tuple[float, float]:
-        """Return the undisturbed step, and the mean step over about `span_s` seconds."""
-        step_s, slowest = self.of(nodes)
+        step_s, slowest = self._known[nodes]
         return step_s, step_s * slowest.draw_mean(random, round(span_s / (step_s * slowest.mean)))
 
 
