@@ -17,6 +17,7 @@ from shoal.cli import simulate as options
 from shoal.cli.output import advising_flags, command, given_settings, print_json, refuse_given, shown, stdout_console
 from shoal.cli.plan_options import LINK, basis
 from shoal.cli.simulate import run_simulation
+from shoal.config.presets import PRESET_NAMES
 from shoal.config.profile import Profile
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
@@ -222,7 +223,7 @@ def plan(
     context: typer.Context,
     preset: Annotated[
         list[str] | None,
-        typer.Argument(help="grammar, shakespeare-char or gpt2-124m; with --calibrate: runs.", show_default="grammar"),
+        typer.Argument(help=f"{PRESET_NAMES}; with --calibrate: runs.", show_default="grammar"),
     ] = None,
     nodes: Annotated[
         str | None,

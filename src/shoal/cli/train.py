@@ -39,7 +39,7 @@ from shoal.config.load import (
     refuse_without_effect,
     typed_settings,
 )
-from shoal.config.presets import Overrides, depth_overrides
+from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
 from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
@@ -99,9 +99,7 @@ FLAGS = {
 
 @app.command()
 def train(
-    preset: Annotated[
-        str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
-    ] = None,
+    preset: Annotated[str | None, typer.Argument(help=f"{PRESET_NAMES}.", show_default="grammar")] = None,
     on: Annotated[
         str | None,
         typer.Option(help="local:N, lab:N[,link=1gbit,…], lab[:NAME], a hosts file or join:N.", show_default="local:2"),

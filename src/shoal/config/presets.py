@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from shoal.config.sync_choice import join_or
 from shoal.errors import ConfigError
 
 Overrides = dict[str, dict[str, Any]]
@@ -45,6 +46,9 @@ PRESETS: dict[str, Overrides] = {
         },
     },
 }
+
+
+PRESET_NAMES = join_or(tuple(PRESETS))
 
 
 def preset(name: str) -> Overrides:
