@@ -49,7 +49,7 @@ class PlanRow:
 
     @property
     def ratio(self) -> float:
-        """Communication relative to computing: up to two thirds of it can hide behind backward."""
+        """Communication relative to computing; backward can hide all of it up to two thirds."""
         return self.prediction.step.comm_s / self.prediction.step.compute_s
 
     def as_dict(self) -> dict[str, object]:
@@ -272,7 +272,7 @@ def verdict(plan: Plan, advice: Advice) -> str:
 
 
 def _base(plan: Plan, alike: str = "one machine") -> str:
-    """Return the machine that speed-ups are against, by its name where they are not `alike`."""
+    """Return the machine that speed-ups are against: `alike` if all are equal, otherwise by name."""
     return alike if len(set(plan.setting.node_names)) == 1 else f"{plan.rows[-1].base} alone"
 
 
