@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 
 from shoal.cli.simulate import SimulateOptions, simulate
-from shoal.tools.plan.simulation import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
+from shoal.tools.plan.published import LLAMA_DAYS, LLAMA_STEP_S, LLAMA_STEP_TOKENS, llama_mtbf_s, validation
 
 CASES = {
     "1,024 nodes for a day": SimulateOptions(1024, 0.5, 4e6, straggler="lognormal:0.05"),

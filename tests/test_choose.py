@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import SyncChoice, choice_in, parse_choice
+from shoal.config.sync_choice import AUTO_WIRES, SyncChoice, choice_in, parse_choice
 from shoal.cost.select_sync import (
-    FORMAT_GAIN,
-    OUTER_GAIN,
-    WIRES,
+    LEAST_GAIN,
+    LEAST_GAIN_OTHER_TRAINING,
     FirstSteps,
     MeasuredExchange,
     RankStep,
@@ -21,16 +20,16 @@ from shoal.cost.select_sync import (
     SyncOption,
     candidates,
     decide,
-    expected,
+    expected_option,
     is_enough,
     pick,
     slowest,
-    typical,
+    typical_step,
 )
 from shoal.errors import ConfigError
 
 AUTO = SyncConfig(mode="auto")
-DDP, HALVES, BYTES = (SyncChoice("ddp", wire) for wire in WIRES)
+DDP, HALVES, BYTES = (SyncChoice("ddp", wire) for wire in AUTO_WIRES)
 DILOCO, STREAMING = SyncChoice("diloco", "fp16", 50), SyncChoice("streaming", "fp16", 50)
 # A third of it is an embedding, whose gradient is ready last. Making int8 of it takes some hundredths of a second.
 SHAPES = ((4096, 256), (2048, 256), (2048, 256), (4096, 256))
@@ -43,7 +42,7 @@ def step(compute_s: float, allreduce_s: float, hidden_s: float = 0.0) -> FirstSt
 
 
 def chosen(measured: FirstSteps, sync: SyncConfig = AUTO, steps: int = 1000, spare_bytes: float = 1e12) -> SyncDecision:
-    return decide(measured, FP32, sync, SyncLimits(WIRES, steps, spare_bytes))
+    return decide(measured, FP32, sync, SyncLimits(AUTO_WIRES, steps, spare_bytes))
 
 
 @pytest.mark.parametrize(
@@ -73,14 +72,16 @@ def test_int8_needs_a_reason_beside_fp16() -> None:
     """It shows half as much; where making it takes longer than that, nothing is gained."""
     assert chosen(step(1.0, 0.5), steps=99).choice == BYTES
     larger = MeasuredExchange(DDP, tuple((40 * rows, columns) for rows, columns in SHAPES))
-    assert decide(step(1.0, 0.5), larger, AUTO, SyncLimits(WIRES, 99)).choice == HALVES
+    assert decide(step(1.0, 0.5), larger, AUTO, SyncLimits(AUTO_WIRES, 99)).choice == HALVES
 
 
 def test_an_embedding_that_goes_in_two_parts_hides_more() -> None:
     """Four times the bytes could have been hidden: of halves nothing shows but what is ready last."""
     hiding = step(1.0, 0.8, hidden_s=0.6)
     whole, apart = (MeasuredExchange(DDP, SHAPES, last_bytes=last_bytes) for last_bytes in (0, 100_000))
-    shown_s = [expected(hiding, each, AUTO, HALVES).step_s - 1.0 - each.encode_s(HALVES) for each in (whole, apart)]
+    shown_s = [
+        expected_option(hiding, each, AUTO, HALVES).step_s - 1.0 - each.encode_s(HALVES) for each in (whole, apart)
+    ]
     assert shown_s == pytest.approx([0.1, 0.8 / 2 * 100_000 / (4 * whole.parameters)])
 
 
@@ -99,14 +100,14 @@ def test_what_has_no_room_is_not_chosen(spare_bytes: float, choice: SyncChoice) 
 
 def test_a_wire_that_was_asked_for_stays() -> None:
     sync = SyncConfig(mode="auto", wire="bf16")
-    assert {choice.wire for choice in candidates(sync, WIRES, 1000)} == {"bf16"}
+    assert {choice.wire for choice in candidates(sync, AUTO_WIRES, 1000)} == {"bf16"}
     assert decide(
-        step(1.0, 1.0), MeasuredExchange(SyncChoice("ddp", "bf16"), SHAPES), sync, SyncLimits(WIRES, 1000)
+        step(1.0, 1.0), MeasuredExchange(SyncChoice("ddp", "bf16"), SHAPES), sync, SyncLimits(AUTO_WIRES, 1000)
     ).choice == (SyncChoice("diloco", "bf16", 50))
 
 
 def test_memory_of_one_machine_has_no_format() -> None:
-    assert list(candidates(AUTO, WIRES[:1], 1000)) == [
+    assert list(candidates(AUTO, AUTO_WIRES[:1], 1000)) == [
         DDP,
         SyncChoice("diloco", "fp32", 50),
         SyncChoice("streaming", "fp32", 50),
@@ -114,7 +115,7 @@ def test_memory_of_one_machine_has_no_format() -> None:
 
 
 def test_rounds_too_short_for_fragments_are_not_streamed() -> None:
-    modes = [choice.mode for choice in candidates(SyncConfig(mode="auto", every=3), WIRES, 1000)]
+    modes = [choice.mode for choice in candidates(SyncConfig(mode="auto", every=3), AUTO_WIRES, 1000)]
     assert modes == ["ddp", "ddp", "ddp", "diloco"]
 
 
@@ -134,13 +135,13 @@ def test_a_plan_is_confirmed_or_contradicted(planned: str, agrees: bool, says: s
 def test_who_waits_least_is_the_slowest() -> None:
     fast, slow = RankStep(2.0, 0.1, 0.9, 1.5), RankStep(2.0, 0.5, 0.0, 0.6)
     assert slowest([fast, slow]) == slow
-    assert typical([[fast, slow]] * 4) == FirstSteps(2.0, 0.5, 0.6, own_s=1.5)
+    assert typical_step([[fast, slow]] * 4) == FirstSteps(2.0, 0.5, 0.6, own_s=1.5)
 
 
 def test_ranks_that_take_turns_in_being_late_lose_nothing_alone() -> None:
     """In every step one of two is half a second late, and the other waits for it."""
     late, early = RankStep(2.0, 0.5, 0.0, 0.5), RankStep(2.0, 0.5, 0.5, 1.0)
-    assert typical([[late, early], [early, late]] * 2) == FirstSteps(2.0, 0.5, 0.5, own_s=1.25)
+    assert typical_step([[late, early], [early, late]] * 2) == FirstSteps(2.0, 0.5, 0.5, own_s=1.25)
 
 
 def test_few_slow_steps_are_enough() -> None:
@@ -151,7 +152,7 @@ def test_few_slow_steps_are_enough() -> None:
 
 def test_one_odd_step_does_not_decide() -> None:
     usual, odd = [RankStep(1.5, 0.5, 0.0, 0.5)], [RankStep(9.9, 0.9, 0.0, 0.9)]
-    assert typical([usual, usual, odd]) == step(1.0, 0.5)
+    assert typical_step([usual, usual, odd]) == step(1.0, 0.5)
 
 
 # What holds for all times
@@ -167,12 +168,12 @@ MEASURED = st.builds(
 
 @given(MEASURED)
 def test_the_same_exchange_takes_as_long_as_it_did(measured: FirstSteps) -> None:
-    assert expected(measured, FP32, AUTO, DDP).step_s == pytest.approx(measured.step_s)
+    assert expected_option(measured, FP32, AUTO, DDP).step_s == pytest.approx(measured.step_s)
 
 
-@given(MEASURED, st.sampled_from(list(candidates(AUTO, WIRES, 1000))))
+@given(MEASURED, st.sampled_from(list(candidates(AUTO, AUTO_WIRES, 1000))))
 def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: FirstSteps, choice: SyncChoice) -> None:
-    taken_s = expected(measured, FP32, AUTO, choice).step_s - FP32.encode_s(choice)
+    taken_s = expected_option(measured, FP32, AUTO, choice).step_s - FP32.encode_s(choice)
     alone_s = measured.step_s - measured.exposed_s
     within = 1e-9 * (1 + measured.step_s + measured.allreduce_s)
     blocked_s = max(measured.exposed_s, measured.allreduce_s / choice.every if choice.is_outer else 0.0)
@@ -183,26 +184,28 @@ def test_fewer_bytes_never_show_more_and_never_less_than_nothing(measured: First
 def test_there_and_back_again(measured: FirstSteps) -> None:
     """Steps measured with halves say of fp32 at least what would show in proportion."""
     halves = MeasuredExchange(HALVES, SHAPES)
-    shown_s = expected(measured, halves, AUTO, DDP).step_s - (measured.step_s - measured.exposed_s)
+    shown_s = expected_option(measured, halves, AUTO, DDP).step_s - (measured.step_s - measured.exposed_s)
     assert shown_s >= 2 * measured.exposed_s - halves.encode_s(HALVES) - 1e-6
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=5, max_size=5))
 def test_what_costs_accuracy_pays(times: list[float]) -> None:
-    options = [SyncOption(choice, step_s) for choice, step_s in zip(candidates(AUTO, WIRES, 1000), times, strict=True)]
+    options = [
+        SyncOption(choice, step_s) for choice, step_s in zip(candidates(AUTO, AUTO_WIRES, 1000), times, strict=True)
+    ]
     best = pick(options)
     plainer = options[: options.index(best)]
     for other in plainer:
-        gain = OUTER_GAIN if best.choice.is_outer and not other.choice.is_outer else FORMAT_GAIN
-        assert best.step_s * gain <= other.step_s * OUTER_GAIN
+        gain = LEAST_GAIN_OTHER_TRAINING if best.choice.is_outer and not other.choice.is_outer else LEAST_GAIN
+        assert best.step_s * gain <= other.step_s * LEAST_GAIN_OTHER_TRAINING
     assert all(best.step_s < other.step_s for other in plainer)
-    assert best.step_s <= OUTER_GAIN * FORMAT_GAIN * min(times)
+    assert best.step_s <= LEAST_GAIN_OTHER_TRAINING * LEAST_GAIN * min(times)
 
 
 # How it is written down
 
 
-@given(st.sampled_from(["ddp", "local", "diloco", "streaming"]), st.sampled_from(WIRES), st.integers(1, 10**6))
+@given(st.sampled_from(["ddp", "local", "diloco", "streaming"]), st.sampled_from(AUTO_WIRES), st.integers(1, 10**6))
 def test_a_choice_is_read_as_it_was_written(mode: str, wire: str, every: int) -> None:
     choice = parse_choice(f"{mode}:{every},{wire}")
     assert parse_choice(choice.text) == choice

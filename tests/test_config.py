@@ -13,6 +13,7 @@ from shoal.cli.train import FLAGS, flags_to_overrides
 from shoal.config.load import build_config, known_keys, load_config, to_toml
 from shoal.config.presets import PRESETS, depth_overrides
 from shoal.config.schema import Config, DataConfig, ModelConfig
+from shoal.config.sync_choice import TRAIN_METHODS, WIRE_FORMATS
 from shoal.cost.model_size import parameter_count
 from shoal.errors import ConfigError
 
@@ -190,13 +191,13 @@ def test_a_name_that_is_not_utf8_is_refused_before_it_must_be_saved() -> None:
 @pytest.mark.parametrize("text", ["steps == 3", "[train\nsteps = 3", "train.steps = 3\n[train]\n", "\x00"])
 def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, text)
-    assert refusal(file=file).seen.startswith(f"{file} is not valid TOML: ")
+    assert refusal(file=file).seen == f"{file} is not valid TOML"
 
 
 def test_a_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "latin.toml"
     file.write_bytes('[data]\npath = "café"'.encode("latin-1"))
-    assert refusal(file=file).seen.startswith(f"{file} is not valid TOML: ")
+    assert refusal(file=file).seen == f"{file} is not valid TOML"
 
 
 def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path: Path) -> None:
@@ -275,3 +276,14 @@ def test_parameters_by_arithmetic_are_those_of_the_real_model(config: Config) ->
 
 def test_gpt2_has_the_published_number_of_parameters() -> None:
     assert parameter_count(build_config("gpt2-124m").model) == 124_439_808
+
+
+def test_the_docs_describe_every_sync_method_and_wire_format() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    assert [name for name in TRAIN_METHODS if f"`{name}" not in (docs / "sync.md").read_text()] == []
+    assert [name for name in WIRE_FORMATS if f"`{name}" not in (docs / "wires.md").read_text()] == []
+
+
+def test_a_mode_that_is_no_sync_method_is_refused_with_those_there_are() -> None:
+    seen = refusal("sync.mode=dpd").seen
+    assert seen.startswith("sync.mode='dpd': there is no such sync method: use ddp, stock, ")

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from matplotlib.image import imread
 
 from shoal.cli.main import run
 from shoal.config.load import build_config
-from shoal.cost.buckets import AVAILABLE, Lever
+from shoal.config.sync_choice import WIRE_FORMATS
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_setting
+from shoal.cost.strategy import Lever
 from shoal.cost.workload import workload_of
 from shoal.tools.plan.advise import make_plan
 from shoal.tools.plan.figures import draw_plan
@@ -174,10 +176,11 @@ def test_only_what_shoal_can_do_has_a_command(plan: Plan) -> None:
 
 
 def test_a_lever_that_becomes_possible_is_recommended(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AVAILABLE, "int8", False)
+    int8 = WIRE_FORMATS["int8"]
+    monkeypatch.setitem(WIRE_FORMATS, "int8", replace(int8, is_available=False))
     words = ("gpt2-124m", "--nodes", "4", "--link", "300mbit")
     before = plan(*words)["advice"]["recommended"]
-    monkeypatch.setitem(AVAILABLE, "int8", True)
+    monkeypatch.setitem(WIRE_FORMATS, "int8", int8)
     after = plan(*words)["advice"]["recommended"]
     assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, int8")
 

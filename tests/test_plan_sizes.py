@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config.load import build_config
 from shoal.config.schema import DataConfig, ModelConfig, TrainConfig
-from shoal.cost.buckets import Lever
-from shoal.cost.machines import bytes_per_parameter, is_encoded
 from shoal.cost.memory import fits, largest_micro_batch, needed
 from shoal.cost.model_size import activation_bytes, flops_per_token, head_elements, parameter_count, saved_elements
+from shoal.cost.strategy import Lever, bytes_per_parameter, is_encoded
 from shoal.cost.workload import Workload, assumed_shape, assumed_vocabulary, bare_workload, workload_of
 from shoal.data.prepare import prepare
 from shoal.model.gpt import GPT

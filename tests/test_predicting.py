@@ -14,10 +14,18 @@ from shoal.config.load import build_config, load_config, read_profile, write_pro
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelPace, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
-from shoal.cost.buckets import Lever
-from shoal.cost.measured import MeasuredSpeed, between, crowding, measured_network, pace_of, setting_of, spare_cores
+from shoal.cost.measured import (
+    MeasuredSpeed,
+    contention,
+    interpolate,
+    measured_network,
+    model_speed_of,
+    setting_of,
+    spare_cores,
+)
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.predict import predict
+from shoal.cost.strategy import Lever
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
@@ -41,11 +49,11 @@ def profile() -> Profile:
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, 0.3), (2, 0.5), (5, 1.1), (8, 1.7), (16, 3.4)])
 def test_a_size_that_was_not_measured_lies_between_its_neighbours(size: int, seconds: float) -> None:
-    assert between(TIMES, size) == pytest.approx(seconds)
+    assert interpolate(TIMES, size) == pytest.approx(seconds)
 
 
 def test_a_smaller_size_than_any_is_in_proportion() -> None:
-    assert between(((4, 0.8), (8, 1.6)), 1) == pytest.approx(0.2)
+    assert interpolate(((4, 0.8), (8, 1.6)), 1) == pytest.approx(0.2)
 
 
 def pace(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelPace]:
@@ -63,18 +71,18 @@ WIDE = ModelConfig(layers=1, heads=12, width=768, seq_len=128, vocab_size=4096)
 def test_another_model_is_reckoned_between_those_that_were_measured() -> None:
     paces = [*pace("small", SMALL_GPT, 20e9), *pace("wide", WIDE, 40e9)]
     halfway = ModelConfig(layers=6, heads=6, width=384, seq_len=64, vocab_size=1632)
-    found = pace_of(paces, halfway)
+    found = model_speed_of(paces, halfway)
     assert not found.is_measured
-    whole_s = between(found.forward, 4) + between(found.backward, 4)
+    whole_s = interpolate(found.forward, 4) + interpolate(found.backward, 4)
     speed = 4 * 64 * flops_per_token(halfway) / whole_s
     assert speed == pytest.approx((20e9 * 40e9) ** 0.5, rel=0.01)
 
 
 def test_another_vocabulary_is_the_same_model_with_another_head() -> None:
     paces = pace("small", SMALL_GPT, 20e9)
-    found = pace_of(paces, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
+    found = model_speed_of(paces, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
     assert found.is_measured
-    assert between(found.forward, 4) < paces[1].forward_s
+    assert interpolate(found.forward, 4) < paces[1].forward_s
 
 
 def with_nodes(profile: Profile, **changes: object) -> Profile:
@@ -88,20 +96,20 @@ def test_nodes_of_one_machine_share_cores_and_memory(profile: Profile) -> None:
     assert spare_cores(apart, first) == 1.0
     assert spare_cores(shared, shared.nodes[0]) == 0.0
     assert MeasuredSpeed(shared, 2).memory_bytes(0) == MeasuredSpeed(apart, 2).memory_bytes(0) / 2
-    assert crowding(apart, first) == 1.0
+    assert contention(apart, first) == 1.0
 
 
 def test_one_node_alone_is_faster_than_beside_another_on_its_machine(profile: Profile) -> None:
     shared = with_nodes(profile, machine="one")
     workload = workload_of(build_config("grammar", None, {}, []))
-    assert crowding(shared, shared.nodes[0]) > 1
+    assert contention(shared, shared.nodes[0]) > 1
     alone, both = (MeasuredSpeed(shared, 2).in_world(size).work(workload, 0, 8, 1).compute_s for size in (1, 2))
-    assert both == pytest.approx(crowding(shared, shared.nodes[0]) * alone)
+    assert both == pytest.approx(contention(shared, shared.nodes[0]) * alone)
 
 
 def test_a_profile_of_one_rank_says_nothing_of_exchanges(profile: Profile) -> None:
     lonely = profile.model_copy(update={"collectives": ()})
-    with pytest.raises(ConfigError, match="knows nothing about exchanges"):
+    with pytest.raises(ConfigError, match="has no measured exchange"):
         measured_network(lonely).all_reduce(2, 1e6, 4)
     assert measured_network(lonely).all_reduce(1, 1e6, 4).seconds == 0
 
@@ -123,7 +131,7 @@ def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
 
 
 def test_an_older_profile_is_told_apart(profile: Profile) -> None:
-    with pytest.raises(ConfigError, match="does not say how fast a model trains"):
+    with pytest.raises(ConfigError, match="does not contain how fast a model trains"):
         setting_of(with_nodes(profile, paces=()))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.probe import picture_of, print_profile, verdicts
 from shoal.cluster.node import Node
-from shoal.config.load import check_writable, profile_file_to_toml, read_profile, write_profile
+from shoal.config.load import check_writable, profile_to_toml, read_profile, write_profile
 from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.machines import Roofline
@@ -272,7 +272,7 @@ def refusal(file: Path) -> DataError:
 def test_a_damaged_profile_is_refused_with_the_reason(
     profile: Profile, tmp_path: Path, before: str, after: str, seen: str, why: str
 ) -> None:
-    text = profile_file_to_toml(profile)
+    text = profile_to_toml(profile)
     assert before in text
     file = tmp_path / "profile.toml"
     file.write_text(text.replace(before, after, 1))
@@ -282,7 +282,7 @@ def test_a_damaged_profile_is_refused_with_the_reason(
 
 
 def test_a_profile_that_was_cut_off_is_refused_wherever(profile: Profile, tmp_path: Path) -> None:
-    lines = profile_file_to_toml(profile).splitlines(keepends=True)
+    lines = profile_to_toml(profile).splitlines(keepends=True)
     file = tmp_path / "profile.toml"
     for count in range(len(lines)):
         file.write_text("".join(lines[:count]))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.tools.plan.scenario import Checkpoints, Failures, Lognormal, Policy, Scaling, Steady, from_table
+from shoal.tools.plan.scenario import Checkpoints, Failures, Lognormal, Policy, Scaling, Steady
 from shoal.tools.plan.simulation import (
     CAUSES,
     Leg,
@@ -18,8 +18,8 @@ from shoal.tools.plan.simulation import (
     TimeLedger,
     best_every,
     daly_s,
-    outcomes_of,
     simulate,
+    simulate_seeds,
     young_s,
 )
 from tests.simulate_scenes import HOUR, SlowWay, scenario
@@ -32,7 +32,7 @@ POLICIES: tuple[Policy, ...] = ("restart", "live")
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_undisturbed_training_does_exactly_its_steps(policy: Policy) -> None:
-    found = outcomes_of(scenario(policy, step_s=0.5, hours=1, every=None), seeds=1, seed=0)[0]
+    found = simulate_seeds(scenario(policy, step_s=0.5, hours=1, every=None), seeds=1, seed=0)[0]
     assert (found.steps, found.tokens, found.goodput) == (7200, 7_200_000.0, 1.0)
     assert set(found.lost_s.values()) == {0.0}
     assert found.tokens_per_s == pytest.approx(2000.0)
@@ -40,14 +40,14 @@ def test_an_undisturbed_training_does_exactly_its_steps(policy: Policy) -> None:
 
 def test_checkpoints_alone_cost_what_they_take() -> None:
     """Ten steps and a pause of two seconds: 300 times in an hour."""
-    found = outcomes_of(scenario(hours=1, every=10, cost_s=2.0), seeds=1, seed=0)[0]
+    found = simulate_seeds(scenario(hours=1, every=10, cost_s=2.0), seeds=1, seed=0)[0]
     assert found.steps == 3000
     assert found.lost_s["checkpointing"] == pytest.approx(600.0)
     assert found.goodput == pytest.approx(3000 / 3600)
 
 
 def test_hidden_checkpoints_cost_nothing() -> None:
-    found = outcomes_of(scenario(hours=1, every=10, cost_s=2.0, hidden=True), seeds=1, seed=0)[0]
+    found = simulate_seeds(scenario(hours=1, every=10, cost_s=2.0, hidden=True), seeds=1, seed=0)[0]
     assert found.steps == 3600
 
 
@@ -78,7 +78,7 @@ def test_useful_and_lost_time_add_up_to_the_wall_time(
         all_share=all_share, every=every, cost_s=cost_s, min_nodes=max(1, round(min_part * nodes)), spares=spares,
         repair_s=repair_s,
     )  # fmt: skip
-    found = outcomes_of(world, seeds=1, seed=7)[0]
+    found = simulate_seeds(world, seeds=1, seed=7)[0]
     assert found.useful_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s, rel=1e-9)
     assert all(found.lost_s[cause] >= -1e-6 for cause in CAUSES if cause != "straggling")
     bins = len(found.tokens_per_s)
@@ -88,7 +88,7 @@ def test_useful_and_lost_time_add_up_to_the_wall_time(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_seed_gives_the_same_training_again_and_another_seed_another(policy: Policy) -> None:
     world = scenario(policy, mtbf_s=20 * HOUR, straggling=Lognormal(0.1))
-    first, again, other = (outcomes_of(world, 3, seed) for seed in (5, 5, 6))
+    first, again, other = (simulate_seeds(world, 3, seed) for seed in (5, 5, 6))
     assert [each.tokens for each in first] == [each.tokens for each in again]
     assert [each.tokens for each in first] != [each.tokens for each in other]
     assert len({each.tokens for each in first}) == 3
@@ -110,7 +110,7 @@ def test_many_steps_at_once_end_where_single_steps_do(sigma: float, every: int, 
         spares=10_000,
     )  # fmt: skip
     slow = [SlowWay(world, sigma, np.random.default_rng(seed)).steps() for seed in range(60)]
-    fast = [each.steps for each in outcomes_of(world, seeds=400, seed=1)]
+    fast = [each.steps for each in simulate_seeds(world, seeds=400, seed=1)]
     spread = np.std(slow) / math.sqrt(len(slow)) + np.std(fast) / math.sqrt(len(fast))
     assert abs(np.mean(slow) - np.mean(fast)) < 3 * spread
     assert 0.7 < np.std(fast) / np.std(slow) < 1.4
@@ -120,7 +120,7 @@ def test_without_failures_many_steps_at_once_spread_as_single_steps_do() -> None
     world = scenario(nodes=4, step_s=9.0, hours=3, every=100, cost_s=20.0, straggling=Lognormal(0.3))
     endless = scenario(nodes=4, step_s=9.0, hours=3, every=100, cost_s=20.0, mtbf_s=1e12, straggling=Lognormal(0.3))
     slow = [SlowWay(endless, 0.3, np.random.default_rng(seed)).steps() for seed in range(60)]
-    fast = [each.steps for each in outcomes_of(world, seeds=200, seed=1)]
+    fast = [each.steps for each in simulate_seeds(world, seeds=200, seed=1)]
     assert np.mean(fast) == pytest.approx(np.mean(slow), rel=2e-3)
     assert 0.7 < np.std(fast) / np.std(slow) < 1.4
 
@@ -155,7 +155,7 @@ def test_failures_grow_with_the_nodes(nodes: int) -> None:
     """Poisson: the mean of forty trainings lies within four standard errors."""
     world = scenario(nodes=nodes, mtbf_s=1000 * HOUR, spares=10_000, repair_s=0.0)
     expected = nodes * 24 / 1000
-    failures = [each.failures for each in outcomes_of(world, seeds=40, seed=3)]
+    failures = [each.failures for each in simulate_seeds(world, seeds=40, seed=3)]
     assert np.mean(failures) == pytest.approx(expected, abs=4 * math.sqrt(expected / 40))
 
 
@@ -168,17 +168,17 @@ def test_regrouping_live_never_does_worse_than_restarting(mtbf_h: int) -> None:
 
 
 def test_live_redoes_less_than_a_step_for_each_failure() -> None:
-    for found in outcomes_of(scenario("live", nodes=4, mtbf_s=4 * HOUR, step_s=9.0), seeds=5, seed=0):
+    for found in simulate_seeds(scenario("live", nodes=4, mtbf_s=4 * HOUR, step_s=9.0), seeds=5, seed=0):
         assert 0 < found.lost_s["redone"] < found.failures * 9.0 * 4
 
 
 def test_live_without_survivors_goes_back_to_the_checkpoint() -> None:
-    alone = outcomes_of(scenario("live", nodes=1, mtbf_s=2 * HOUR, every=600), seeds=5, seed=0)
+    alone = simulate_seeds(scenario("live", nodes=1, mtbf_s=2 * HOUR, every=600), seeds=5, seed=0)
     assert np.mean([each.lost_s["redone"] / each.failures for each in alone]) == pytest.approx(300, rel=0.3)
 
 
 def test_a_failure_that_hits_all_breaks_no_node() -> None:
-    found = outcomes_of(scenario("live", mtbf_s=20 * HOUR, all_share=1.0), seeds=5, seed=0)
+    found = simulate_seeds(scenario("live", mtbf_s=20 * HOUR, all_share=1.0), seeds=5, seed=0)
     assert all(each.failures > 0 and each.lost_s["reduced"] == each.lost_s["waiting"] == 0 for each in found)
     assert all(each.lost_s["recovery"] == pytest.approx(60 * each.failures, rel=0.2) for each in found)
 
@@ -227,7 +227,7 @@ def test_the_simulator_finds_the_interval_of_young_and_daly() -> None:
 
     def goodput(every: int) -> float:
         world = scenario(nodes=64, mtbf_s=64 * 2 * HOUR, cost_s=30.0, hours=240, spares=10_000, every=every)
-        return float(np.mean([each.goodput for each in outcomes_of(world, seeds=12, seed=0)]))
+        return float(np.mean([each.goodput for each in simulate_seeds(world, seeds=12, seed=0)]))
 
     found = {factor: goodput(round(factor * best)) for factor in (0.2, 0.67, 1.0, 1.5, 5.0)}
     assert max(found, key=lambda factor: found[factor]) in (0.67, 1.0, 1.5)
@@ -253,13 +253,6 @@ def test_the_closed_form_of_the_reliability_study_is_met() -> None:
 
 
 # Step times, ledger and bad input
-
-
-def test_a_table_of_step_times_is_exact_at_its_sizes_and_between_them_for_divided_work() -> None:
-    step_s = from_table({2: 1.0 + 8 / 2, 8: 1.0 + 8 / 8})
-    assert [step_s(2), step_s(8)] == [5.0, 2.0]
-    assert step_s(4) == pytest.approx(1.0 + 8 / 4)
-    assert step_s(1) == 10.0
 
 
 def test_rolling_back_moves_time_from_steps_to_redone() -> None:
@@ -290,7 +283,7 @@ def test_rolling_back_moves_time_from_steps_to_redone() -> None:
         ({"hours": 0.0}, "simulated time", "--hours"),
         ({"hours": math.inf}, "simulated time", "--hours"),
         ({"mtbf_s": 1.0}, "691,200 of them", "--mtbf-hours"),
-        ({"hidden": True, "every": 4, "cost_s": 5.0}, "not whole when the next begins", "--checkpoint-every 5"),
+        ({"hidden": True, "every": 4, "cost_s": 5.0}, "not complete when the next begins", "--checkpoint-every 5"),
     ],
 )
 def test_bad_numbers_are_refused_in_words(wrong: dict[str, float], seen: str, fix: str) -> None:

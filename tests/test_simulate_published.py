@@ -1,11 +1,10 @@
-"""The simulator against published figures; sources and assumptions stand in `shoal.tools.plan.simulation`."""
+"""The simulator against published figures; sources and assumptions stand in `shoal.tools.plan.published`."""
 
 from __future__ import annotations
 
 import pytest
 
-from shoal.tools.plan.scenario import Lognormal, Slowest
-from shoal.tools.plan.simulation import (
+from shoal.tools.plan.published import (
     HOROVOD,
     HOUR,
     LLAMA_INTERRUPTIONS,
@@ -22,6 +21,7 @@ from shoal.tools.plan.simulation import (
     mttf_h,
     validation,
 )
+from shoal.tools.plan.scenario import Lognormal, Slowest
 
 
 def test_llama_3_had_419_interruptions_and_more_than_90_per_cent_effective_time() -> None:

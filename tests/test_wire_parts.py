@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shoal.config.load import build_config
 from shoal.config.sync_choice import WireChoice, parse_wire
-from shoal.cost.buckets import lever_of
 from shoal.cost.model_size import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
 from shoal.cost.network import ring_bytes
+from shoal.cost.strategy import lever_of
 from shoal.errors import ConfigError
 from shoal.sync.compression import base, make_wire
 from shoal.sync.compression import native as compression_native

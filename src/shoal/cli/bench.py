@@ -13,6 +13,7 @@ from shoal.cli.progress import make_display
 from shoal.config.load import build_config, refuse_twice, refuse_without_effect, typed_settings
 from shoal.config.presets import Overrides
 from shoal.config.schema import Config
+from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
 from shoal.errors import UsageError
 from shoal.runs.start import default_out
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
@@ -144,7 +145,8 @@ def _times(ratio: float | None) -> str:
 
 
 # In one place with the command: what measures them imports numpy, and `--help` should not wait for that.
-DEFAULT_LEVERS = "stock,ddp,fp16,bf16,int8,powersgd:4,accumulate:4,local,diloco,streaming"
+_WIRES = (str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32")
+DEFAULT_LEVERS = ",".join(("stock", "ddp", *_WIRES, "accumulate:4", *OUTER_METHODS))
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 

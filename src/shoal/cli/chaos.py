@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from shoal.cli.output import make_console, print_json, shown, stdout_console
+from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
 from shoal.runs.start import default_out
 from shoal.tools.chaos.run import Percentiles, spreads
@@ -352,7 +353,7 @@ def soak(
         typer.Option(
             metavar="MODE",
             help="A way to synchronise, such as ddp, diloco or ddp+int8; repeat it, and they take turns. "
-            "all: ddp, stock, accumulate, local, diloco, streaming.",
+            f"all: {', '.join(TRAINED_METHODS)}.",
             show_default="ddp",
         ),
     ] = None,

@@ -36,7 +36,7 @@ from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
 from shoal.cluster.hosts.ssh import on_each, values_or_raise
 from shoal.cluster.join import parse_invitation
 from shoal.config.load import build_config, load_config, refuse_twice, refuse_without_effect, typed_settings
-from shoal.config.presets import PRESETS, Overrides
+from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
@@ -53,9 +53,7 @@ def host(
     context: typer.Context,
     preset: Annotated[
         str | None,
-        typer.Argument(
-            help="grammar, shakespeare-char or gpt2-124m; or the folder of a run that goes on.", show_default="grammar"
-        ),
+        typer.Argument(help=f"{PRESET_NAMES}; or the folder of a run that goes on.", show_default="grammar"),
     ] = None,
     machines: Annotated[
         int | None, typer.Option(min=2, help="How many take part, this one included.", show_default="2")

@@ -17,10 +17,12 @@ from shoal.cli import simulate as options
 from shoal.cli.output import advising_flags, command, given_settings, print_json, refuse_given, shown, stdout_console
 from shoal.cli.plan_options import LINK, basis
 from shoal.cli.simulate import run_simulation
+from shoal.config.presets import PRESET_NAMES
 from shoal.config.profile import Profile
-from shoal.cost.buckets import Lever
-from shoal.cost.machines import LINKS, MACHINES, bytes_per_parameter
+from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
+from shoal.cost.data_sheets import LINKS, MACHINES
 from shoal.cost.predict import ClusterModel, Prediction, predict
+from shoal.cost.strategy import Lever, bytes_per_parameter
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain, make_plan
@@ -221,7 +223,7 @@ def plan(
     context: typer.Context,
     preset: Annotated[
         list[str] | None,
-        typer.Argument(help="grammar, shakespeare-char or gpt2-124m; with --calibrate: runs.", show_default="grammar"),
+        typer.Argument(help=f"{PRESET_NAMES}; with --calibrate: runs.", show_default="grammar"),
     ] = None,
     nodes: Annotated[
         str | None,
@@ -262,8 +264,8 @@ def plan(
     accumulate: Annotated[
         int | None, typer.Option(help="So many times the batch between two exchanges.", show_default="1")
     ] = None,
-    wire: Annotated[str | None, typer.Option(help="fp32, fp16, bf16, int8 or powersgd:RANK.")] = None,
-    sync: Annotated[str | None, typer.Option(help="ddp, local:STEPS, diloco:STEPS, streaming:STEPS, sharded.")] = None,
+    wire: Annotated[str | None, typer.Option(help=f"{join_or(WIRE_USAGES)}.")] = None,
+    sync: Annotated[str | None, typer.Option(help=f"{', '.join(PLAN_USAGES)}.")] = None,
     on: Annotated[
         str | None,
         typer.Option(help="Where the command to paste would run; nothing is looked at.", show_default="hosts.toml"),

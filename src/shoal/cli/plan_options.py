@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from shoal.config.load import build_config, parse_set, refuse_twice, refuse_without_effect, typed_settings
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
-from shoal.config.schema import ROUND_STEPS, Config, TrainConfig
-from shoal.config.sync_choice import WireName
-from shoal.cost.buckets import Lever, Sync, lever_of
+from shoal.config.schema import Config, TrainConfig
+from shoal.config.sync_choice import PLAN_METHODS, SYNC_METHODS, WIRE_FORMATS
 from shoal.cost.data_sheets import SheetOverrides as Data_sheetsOverrides
 from shoal.cost.data_sheets import describe, find_link, find_machines, make_setting, positive, ring, stack_of
 from shoal.cost.predict import ClusterModel, speeds
+from shoal.cost.strategy import Lever, lever_of
 from shoal.cost.workload import GRADIENT_BYTES, Workload, bare_workload, workload_of
 from shoal.errors import UsageError
 from shoal.tools.plan.advise import Plan, PlanOption
@@ -206,10 +206,10 @@ def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
     if given["accumulate"] is not None:
         overrides["accumulate"] = round(positive("--accumulate", given["accumulate"], 1e6))
     if given["wire"] is not None:
-        name, number = _named("--wire", given["wire"], get_args(WireName))
+        name, number = _named("--wire", given["wire"], tuple(WIRE_FORMATS))
         overrides["wire"] = f"{name}:{number}" if number else name
     if given["sync"] is not None:
-        name, number = _named("--sync", given["sync"], get_args(Sync))
+        name, number = _named("--sync", given["sync"], PLAN_METHODS)
         # Sharded exchanges in every step, as ddp does.
         overrides["mode"] = "ddp" if name == "sharded" else name
         overrides |= {"every": number} if number else {}
@@ -217,7 +217,7 @@ def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_sharded(given: dict[str, Any]) -> bool:
-    return given["sync"] is not None and _named("--sync", given["sync"], get_args(Sync))[0] == "sharded"
+    return given["sync"] is not None and _named("--sync", given["sync"], PLAN_METHODS)[0] == "sharded"
 
 
 def _named(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, int]:
@@ -254,7 +254,7 @@ def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[s
     words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(given) else []
     mode = "stock" if lever.first_bucket_mb is not None and (lever.sync, lever.wire) == ("ddp", "fp32") else lever.sync
     words += ["--sync", mode] if has_file or mode != "ddp" else []
-    words += ["--every", str(lever.every)] if lever.sync in ROUND_STEPS else []
+    words += ["--every", str(lever.every)] if SYNC_METHODS[lever.sync].is_outer else []
     words += ["--accumulate", "1"] if has_file else []
     settings += [f"sync.wire={lever.wire_setting}"] if has_file or lever.wire != "fp32" else []
     world_size = option.row.prediction.world_size

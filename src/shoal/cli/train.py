@@ -39,8 +39,9 @@ from shoal.config.load import (
     refuse_without_effect,
     typed_settings,
 )
-from shoal.config.presets import Overrides, depth_overrides
+from shoal.config.presets import PRESET_NAMES, Overrides, depth_overrides
 from shoal.config.schema import Config
+from shoal.config.sync_choice import OUTER_METHODS, ROUND_STEPS_TEXT, SYNC_HELP, WIRE_HELP
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
@@ -98,9 +99,7 @@ FLAGS = {
 
 @app.command()
 def train(
-    preset: Annotated[
-        str | None, typer.Argument(help="grammar, shakespeare-char or gpt2-124m.", show_default="grammar")
-    ] = None,
+    preset: Annotated[str | None, typer.Argument(help=f"{PRESET_NAMES}.", show_default="grammar")] = None,
     on: Annotated[
         str | None,
         typer.Option(help="local:N, lab:N[,link=1gbit,…], lab[:NAME], a hosts file or join:N.", show_default="local:2"),
@@ -126,18 +125,14 @@ def train(
     scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
     sync: Annotated[
         str | None,
-        typer.Option(
-            help="ddp, accumulate, local, diloco, streaming; auto: by the first steps; stock is plain DDP.",
-            show_default="ddp",
-        ),
+        typer.Option(help=f"How replicas agree. {SYNC_HELP}.", show_default="ddp"),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(help="Steps between exchanges of local, diloco, streaming.", show_default="8 or 50")
+        int | None,
+        typer.Option(help=f"Steps between exchanges of {', '.join(OUTER_METHODS)}.", show_default=ROUND_STEPS_TEXT),
     ] = None,
     accumulate: Annotated[int | None, typer.Option(help="So many times the batch between two exchanges.")] = None,
-    wire: Annotated[
-        str | None, typer.Option(help="How gradients travel: fp32, fp16, bf16, int8, powersgd:RANK.")
-    ] = None,
+    wire: Annotated[str | None, typer.Option(help=f"How gradients are sent. {WIRE_HELP}.")] = None,
     measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
     on_silent_tie: Annotated[
         str | None,

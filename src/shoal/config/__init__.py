@@ -1,1 +1,1 @@
-"""The configuration of a run: schema, presets, loading and saving. Torch-free."""
+"""The configuration of a run: registry of sync methods, schema, presets, files. Does not import torch."""

@@ -1,6 +1,6 @@
-"""From preset, TOML file and `--set` to one validated `Config`, and back to `config.toml`.
+"""Build, check, read and write the configuration of a run, and read and write measured profiles.
 
-Later beats earlier: schema defaults, preset, file, dials and flags, `--set`.
+Later layers win: schema defaults, preset, file, flags, `--set`. Both kinds of files are TOML.
 """
 
 from __future__ import annotations
@@ -17,23 +17,11 @@ from pydantic import ValidationError
 from shoal.config.presets import Overrides, did_you_mean, preset
 from shoal.config.profile import VERSION, Profile
 from shoal.config.schema import Config
-from shoal.errors import ConfigError, DataError
+from shoal.config.sync_choice import SYNC_METHODS
+from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import write_atomically
 
-# Settings that only some ways to synchronise have.
-_OUTER = ("diloco", "streaming", "auto")
-_MODES_OF = {
-    "sync.every": ("local", *_OUTER),
-    "sync.outer_lr": _OUTER,
-    "sync.outer_momentum": _OUTER,
-    "sync.fragments": ("streaming", "auto"),
-    "sync.overlap": ("streaming", "auto"),
-    "sync.bucket_mb": ("ddp", "local", *_OUTER),
-    "sync.planned": ("auto",),
-    "sync.planned_step_s": ("auto",),
-}
-
-# What a run can be resumed with: no step that was done would have been another one.
+# A resumed run may change these: no finished step depends on them.
 _CHANGEABLE = (
     "train.steps",
     "train.eval_every",
@@ -51,10 +39,12 @@ _CHANGEABLE = (
 _WHY_FIXED = {
     "model": "the checkpoint holds a model of this shape",
     "data": "the order of the samples, which the ledger proves, follows from the text and these settings",
-    "train": "the steps that were done belong to this optimisation; with another it would be another training",
-    "sync": "the checkpoint holds what this way to exchange has to remember",
+    "train": "the finished steps belong to this optimisation; other settings would be another training",
+    "sync": "the checkpoint holds the state of this sync method",
     "run": "the run folder and its checkpoints belong to this cluster and launcher",
 }
+
+_PROFILE_HEADER = "# What `shoal probe` measured; `shoal plan` reads it. What the figures mean: docs/probe.md\n"
 
 
 def build_config(
@@ -71,105 +61,13 @@ def build_config(
     return validate(merge(layers), source=str(file) if file else "the command line")
 
 
-def typed_settings(flags: Overrides | None, sets: Iterable[str]) -> list[str]:
-    """The names of the settings that the command line gives, with flags or with `--set`."""
-    layers = [flags or {}, *map(parse_set, sets)]
-    return list(dict.fromkeys(f"{section}.{key}" for layer in layers for section in layer for key in layer[section]))
-
-
-def refuse_twice(flags: Mapping[str, str], sets: Iterable[str]) -> None:
-    """Refuse a setting that is given by a flag and with `--set`; `flags` are those on the command line, by setting."""
-    for key in typed_settings(None, sets):
-        if key in flags:
-            raise ConfigError(
-                f"{key} is given twice: with {flags[key]} and with --set",
-                why="only one of them can count",
-                fix=f"leave one out: {flags[key]}, or --set {key}=…",
-            )
-
-
-def refuse_without_effect(config: Config, settings: Iterable[str]) -> None:
-    """Refuse a setting of the command line that a new run would ignore because of another setting.
-
-    A file with settings may serve several ways to train, so what only stands there is accepted.
-    """
-    for key in settings:
-        if (reason := _no_effect(config, key)) is not None:
-            why, fix = reason
-            raise ConfigError(f"{key} has no effect here", why=why, fix=f"leave it out, or: {fix}")
-
-
-def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
-    """Why a setting has no effect and what would give it one; None for a setting that counts."""
-    mode, data = config.sync.mode, config.data
-    modes = _MODES_OF.get(key)
-    if modes is not None and mode not in modes:
-        return f"it belongs to sync.mode {' or '.join(modes)}, and this run has {mode}", f"--set sync.mode={modes[0]}"
-    if key == "data.bpe_vocab" and data.tokenizer != "bpe":
-        return f"the {data.tokenizer} tokenizer has a vocabulary of its own", "--set data.tokenizer=bpe"
-    if key == "data.sentences" and (data.path is not None or data.builtin != "grammar"):
-        return "it says how many sentences are generated, and this run has a text", "leave the text out"
-    if key == "data.builtin" and data.path is not None:
-        return f"data.path={data.path} is the text", "leave data.path out"
-    # All ranks compare their digests, whatever started them.
-    if key.startswith("members.") and key != "members.digest_every" and config.run.launcher != "shoal":
-        return f"with run.launcher={config.run.launcher} the members of a run never change", "--set run.launcher=shoal"
-    if key == "run.lineage":
-        return "it is for a run that goes on, and this one begins", "shoal train --resume RUN --lineage LINEAGE"
-    if key == "run.preset":
-        return "a preset is chosen before settings are applied", "name it as the first argument: shoal train PRESET"
-    return None
-
-
-def refuse_fixed(settings: Mapping[str, str]) -> None:
-    """Refuse to change a setting with which the steps of a run were done; `settings` are those that the command line
-    gives, each with the words that give it."""
-    for key, given in settings.items():
-        if key in known_keys() and (why := _why_fixed(key)) is not None:
-            raise ConfigError(
-                f"{given} cannot be changed when a run is resumed",
-                why=why,
-                fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
-            )
-
-
-def _why_fixed(key: str) -> str | None:
-    """Why a resumed run keeps a setting; None where it may change."""
-    section, _, _ = key.partition(".")
-    if section == "members" or key in _CHANGEABLE:
-        return None
-    if key == "run.lineage":
-        return "the training to go on with is named by --lineage"
-    return _WHY_FIXED[section]
-
-
-def change_settings(config: Config, changes: Overrides) -> tuple[Config, list[str]]:
-    """The settings of a resumed run, and what is different, as `train.steps: 40 → 80`."""
-    before = config.model_dump()
-    changed = validate(merge([before, changes]), source="the command line")
-    after = changed.model_dump()
-    differences = [
-        f"{section}.{key}: {_shown(before[section][key])} → {_shown(value)}"
-        for section, values in after.items()
-        for key, value in values.items()
-        if value != before[section][key]
-    ]
-    return changed, differences
-
-
-def _shown(value: object) -> str:
-    return "unset" if value is None else str(value)
-
-
-def validate(values: Mapping[str, Any], source: str) -> Config:
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise _explain(error, source) from None
+def load_config(file: Path) -> Config:
+    """Read a saved `config.toml`."""
+    return validate(read_toml(file), source=str(file))
 
 
 def merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Section by section; unknown sections, and values that are no section, are kept for validation to refuse."""
+    """Merge section by section. Keep unknown sections and values that are no section, for validation to refuse."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for section, values in layer.items():
@@ -180,7 +78,7 @@ def merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def parse_set(assignment: str) -> Overrides:
-    """`train.steps=200`; the value is TOML where it parses as TOML, otherwise a plain string."""
+    """Read `train.steps=200`. The value is TOML where it parses as TOML, otherwise a plain string."""
     key, equals, text = assignment.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
@@ -195,36 +93,24 @@ def parse_set(assignment: str) -> Overrides:
     return {section: {name: value}}
 
 
-def read_toml(file: Path) -> dict[str, Any]:
+def validate(values: Mapping[str, Any], source: str) -> Config:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {file}", fix=f"check the path: ls {file.parent}") from None
-    # Not only tomllib's own: a number of thousands of digits and endless brackets have other names.
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}", fix="see https://toml.io for the format") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", fix=f"look at it: ls -ld {file}") from None
-
-
-def load_config(file: Path) -> Config:
-    """A saved `config.toml`, whole."""
-    return validate(read_toml(file), source=str(file))
-
-
-def to_toml(config: Config) -> str:
-    """Flat sections of scalars are all a `Config` has, so this writes just those; an unset key is left out."""
-    lines: list[str] = []
-    for section, values in config.model_dump(mode="json").items():
-        lines.append(f"[{section}]")
-        lines.extend(f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None)
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    # JSON's strings, booleans and numbers are TOML's too, but for DEL, which TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return Config.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    key, message = _locate(first)
+    section, dot, _ = key.partition(".")
+    if first["type"] == "extra_forbidden":
+        why = did_you_mean(key, known_keys() if dot else Config.model_fields)
+        names = f"{section} has: {', '.join(_keys(section))}" if dot else ""
+        fix = names or f"sections are: {', '.join(Config.model_fields)}"
+        raise ConfigError(f"unknown setting {key} in {source}", why=why, fix=fix)
+    if first["type"] == "model_type":
+        raise ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
+    seen, fix = message, "correct one of them"
+    if dot:
+        seen, fix = f"{key}={first['input']!r}: {_lower_first(message)}", f"correct it, or: --set {key}=…"
+    raise ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
 
 
 def known_keys() -> list[str]:
@@ -235,126 +121,217 @@ def _keys(section: str) -> list[str]:
     return list(Config.model_fields[section].annotation.model_fields)  # type: ignore[union-attr]
 
 
-def _explain(error: ValidationError, source: str) -> ConfigError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return _unknown(key, source)
-    if first["type"] == "model_type":
-        return ConfigError(f"{key} in {source} is a section, not a value", fix=f"write [{key}] and its settings below")
-    seen, fix = first["msg"].removeprefix("Value error, "), "correct one of them"
-    if "." in key:
-        seen, fix = f"{key}={first['input']!r}: {seen[0].lower()}{seen[1:]}", f"correct it, or: --set {key}=…"
-    return ConfigError(seen, why=f"this comes from {source}, or from the preset", fix=fix)
+def _locate(error: Any) -> tuple[str, str]:
+    """Return the key that an error of pydantic names, and its message."""
+    return ".".join(str(part) for part in error["loc"]), error["msg"].removeprefix("Value error, ")
 
 
-def _unknown(key: str, source: str) -> ConfigError:
-    section, dot, _ = key.partition(".")
-    why = did_you_mean(key, known_keys() if dot else Config.model_fields)
-    known = f"{section} has: {', '.join(_keys(section))}" if dot else f"sections are: {', '.join(Config.model_fields)}"
-    return ConfigError(f"unknown setting {key} in {source}", why=why, fix=known)
+def _lower_first(message: str) -> str:
+    return message[0].lower() + message[1:]
 
 
-# SECTION config/profile_file
-# A profile as a TOML file: written whole or not at all, and refused when it is not what we wrote.
+# Settings of the command line that cannot have an effect
 
 
-_HEAD = "# What `shoal probe` measured; `shoal plan` reads it. What the figures mean: docs/probe.md\n"
+def typed_settings(flags: Overrides | None, sets: Iterable[str]) -> list[str]:
+    """Return the names of the settings that the command line gives, with flags or with `--set`."""
+    layers = [flags or {}, *map(parse_set, sets)]
+    return list(dict.fromkeys(f"{section}.{key}" for layer in layers for section in layer for key in layer[section]))
+
+
+def refuse_twice(flags: Mapping[str, str], sets: Iterable[str]) -> None:
+    """Refuse a setting that is given by a flag and with `--set`; `flags` maps settings to the flags that were used."""
+    for key in typed_settings(None, sets):
+        if key in flags:
+            raise ConfigError(
+                f"{key} is given twice: with {flags[key]} and with --set",
+                why="only one of them can count",
+                fix=f"leave one out: {flags[key]}, or --set {key}=…",
+            )
+
+
+def refuse_without_effect(config: Config, settings: Iterable[str]) -> None:
+    """Refuse a setting of the command line that a new run would ignore because of another setting.
+
+    A file may serve several kinds of runs, so a setting that only the file gives is accepted.
+    """
+    for key in settings:
+        if (reason := _no_effect(config, key)) is not None:
+            why, fix = reason
+            raise ConfigError(f"{key} has no effect here", why=why, fix=f"leave it out, or: {fix}")
+
+
+def _no_effect(config: Config, key: str) -> tuple[str, str] | None:
+    """Return why a setting has no effect and what would give it one; None for a setting that counts."""
+    mode, data = config.sync.mode, config.data
+    section, _, name = key.partition(".")
+    modes = [method.name for method in SYNC_METHODS.values() if section == "sync" and name in method.settings]
+    if modes and mode not in modes:
+        return f"it belongs to sync.mode {' or '.join(modes)}, and this run has {mode}", f"--set sync.mode={modes[0]}"
+    if key == "data.bpe_vocab" and data.tokenizer != "bpe":
+        return f"the {data.tokenizer} tokenizer has a vocabulary of its own", "--set data.tokenizer=bpe"
+    if key == "data.sentences" and (data.path is not None or data.builtin != "grammar"):
+        return "it is the number of generated sentences, and this run has a text", "leave the text out"
+    if key == "data.builtin" and data.path is not None:
+        return f"data.path={data.path} is the text", "leave data.path out"
+    # All ranks compare their digests, whichever launcher started them.
+    if section == "members" and name != "digest_every" and config.run.launcher != "shoal":
+        return f"with run.launcher={config.run.launcher} the members of a run never change", "--set run.launcher=shoal"
+    if key == "run.lineage":
+        return "it is for a run that is resumed, and this one is new", "shoal train --resume RUN --lineage LINEAGE"
+    if key == "run.preset":
+        return "a preset is chosen before settings are applied", "name it as the first argument: shoal train PRESET"
+    return None
+
+
+# Settings of a resumed run
+
+
+def refuse_fixed(settings: Mapping[str, str]) -> None:
+    """Refuse to change a setting that finished steps depend on; `settings` maps each setting to how it was written."""
+    for key, written in settings.items():
+        section, _, _ = key.partition(".")
+        if key not in known_keys() or section == "members" or key in _CHANGEABLE:
+            continue
+        is_lineage = key == "run.lineage"
+        raise ConfigError(
+            f"{written} cannot be changed when a run is resumed",
+            why="the lineage to continue is named by --lineage" if is_lineage else _WHY_FIXED[section],
+            fix=f"leave it out, or start a new run; what can be changed: {', '.join(_CHANGEABLE)}, members.…",
+        )
+
+
+def change_settings(config: Config, changes: Overrides) -> tuple[Config, list[str]]:
+    """Return the settings of a resumed run, and the differences, such as `train.steps: 40 → 80`."""
+    before = config.model_dump()
+    changed = validate(merge([before, changes]), source="the command line")
+
+    def shown(value: object) -> str:
+        return "unset" if value is None else str(value)
+
+    differences = [
+        f"{section}.{key}: {shown(before[section][key])} → {shown(value)}"
+        for section, values in changed.model_dump().items()
+        for key, value in values.items()
+        if value != before[section][key]
+    ]
+    return changed, differences
+
+
+# Profiles
 
 
 def read_profile(path: Path) -> Profile:
-    document = _parse(path)
+    document = _read_profile_document(path)
     version = document.get("shoal_profile")
     if version is None:
-        raise DataError(f"{path} is no profile of a cluster", why="it has no shoal_profile", fix=_again(path))
+        raise DataError(f"{path} is no profile of a cluster", why="it has no shoal_profile", fix=_probe_command(path))
     if version != VERSION:
-        newer = isinstance(version, int) and version > VERSION
-        why = "a newer shoal wrote it" if newer else f"this shoal reads version {VERSION}"
-        raise DataError(f"{path} is a profile of version {version!r}", why=why, fix=_again(path))
+        is_newer = isinstance(version, int) and version > VERSION
+        why = "a newer shoal wrote it" if is_newer else f"this shoal reads version {VERSION}"
+        raise DataError(f"{path} is a profile of version {version!r}", why=why, fix=_probe_command(path))
     try:
         return Profile.model_validate(document)
     except ValidationError as error:
-        raise DataError(f"the profile {path} is damaged", why=_explain_profile_file(error), fix=_again(path)) from None
+        key, message = _locate(error.errors()[0])
+        why = f"{key}: {_lower_first(message)}" if key else message
+        raise DataError(f"the profile {path} is damaged", why=why, fix=_probe_command(path)) from None
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     try:
-        write_atomically(path, profile_file_to_toml(profile))
+        write_atomically(path, profile_to_toml(profile))
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}", fix="choose another file: -o FILE") from None
 
 
 def check_writable(path: Path) -> None:
-    """Before a minute of measuring: the folder is there, and nothing but an older profile would be replaced."""
+    """Check, before a minute of measuring, that the folder exists and that only an older profile would be replaced."""
     if not path.parent.is_dir():
         raise DataError(f"there is no folder {path.parent}", fix=f"make it: mkdir -p {shlex.quote(str(path.parent))}")
     if path.exists():
         try:
-            is_ours = "shoal_profile" in _parse(path)
+            is_profile = "shoal_profile" in _read_profile_document(path)
         except DataError:
-            is_ours = False
-        if not is_ours:
+            is_profile = False
+        if not is_profile:
             raise DataError(
-                f"{path} is there already, and is no profile",
+                f"{path} exists already, and is no profile",
                 why="only an older profile is replaced",
                 fix="choose another file: -o FILE",
             )
 
 
-def profile_file_to_toml(profile: Profile) -> str:
-    return _HEAD + "\n".join(_table("", profile.model_dump(mode="json", exclude_none=True))) + "\n"
+def _read_profile_document(path: Path) -> dict[str, Any]:
+    return _read_document(path, DataError, "profile", _probe_command(path), _probe_command(path))
 
 
-def _table(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Plain values first: what stands below a header belongs to it. Lists of tables are spelt out at the top level
-    only, so that a measured point is one line."""
-    later = {key: value for key, value in values.items() if _is_table(value) or (not name and _is_tables(value))}
+def _probe_command(path: Path) -> str:
+    return f"measure it: shoal probe --on … -o {shlex.quote(str(path))}"
+
+
+# TOML
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    missing_fix, invalid_fix = f"check the path: ls {file.parent}", "see https://toml.io for the format"
+    return _read_document(file, ConfigError, "configuration file", missing_fix, invalid_fix)
+
+
+def _read_document(
+    path: Path, error_type: type[ShoalError], what: str, missing_fix: str, invalid_fix: str
+) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error_type(f"there is no {what} {path}", fix=missing_fix) from None
+    # Not only tomllib's own error: a number of thousands of digits and endless brackets raise others.
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{path} is not valid TOML", why=str(error), fix=invalid_fix) from None
+    except OSError as error:
+        raise error_type(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
+
+
+def to_toml(config: Config) -> str:
+    """Return the text of `config.toml`; an unset key is left out."""
+    return _document_text(config.model_dump(mode="json", exclude_none=True))
+
+
+def profile_to_toml(profile: Profile) -> str:
+    return _PROFILE_HEADER + _document_text(profile.model_dump(mode="json", exclude_none=True))
+
+
+def _document_text(document: Mapping[str, Any]) -> str:
+    return "\n".join(_table_lines("", document)).lstrip("\n") + "\n"
+
+
+def _table_lines(name: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield plain values first, because a key below a header belongs to that header. Only lists of tables at the top
+    level become `[[name]]`, so that a measured point stays one line."""
+    tables = {key: value for key, value in values.items() if _is_table(value) or (not name and _is_table_list(value))}
     for key, value in values.items():
-        if key not in later:
-            yield f"{key} = {_value(value)}"
-    for key, value in later.items():
-        full = f"{name}.{key}" if name else key
+        if key not in tables:
+            yield f"{key} = {_value_text(value)}"
+    for key, value in tables.items():
+        full_name = f"{name}.{key}" if name else key
         for entry in value if isinstance(value, list) else [value]:
             yield ""
-            yield f"[[{full}]]" if isinstance(value, list) else f"[{full}]"
-            yield from _table(full, entry)
+            yield f"[[{full_name}]]" if isinstance(value, list) else f"[{full_name}]"
+            yield from _table_lines(full_name, entry)
 
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _is_tables(value: Any) -> bool:
+def _is_table_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_table, value))
 
 
-def _value(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if _is_table(value):
-        return "{" + ", ".join(f"{key} = {_value(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_value_text(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
-        parts = [_value(part) for part in value]
-        return "[" + "".join(f"\n  {part}," for part in parts) + "\n]" if parts else "[]"
-    # JSON's strings, booleans and numbers are TOML's too, but for DEL, which TOML wants escaped.
+        return "[" + "".join(f"\n  {_value_text(part)}," for part in value) + "\n]" if value else "[]"
+    # JSON's strings, booleans and numbers are valid TOML, except DEL, which TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"there is no profile {path}", fix=_again(path)) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid TOML", why=str(error), fix=_again(path)) from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
-
-
-def _explain_profile_file(error: ValidationError) -> str:
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    said = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {said[0].lower()}{said[1:]}" if place else said
-
-
-def _again(path: Path) -> str:
-    return f"measure it: shoal probe --on … -o {shlex.quote(str(path))}"

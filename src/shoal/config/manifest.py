@@ -1,6 +1,6 @@
-"""The manifest of a run: what ran where and what came of it, in one flat file that outlives its machine.
+"""The manifest of a run: what ran where and its results, in one flat file that outlives its machine.
 
-None means "not measured" throughout; a loss that was measured and is no number is written as "NaN".
+None means "not measured"; a loss that was measured and is not a number is written as "NaN".
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ class ManifestRecord(BaseModel):
 
 
 class NodeRecord(ManifestRecord):
-    """One machine; `threads` is what each of its ranks computes with."""
-
     name: str
     cpu: str | None = None
     cores: int | None = None
@@ -26,15 +24,14 @@ class NodeRecord(ManifestRecord):
     arch: str | None = None
     os: str | None = None
     device: str | None = None
-    threads: int | None = None
+    threads: int | None = None  # of each rank
     ranks: int
     interface: str | None = None
     link_mbps: float | None = None
 
 
 class ChoiceRecord(ManifestRecord):
-    """What `sync.mode=auto` chose after `step`, by the times that were measured until then, and what it expected of a
-    step from then on. `agrees` with what was `planned`, where anything was."""
+    """What `sync.mode=auto` chose after `step`, by the times measured until then."""
 
     step: int
     sync: str
@@ -42,8 +39,8 @@ class ChoiceRecord(ManifestRecord):
     every: int
     why: str
     planned: str | None = None
-    agrees: bool | None = None
-    expected_step_s: float | None = None
+    agrees: bool | None = None  # with what was planned
+    expected_step_s: float | None = None  # from then on
     measured_step_s: float | None = None
     measured_exposed_s: float | None = None
     measured_own_s: float | None = None
@@ -51,21 +48,19 @@ class ChoiceRecord(ManifestRecord):
 
 
 class SyncRecord(ManifestRecord):
-    """The choices that trade communication against work, as they were at the end. `accumulation` is micro-batches a
-    rank does per step, `every` the steps from one exchange to the next, `asked` the configured `sync.mode`."""
+    """The sync strategy at the end of the run."""
 
-    accumulation: int | None
+    accumulation: int | None  # micro-batches of a rank per step
     bucket_mb: float | None
     overlap: bool
     wire: str
-    every: int = 1
-    asked: str = "ddp"
+    every: int = 1  # steps from one exchange to the next
+    asked: str = "ddp"  # the configured `sync.mode`
     choice: ChoiceRecord | None = None
 
 
 class PredictionRecord(ManifestRecord):
-    """What was expected of a step before the run: seconds by phase, which add up to `step_s`; `comm_s` is how long the
-    exchange would take by itself. `is_measured`: the profile knows this very model, and not only others like it."""
+    """The predicted step: seconds by phase, which add up to `step_s`."""
 
     step_s: float
     compute_s: float
@@ -73,52 +68,42 @@ class PredictionRecord(ManifestRecord):
     wait_s: float
     optimizer_s: float
     other_s: float
-    comm_s: float
+    comm_s: float  # of the exchange by itself
     tokens_per_s: float
     profile: str
     profile_created: str
-    is_measured: bool
+    is_measured: bool  # the profile contains this model, not only others like it
 
 
 class RecoveryRecord(ManifestRecord):
-    """One change of who took part: `generation` went on after `step` with these ranks, `seconds` after the first of
-    them had stopped its next step was done. `stands` is false where its lineage was given up later."""
+    """One change of the members: `generation` continued after `step` with these ranks."""
 
     generation: str
     lineage: str
-    stands: bool
+    stands: bool  # false where its lineage was abandoned later
     step: int
     members: list[int]
-    seconds: float | None
+    seconds: float | None  # from the first rank's stop until the next step was done
     text: str
 
 
 class Manifest(ManifestRecord):
-    """Times are from the second half of the run: medians. `phases` are the median step divided among its phases, so
-    that they add up to it. All-reduce times are None where they were not measured, as with stock DDP. Bytes are
-    per step and rank. Where the world changed, they are of the steps that `world_size` ranks did together; `members`
-    are the ids of those who took part at last.
-    """
+    """Times are medians over the second half of the run. Bytes are per step and rank. Where the number of ranks
+    changed, figures are of the steps that `world_size` ranks did together."""
 
     shoal_manifest: int = 1
     created: str | None
     status: Literal["finished", "interrupted", "failed", "unfinished"]
 
-    on: str = ""
-    """Where it ran, as `--on` names it."""
-    lab: str | None = None
-    """The emulated cluster it ran in, if it did."""
-    commands: list[str] = []
-    """What was typed for each launch, without secrets; none where another launcher started the ranks."""
-    duration_s: float | None = None
-    """From start to end, in all launches together, on the rank that was there longest."""
+    on: str = ""  # where it ran, as `--on` names it
+    lab: str | None = None  # the emulated cluster it ran in
+    commands: list[str] = []  # of each launch, without secrets; none where another launcher started the ranks
+    duration_s: float | None = None  # of all launches together, on the rank that took part longest
     preset: str
     seed: int
     launcher: str
-    backend: str | None
-    """What carried the gradients: gloo, nccl, or shared memory between ranks of one machine."""
-    process_group: str | None = None
-    """torch.distributed's own backend, which carries everything else."""
+    backend: str | None  # what carried the gradients: gloo, nccl, or shared memory between ranks of one machine
+    process_group: str | None = None  # torch.distributed's backend, which carries everything else
     world_size: int
     nodes: list[NodeRecord]
     versions: dict[str, str]
@@ -144,8 +129,8 @@ class Manifest(ManifestRecord):
     step_s_predicted: float | None = None
     prediction: PredictionRecord | None = None
     prediction_notes: str | None = None
-    phases: dict[str, float]
-    allreduce_mean_ms: float | None
+    phases: dict[str, float]  # the median step divided among its phases, which add up to it
+    allreduce_mean_ms: float | None  # None where not measured, as with stock DDP
     allreduce_p50_ms: float | None
     allreduce_p95_ms: float | None
     wire_bytes_per_step: float | None
@@ -156,7 +141,7 @@ class Manifest(ManifestRecord):
     tokens_per_sec_1proc: float | None
     tokens_per_sec_2proc: float | None
 
-    members: list[int] = []
+    members: list[int] = []  # ids of the ranks at the end
     generations: int = 1
     lineage: str | None = None
     recoveries: list[RecoveryRecord] = []

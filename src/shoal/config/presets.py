@@ -1,4 +1,4 @@
-"""Presets: named starting points, each only what differs from the defaults of the schema."""
+"""Presets: named starting points. Each lists only what differs from the defaults of the schema."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from shoal.config.sync_choice import join_or
 from shoal.errors import ConfigError
 
 Overrides = dict[str, dict[str, Any]]
@@ -13,9 +14,9 @@ Overrides = dict[str, dict[str, Any]]
 HEAD_WIDTH = 64
 
 PRESETS: dict[str, Overrides] = {
-    # The demo: depth 3 on the dial, learns English verb forms from a generated corpus in a minute on two cores.
+    # The demo, of depth 3: learns English verb forms from a generated corpus in a minute on two cores.
     "grammar": {},
-    # nanoGPT's CPU setting for tiny Shakespeare; 2,000 steps of it reach a validation loss of 1.88 there. Without
+    # nanoGPT's CPU setting for tiny Shakespeare, which reaches a validation loss of 1.88 there in 2,000 steps. Without
     # `data.path` it trains on the two plays that come with shoal, a quarter of that text.
     "shakespeare-char": {
         "model": {"layers": 4, "heads": 4, "width": 128, "seq_len": 64},
@@ -47,6 +48,9 @@ PRESETS: dict[str, Overrides] = {
 }
 
 
+PRESET_NAMES = join_or(tuple(PRESETS))
+
+
 def preset(name: str) -> Overrides:
     if name not in PRESETS:
         raise ConfigError(
@@ -58,13 +62,13 @@ def preset(name: str) -> Overrides:
 
 
 def depth_overrides(depth: int) -> Overrides:
-    """One dial: width and heads follow from depth, 64 wide a head and a head a layer, as GPT-2 (depth 12) does."""
+    """Derive width and heads from the depth: 64 wide per head and one head per layer, as in GPT-2 (depth 12)."""
     if depth < 1:
         raise ConfigError(f"--depth {depth}: a model has at least one layer", fix="use --depth 3 (the demo's size)")
     return {"model": {"layers": depth, "heads": depth, "width": HEAD_WIDTH * depth}}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'train.steps'?`, or nothing when nothing is near."""
+    """Return `did you mean 'train.steps'?`, or an empty string if no name is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else ""

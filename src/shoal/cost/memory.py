@@ -1,4 +1,4 @@
-"""What a rank keeps in memory while it trains, and whether it fits."""
+"""What a rank keeps in memory while it trains, whether it fits, and what to do when it does not."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ from bisect import bisect_left
 from dataclasses import dataclass, fields
 
 from shoal.config.schema import Config
+from shoal.config.sync_choice import SYNC_METHODS
 from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
-from shoal.cost.buckets import Lever
 from shoal.cost.model_size import activation_bytes
+from shoal.cost.strategy import Lever
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError
 
 _FLOAT_BYTES = 4
-# The interpreter with torch in it, and what the allocator and the system want beside.
+# The interpreter with torch, and what the allocator and the system need.
 PROCESS_BYTES = 600e6
-# A machine whose memory is full to the last byte swaps.
+# A machine whose memory is completely full swaps.
 USABLE = 0.9
+
+RELIEF = "use a smaller --micro-batch or --seq-len"
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """`copies` is what a lever adds: error feedback, a master copy of halves, the outer optimizer's weights."""
+    """Bytes of one rank."""
 
     weights: float
     gradients: float
     moments: float
-    copies: float
+    copies: float  # error feedback, an fp32 copy of 16-bit weights, the outer optimizer's parameters
     activations: float
 
     @property
@@ -34,68 +37,54 @@ class MemoryNeed:
         return PROCESS_BYTES + sum(float(getattr(self, field.name)) for field in fields(self))
 
 
-def needed(workload: Workload, lever: Lever, micro_batch: int, world_size: int) -> MemoryNeed:
-    """By DDP every rank keeps everything, however many there are; only sharding divides it."""
+def needed(workload: Workload, strategy: Lever, micro_batch: int, world_size: int) -> MemoryNeed:
+    """Return what a rank needs. With DDP every rank keeps everything; only sharding divides it."""
     size, element = workload.parameters, workload.gradient_bytes
-    part = 1 / world_size if lever.sync == "sharded" else 1.0
+    is_sharded = strategy.sync == "sharded"
+    share = 1 / world_size if is_sharded else 1.0
+    master_bytes = _FLOAT_BYTES if element < _FLOAT_BYTES else 0
+    gathered = 0.0
+    if is_sharded:
+        # Two layers with all their weights and gradients: the current one, and the one that is fetched meanwhile.
+        largest = max(gradient.parameters for gradient in workload.gradients())
+        gathered = 2.0 * element * max(largest, size / workload.shape.layers)
     return MemoryNeed(
-        weights=part * element * size,
-        gradients=part * element * size,
-        moments=part * 2 * _FLOAT_BYTES * size,
-        copies=part * (copied_bytes(lever) + _master_bytes(element)) * size + _gathered(workload, lever),
+        weights=share * element * size,
+        gradients=share * element * size,
+        moments=share * 2 * _FLOAT_BYTES * size,
+        copies=share * (copied_bytes(strategy) + master_bytes) * size + gathered,
         activations=activation_bytes(workload.shape, micro_batch, element),
     )
+
+
+def copied_bytes(strategy: Lever) -> int:
+    """Return the bytes per parameter that error feedback and the outer optimizer add."""
+    copies = strategy.format.has_error_feedback + SYNC_METHODS[strategy.sync].outer_copies
+    return _FLOAT_BYTES * copies
 
 
 def fits(memory: MemoryNeed, available_bytes: float) -> bool:
     return memory.total <= USABLE * available_bytes
 
 
-def largest_micro_batch(workload: Workload, lever: Lever, world_size: int, available_bytes: float) -> int:
-    """How many sequences at once a rank has room for; 0 where not even the model fits."""
+def largest_micro_batch(workload: Workload, strategy: Lever, world_size: int, available_bytes: float) -> int:
+    """Return how many sequences at once a rank has room for; 0 where not even the model fits."""
 
     def is_too_much(sequences: int) -> bool:
-        return not fits(needed(workload, lever, sequences, world_size), available_bytes)
+        return not fits(needed(workload, strategy, sequences, world_size), available_bytes)
 
-    each = needed(workload, lever, 2, world_size).total - needed(workload, lever, 1, world_size).total
-    most = 1 + int(available_bytes / each)
+    one, two = (needed(workload, strategy, sequences, world_size).total for sequences in (1, 2))
+    most = 1 + int(available_bytes / (two - one))
     return max(0, bisect_left(range(1, most + 1), True, key=is_too_much))
 
 
-def copied_bytes(lever: Lever) -> int:
-    """A parameter. What a coarse format left out is kept for the next step; whoever exchanges weights keeps those of
-    the last exchange, DiLoCo also the momentum of its outer optimizer."""
-    feedback = _FLOAT_BYTES if lever.wire in ("int8", "powersgd") else 0
-    outer = {"local": 1, "diloco": 2, "streaming": 2}.get(lever.sync, 0) * _FLOAT_BYTES
-    return feedback + outer
-
-
-def _master_bytes(element: int) -> int:
-    """Halves are updated in a float copy."""
-    return _FLOAT_BYTES if element < _FLOAT_BYTES else 0
-
-
-def _gathered(workload: Workload, lever: Lever) -> float:
-    """Two layers with all their weights and gradients: the one at work, and the one that is fetched meanwhile."""
-    if lever.sync != "sharded":
-        return 0.0
-    largest = max(gradient.parameters for gradient in workload.gradients())
-    return 2.0 * workload.gradient_bytes * max(largest, workload.parameters / workload.shape.layers)
-
-
-# SECTION cost/relief
-# What to type when a rank ran out of memory.
-
-
-RELIEF = "use a smaller --micro-batch or --seq-len"
-
-
 def relief(config: Config, ranks: int) -> str:
-    """Activations grow with the micro-batch and the training does not depend on it, so that is the first to shrink."""
+    """Return what to type when a rank ran out of memory. Activations grow with the micro-batch, and the training does
+    not depend on it, so that is reduced first."""
     try:
         weights = rank_weights(config.run, ranks)
     except ConfigError:
-        # Machines have come or gone since the weights were given.
+        # Machines joined or left since the weights were given.
         return RELIEF
     half = half_micro_batch(config.train, weights)
     if half is None:

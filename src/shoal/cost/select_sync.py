@@ -1,7 +1,7 @@
-"""Which way to synchronise: from the time that a step takes, or would take, in each of them.
+"""Select a sync method and wire format from the step times of all candidates.
 
-A plan knows these times by a profile, and a run by its own first steps; both choose among the same ways, by the same
-rule. Ways are tried from the plainest on, and one that costs accuracy must be worth it.
+A plan predicts these times from a profile, a run from its own first steps; both use the same candidates and the same
+rule. Candidates are ordered from the plainest on, and one that costs accuracy must be worth it.
 """
 
 from __future__ import annotations
@@ -12,33 +12,37 @@ from dataclasses import dataclass
 from statistics import median
 
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import SyncChoice, parse_choice, parse_wire
-from shoal.cost.buckets import Lever
-from shoal.cost.machines import cpu_encode_s
+from shoal.config.sync_choice import AUTO_WIRES, SYNC_METHODS, WIRE_FORMATS, SyncChoice, parse_choice
 from shoal.cost.memory import copied_bytes
 from shoal.cost.model_size import grad_bytes
+from shoal.cost.strategy import cpu_encode_s, strategy_of_choice
 from shoal.units import format_duration
 
-# SECTION cost/first_steps
-# What the first steps of a run say of all others: how long one takes, and how much of that is the exchange.
+# How many times as fast an option must be than a plainer one: below this a gain cannot be told from noise.
+LEAST_GAIN = 1.03
+# The same for an option that changes what is learned, such as outer steps instead of gradients in every step.
+LEAST_GAIN_OTHER_TRAINING = 1.1
 
-
-# DDP arranges its buckets after the first step, and caches fill in the second.
+# DDP rebuilds its buckets after the first step, and caches fill in the second.
 WARM_UP_STEPS = 2
 _MEASURED_STEPS = 4
-# Over a slow link a single step may take a minute, and tells enough.
+# Over a slow link a single step may take a minute, and is enough.
 _BUDGET_S = 30.0
+# Outer steps learn from the difference between rounds, so fewer than two rounds are useless.
+LEAST_ROUNDS = 2
+
+
+# What the first steps measured
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step of DDP on one rank. For `exposed_s` it stood still for the exchange, which was under way for
-    `allreduce_s` in all, for `wait_s` because another rank was late."""
+    """One step of DDP on one rank."""
 
     step_s: float
-    exposed_s: float
-    wait_s: float
-    allreduce_s: float
+    exposed_s: float  # for which it waited for the exchange
+    wait_s: float  # for which it waited for a later rank
+    allreduce_s: float  # of the whole exchange, hidden or not
 
     @property
     def own_s(self) -> float:
@@ -47,61 +51,46 @@ class RankStep:
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """A typical one of them, on the rank that everybody waits for. `own_s` is what a rank takes at most that waits
-    for nobody: its good steps and its bad ones even out."""
+    """A typical step, on the slowest rank."""
 
     step_s: float
     exposed_s: float
     allreduce_s: float
-    own_s: float
+    own_s: float  # of the slowest rank without any waiting: its fast and slow steps even out
 
 
 def is_enough(steps: Sequence[Sequence[RankStep]]) -> bool:
-    """Whether these steps of all ranks, warm-up aside, tell what one takes."""
+    """Return whether these steps of all ranks, after the warm-up, are enough to decide."""
     return len(steps) >= _MEASURED_STEPS or sum(slowest(ranks).step_s for ranks in steps) > _BUDGET_S
 
 
 def slowest(ranks: Sequence[RankStep]) -> RankStep:
-    """Whoever waited least was waited for, and saw nothing but the exchange."""
+    """Return the step of the rank that waited least: the others waited for it."""
     return min(ranks, key=lambda rank: rank.wait_s)
 
 
-def typical(steps: Sequence[Sequence[RankStep]]) -> FirstSteps:
-    def middle(of: Callable[[RankStep], float]) -> float:
-        return median(of(slowest(ranks)) for ranks in steps)
+def typical_step(steps: Sequence[Sequence[RankStep]]) -> FirstSteps:
+    def middle(value: Callable[[RankStep], float]) -> float:
+        return median(value(slowest(ranks)) for ranks in steps)
 
     step_s, exposed_s = middle(lambda rank: rank.step_s), middle(lambda rank: rank.exposed_s)
     own_s = max(median(step.own_s for step in rank) for rank in zip(*steps, strict=True))
     return FirstSteps(step_s, exposed_s, middle(lambda rank: rank.allreduce_s), min(own_s, step_s - exposed_s))
 
 
-# What a coarser wire format must gain over a finer one, and outer steps over gradients in every step.
-FORMAT_GAIN, OUTER_GAIN = 1.03, 1.10
-# Outer steps learn from the difference between rounds; less than two of them are no such training.
-LEAST_ROUNDS = 2
-WIRES = ("fp32", "fp16", "int8")
-
-
-@dataclass(frozen=True)
-class SyncOption:
-    choice: SyncChoice
-    step_s: float
-
-
 @dataclass(frozen=True)
 class MeasuredExchange:
-    """What was exchanged in the measured steps: gradients of these `shapes`, by `choice`. `last_bytes` is what was sent
-    behind them, where the two parts of the embedding's gradient went apart (`sync/tied.py`)."""
+    """What was exchanged in the measured steps."""
 
     choice: SyncChoice
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the gradients
     threads: int = 1
-    last_bytes: int = 0
+    last_bytes: int = 0  # sent behind all gradients, where the embedding's gradient was sent in two parts
 
     @property
     def last(self) -> float:
-        """The part that nothing hides, because it is ready only when backward ends: the embedding, which is the first
-        of the shapes, or its rows."""
+        """The fraction that nothing hides, because it is ready only when backward ends: the embedding, which is the
+        first of the shapes, or its rows."""
         if self.last_bytes:
             return self.last_bytes / grad_bytes(self.shapes, self.choice.wire)
         return math.prod(self.shapes[0]) / self.parameters
@@ -111,120 +100,128 @@ class MeasuredExchange:
         return sum(map(math.prod, self.shapes))
 
     def bytes_as(self, choice: SyncChoice) -> float:
-        """Against what was sent."""
+        """Return the bytes of a choice relative to those that were sent."""
         return grad_bytes(self.shapes, choice.wire) / grad_bytes(self.shapes, self.choice.wire)
 
     def encode_s(self, choice: SyncChoice) -> float:
-        return cpu_encode_s(as_lever(choice), self.parameters, self.threads)
+        return cpu_encode_s(strategy_of_choice(choice), self.parameters, self.threads)
 
     def extra_bytes(self, choice: SyncChoice) -> int:
-        """Of memory, beside what exact DDP needs."""
-        return copied_bytes(as_lever(choice)) * self.parameters
+        """Return the memory that a choice needs in addition to exact DDP."""
+        return copied_bytes(strategy_of_choice(choice)) * self.parameters
+
+
+# The decision
+
+
+@dataclass(frozen=True)
+class SyncOption:
+    choice: SyncChoice
+    step_s: float
 
 
 @dataclass(frozen=True)
 class SyncLimits:
-    """What can be chosen: these formats, in a training of so many `steps`, with so much memory left on every rank."""
-
-    wires: Sequence[str]
-    steps: int
-    spare_bytes: float = math.inf
+    wires: Sequence[str]  # that can be chosen
+    steps: int  # of the training
+    spare_bytes: float = math.inf  # memory left on every rank
 
 
 @dataclass(frozen=True)
 class SyncDecision:
-    """`step_s` is what is expected of a step from now on; `agrees` with the plan, where there was one."""
-
     choice: SyncChoice
-    step_s: float
+    step_s: float  # expected from now on
     why: str
-    agrees: bool | None
+    agrees: bool | None  # with the plan; None without one
 
 
 def decide(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, limits: SyncLimits) -> SyncDecision:
-    """`sync` is what was asked for."""
+    """Choose by the measured steps; `sync` are the configured settings."""
     choices = candidates(sync, limits.wires, limits.steps)
-    fitting = [each for each in choices if exchanged.extra_bytes(each) <= limits.spare_bytes]
-    options = [expected(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
+    fitting = [choice for choice in choices if exchanged.extra_bytes(choice) <= limits.spare_bytes]
+    options = [expected_option(measured, exchanged, sync, choice) for choice in fitting or [exchanged.choice]]
     best = pick(options)
-    why = say_why(best, options, SyncOption(exchanged.choice, measured.step_s), measured.exposed_s)
+    why = explain_choice(best, options, SyncOption(exchanged.choice, measured.step_s), measured.exposed_s)
     if sync.planned is None:
         return SyncDecision(best.choice, best.step_s, why, None)
     planned = parse_choice(sync.planned)
-    agrees = planned == best.choice
-    said = "as planned" if agrees else f"the plan had chosen {planned}{_at(sync.planned_step_s)}: measurement disagrees"
-    return SyncDecision(best.choice, best.step_s, f"{why}; {said}", agrees)
+    if planned == best.choice:
+        return SyncDecision(best.choice, best.step_s, f"{why}; as planned", True)
+    step = "" if sync.planned_step_s is None else f" with {format_duration(sync.planned_step_s)} a step"
+    why += f"; the plan had chosen {planned}{step}: measurement disagrees"
+    return SyncDecision(best.choice, best.step_s, why, False)
+
+
+def allowed_wires(is_in_memory: bool, is_cpu: bool) -> Sequence[str]:
+    """Return the wire formats that `--sync auto` may choose. Everything exchanged through the memory of one machine is
+    fp32; some formats work on the CPU only."""
+    if is_in_memory:
+        return ("fp32",)
+    return [name for name in AUTO_WIRES if is_cpu or not WIRE_FORMATS[name].is_cpu_only]
 
 
 def candidates(sync: SyncConfig, wires: Sequence[str], steps: int) -> Iterator[SyncChoice]:
-    """From the plainest on. A wire format that somebody asked for is the only one. Parameters travel in fp16 where that
-    is open: an outer step is no more exact than that."""
+    """Yield the choices from the plainest on. A configured wire format is the only one. Parameters are sent in fp16
+    where that is allowed: an outer step is no more exact than that."""
     allowed = wires if sync.wire == "fp32" else [sync.wire]
     yield from (SyncChoice("ddp", wire) for wire in allowed)
     wire = next((wire for wire in allowed if wire != "fp32"), "fp32")
-    outer = [SyncChoice("diloco", wire, sync.every_in("diloco"))]
-    outer += [SyncChoice("streaming", wire, sync.every_in("streaming"))] if sync.can_stream else []
-    yield from (choice for choice in outer if steps >= LEAST_ROUNDS * choice.every)
-
-
-def as_lever(choice: SyncChoice) -> Lever:
-    wire = parse_wire(choice.wire)
-    return Lever(sync=choice.mode, wire=wire.name, rank=wire.rank, every=choice.every)
+    for mode, method in SYNC_METHODS.items():
+        every = sync.every_in(mode)
+        if method.in_auto and (mode != "streaming" or sync.can_stream) and steps >= LEAST_ROUNDS * every:
+            yield SyncChoice(mode, wire, every)
 
 
 def pick(options: Sequence[SyncOption]) -> SyncOption:
-    """Options come from the plainest on; the first one needs no reason."""
+    """Return the plainest option that no later one beats by enough; options are ordered from the plainest on."""
     best = options[0]
     for option in options[1:]:
-        gain = OUTER_GAIN if option.choice.is_outer and not best.choice.is_outer else FORMAT_GAIN
-        if option.step_s * gain < best.step_s:
+        is_other_training = option.choice.is_outer and not best.choice.is_outer
+        if option.step_s * (LEAST_GAIN_OTHER_TRAINING if is_other_training else LEAST_GAIN) < best.step_s:
             best = option
     return best
 
 
-def expected(measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, choice: SyncChoice) -> SyncOption:
-    """The measured step with another exchange. How long that is under way is in proportion to its bytes."""
-    under_way_s = exchanged.bytes_as(choice) * measured.allreduce_s
+def expected_option(
+    measured: FirstSteps, exchanged: MeasuredExchange, sync: SyncConfig, choice: SyncChoice
+) -> SyncOption:
+    """Return the measured step with another exchange, whose time is in proportion to its bytes."""
+    exchange_s = exchanged.bytes_as(choice) * measured.allreduce_s
     encode_s = exchanged.encode_s(choice)
     encoded_s = exchanged.encode_s(exchanged.choice)
     if not choice.is_outer:
         together_s = measured.step_s - measured.exposed_s - encoded_s
-        return SyncOption(choice, together_s + encode_s + _shown_s(measured, exchanged.last, under_way_s))
+        return SyncOption(choice, together_s + encode_s + _exposed_s(measured, exchanged.last, exchange_s))
     alone_s, chosen = measured.own_s - encoded_s, sync.settled(choice)
-    in_time_s = chosen.fragments * chosen.overlap_steps * alone_s if choice.mode == "streaming" else 0.0
-    return SyncOption(choice, alone_s + (encode_s + max(0.0, under_way_s - in_time_s)) / choice.every)
+    hidden_s = chosen.fragments * chosen.overlap_steps * alone_s if choice.mode == "streaming" else 0.0
+    return SyncOption(choice, alone_s + (encode_s + max(0.0, exchange_s - hidden_s)) / choice.every)
 
 
-def say_why(best: SyncOption, options: Sequence[SyncOption], base: SyncOption, exposed_s: float | None = None) -> str:
-    """One sentence: what was chosen, and by which times. `base` is what others are compared with."""
+def _exposed_s(measured: FirstSteps, last: float, exchange_s: float) -> float:
+    """Backward hides as many seconds of a shorter exchange as of the measured one, but never the last fraction."""
+    shown_s = measured.exposed_s + exchange_s - measured.allreduce_s
+    if exchange_s >= measured.allreduce_s:
+        return shown_s
+    in_proportion_s = measured.exposed_s * exchange_s / measured.allreduce_s
+    return min(in_proportion_s, max(shown_s, last * exchange_s))
+
+
+def explain_choice(
+    best: SyncOption, options: Sequence[SyncOption], base: SyncOption, exposed_s: float | None = None
+) -> str:
+    """Return one sentence: what was chosen, and by which times. `base` is what others are compared with."""
     shows = "" if exposed_s is None else f", {format_duration(exposed_s)} of it the exchange"
     takes = f"a step takes {format_duration(base.step_s)}"
     if best.choice == base.choice:
-        return f"{best.choice}: {takes}{shows}, and {_next_best(best, options)}"
+        others = [option for option in options if option.choice != best.choice]
+        if not others:
+            return f"{best.choice}: {takes}{shows}, and nothing else can be chosen here"
+        other = min(others, key=lambda option: option.step_s)
+        slower = f"no other way gains enough: {other.choice} would take {format_duration(other.step_s)}"
+        return f"{best.choice}: {takes}{shows}, and {slower}"
     gain = f"{format_duration(best.step_s)} is expected, {base.step_s / best.step_s:.2g}× as fast"
-    said = f"{best.choice}: {takes} with {base.choice}{shows}; {gain}"
+    sentence = f"{best.choice}: {takes} with {base.choice}{shows}; {gain}"
     exact = pick([option for option in options if not option.choice.is_outer])
     if not best.choice.is_outer or exact.choice == base.choice:
-        return said
-    return f"{said} (with {exact.choice} {format_duration(exact.step_s)})"
-
-
-def _shown_s(measured: FirstSteps, last: float, under_way_s: float) -> float:
-    """Backward hides as many seconds of a shorter exchange as of the measured one, but never what is ready last."""
-    shown_s = measured.exposed_s + under_way_s - measured.allreduce_s
-    if under_way_s >= measured.allreduce_s:
-        return shown_s
-    in_proportion_s = measured.exposed_s * under_way_s / measured.allreduce_s
-    return min(in_proportion_s, max(shown_s, last * under_way_s))
-
-
-def _next_best(best: SyncOption, options: Sequence[SyncOption]) -> str:
-    others = [option for option in options if option.choice != best.choice]
-    if not others:
-        return "nothing else can be chosen here"
-    other = min(others, key=lambda option: option.step_s)
-    return f"no other way gains enough: {other.choice} would take {format_duration(other.step_s)}"
-
-
-def _at(step_s: float | None) -> str:
-    return "" if step_s is None else f" with {format_duration(step_s)} a step"
+        return sentence
+    return f"{sentence} (with {exact.choice} {format_duration(exact.step_s)})"

@@ -1,4 +1,4 @@
-"""What is to be trained, as far as its cost goes: how large the model is, and how much of it a step computes."""
+"""What is trained, and the time of one step of one rank: computing, and the exchange behind backward."""
 
 from __future__ import annotations
 
@@ -18,58 +18,57 @@ from shoal.cost.network import ExchangeCost
 GradientType = Literal["fp32", "bf16"]
 GRADIENT_BYTES: dict[GradientType, int] = {"fp32": 4, "bf16": 2}
 
-# What the tokenizer will find is known once it has read the text. Printable ASCII is 95 characters and the line's end.
+# The tokenizer's vocabulary is known once it has read the text. Printable ASCII is 95 characters and the line feed.
 _CHARACTERS = 96
 _BYTES = 256
-# The built-in corpus has so many different pieces and no more, however large a vocabulary is asked for.
+# The built-in corpus has only this many different pieces, even for a larger `bpe_vocab`.
 _GRAMMAR_BPE = 1647
 _GPT2_VOCABULARY = 50_257
-# Of GPT-2's smallest model the embedding is 31%.
-_VOCABULARY_PART = 0.3
+# The embedding is 31% of GPT-2's smallest model.
+_VOCABULARY_FRACTION = 0.3
+# What a thread of the exchange gets of a core on which another thread computes.
+_FAIR_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`model` is None where only the number of parameters is known. `gradient_bytes` is what an element of a gradient
-    has where it is computed; the wire may have fewer. `train` holds batch, scaling and learning rate."""
-
     name: str
     parameters: int
     flops_per_token: float
     seq_len: int
-    train: TrainConfig
-    model: ModelConfig | None = None
-    gradient_bytes: int = 4
+    train: TrainConfig  # batch, scaling and learning rate
+    model: ModelConfig | None = None  # None where only the number of parameters is known
+    gradient_bytes: int = 4  # of an element where it is computed; the wire format may have fewer
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """The model's, or that of a GPT of its size."""
+        """The model, or a GPT of its size."""
         return self.model or assumed_shape(self.parameters, self.seq_len)
 
     def sequences(self, world_size: int) -> int:
         return world_batch(self.train, world_size)
 
     def tokens(self, world_size: int) -> int:
-        """Of one step of the whole world."""
+        """Return the tokens of one step of all ranks."""
         return self.seq_len * self.sequences(world_size)
 
     def gradients(self) -> list[GradientTensor]:
         return even_gradients(self.parameters) if self.model is None else gradients(self.model)
 
     def deal(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> BatchPlan:
-        """In micro-batches of `most` sequences at most, where none are stated."""
+        """Divide a batch by weight, in micro-batches of at most `most` sequences unless their size is configured."""
         return deal(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
 
     def with_batch(self, global_batch: int) -> Workload:
         return replace(self, train=self.train.model_copy(update={"global_batch": global_batch}))
 
     def accumulated(self, times: int) -> Workload:
-        """So many times the work between two exchanges, and so many times the batch."""
+        """Multiply the work between two exchanges, and the batch."""
         return self if times == 1 else self.with_batch(times * self.train.global_batch)
 
 
 def workload_of(config: Config, gradient: GradientType = "fp32") -> Workload:
-    """The vocabulary is the configured one, or what the tokenizer will probably come to."""
+    """Return the workload of a run; without a configured vocabulary, assume what the tokenizer will probably find."""
     size = config.model.vocab_size or assumed_vocabulary(config.data)
     model = config.model.model_copy(update={"vocab_size": size})
     return Workload(
@@ -84,7 +83,7 @@ def workload_of(config: Config, gradient: GradientType = "fp32") -> Workload:
 
 
 def bare_workload(parameters: int, seq_len: int, train: TrainConfig, gradient: GradientType = "fp32") -> Workload:
-    """A model of which only the size is known: six operations for each parameter and token."""
+    """Return a model of which only the size is known: six operations per parameter and token."""
     return Workload(
         name=f"a model of {parameters:,} parameters",
         parameters=parameters,
@@ -107,41 +106,34 @@ def assumed_vocabulary(data: DataConfig) -> int:
 
 
 def assumed_shape(parameters: int, seq_len: int) -> ModelConfig:
-    """A GPT of about this size on the one dial there is, depth: a head of 64 a layer. Its vocabulary is GPT-2's, or
-    what a small model can afford."""
-    embedding = _VOCABULARY_PART * parameters
-    depth = _depth(parameters - min(embedding, _GPT2_VOCABULARY * HEAD_WIDTH * _depth(parameters)))
+    """Return a GPT of about this size: a head of 64 per layer, and GPT-2's vocabulary or what a small model can
+    afford."""
+    embedding = _VOCABULARY_FRACTION * parameters
+
+    def depth_for(block_parameters: float) -> int:
+        return max(1, round(math.cbrt(block_parameters / (12 * HEAD_WIDTH**2))))
+
+    depth = depth_for(parameters - min(embedding, _GPT2_VOCABULARY * HEAD_WIDTH * depth_for(parameters)))
     width = HEAD_WIDTH * depth
-    words = max(1, min(_GPT2_VOCABULARY, round(embedding / width)))
-    return ModelConfig(layers=depth, heads=depth, width=width, seq_len=seq_len, vocab_size=words)
+    vocabulary = max(1, min(_GPT2_VOCABULARY, round(embedding / width)))
+    return ModelConfig(layers=depth, heads=depth, width=width, seq_len=seq_len, vocab_size=vocabulary)
 
 
-def _depth(in_blocks: float) -> int:
-    return max(1, round(math.cbrt(in_blocks / (12 * HEAD_WIDTH**2))))
-
-
-# SECTION cost/step
-# The time of one step: computing, the exchange behind backward, and what of it shows.
-
-
-# What a thread of the exchange gets of a core that another thread computes on.
-_FAIR = 0.5
+# The time of one step
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank computes in a step. Times are of one micro-batch; `spare_cores` idle while it computes on
-    `busy_cores`: the exchange takes those first. `spread` is how much its time varies from step to step: standard
-    deviation, relative."""
+    """What one rank computes in a step."""
 
     micro_batches: int
-    forward_s: float
-    backward_s: float
+    forward_s: float  # of one micro-batch
+    backward_s: float  # of one micro-batch
     optimizer_s: float
     other_s: float = 0.0
-    busy_cores: float = 1.0
-    spare_cores: float = 0.0
-    spread: float = 0.0
+    busy_cores: float = 1.0  # on which it computes
+    spare_cores: float = 0.0  # idle meanwhile; the exchange uses them first
+    spread: float = 0.0  # standard deviation of its time, relative
 
     @property
     def compute_s(self) -> float:
@@ -150,17 +142,15 @@ class RankWork:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of the rank that everybody waits for. `comm_s` is how long all exchanges would take by themselves, `exposed_s`
-    how long the rank stands still for them or is slowed down by them; what adds up to `step_s` are the others. For
-    `latency_s` of `comm_s` messages wait, however few bytes they have."""
+    """The step of the slowest rank. All fields but `comm_s` and `latency_s` add up to `step_s`."""
 
     compute_s: float
-    comm_s: float
-    exposed_s: float
+    comm_s: float  # of all exchanges by themselves
+    exposed_s: float  # for which the rank waits for exchanges or is slowed down by them
     wait_s: float
     optimizer_s: float
     other_s: float
-    latency_s: float = 0.0
+    latency_s: float = 0.0  # the part of `comm_s` that does not depend on the bytes
 
     @property
     def step_s(self) -> float:
@@ -170,10 +160,10 @@ class StepTime:
 def exposed_s(
     work: RankWork, buckets: Sequence[BucketCost], exchange: Callable[[BucketCost], ExchangeCost], overlap: bool
 ) -> float:
-    """How much later backward ends because of the exchange.
+    """Return how much later backward ends because of the exchange.
 
-    One bucket after another, each as soon as it is ready and the one before is through, while backward goes on. Both
-    want the same cores where none is spare: then each of them is slower.
+    Buckets are exchanged one after another, each as soon as it is ready, while backward continues. Where no core is
+    spare, both compete for the same cores and slow each other down.
     """
     costs = [exchange(bucket) for bucket in buckets]
     if not overlap:
@@ -187,7 +177,7 @@ def exposed_s(
         speed, slowed = _rates(work, cost)
         takes = cost.seconds / speed
         if slowed < 1 and computed + takes * slowed > work.backward_s:
-            # Backward ends first; from then on the exchange has the cores to itself.
+            # Backward ends first; from then on the exchange has all cores.
             together = (work.backward_s - computed) / slowed if slowed else 0.0
             takes = together + (cost.seconds - together * speed)
         computed = min(work.backward_s, computed + takes * slowed)
@@ -196,9 +186,9 @@ def exposed_s(
 
 
 def _rates(work: RankWork, cost: ExchangeCost) -> tuple[float, float]:
-    """How fast the exchange and backward go on while both are under way, each against being alone."""
+    """Return the speeds of the exchange and of backward while both run, relative to each alone."""
     missing = cost.cores - work.spare_cores
     if missing <= 0 or not cost.cores:
         return 1.0, 1.0
-    granted = min(missing, _FAIR * work.busy_cores)
+    granted = min(missing, _FAIR_SHARE * work.busy_cores)
     return (work.spare_cores + granted) / cost.cores, 1 - granted / work.busy_cores

@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import get_args
 
 import psutil
 import torch
 
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import ChosenMode, SyncChoice, WireName, choice_in, parse_choice
+from shoal.config.sync_choice import CHOICE_MODES, WIRE_FORMATS, SyncChoice, choice_in, parse_choice
 from shoal.cost.select_sync import (
     WARM_UP_STEPS,
-    WIRES,
     FirstSteps,
     MeasuredExchange,
     RankStep,
     SyncDecision,
     SyncLimits,
+    allowed_wires,
     decide,
     is_enough,
-    typical,
+    typical_step,
 )
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
@@ -118,7 +117,7 @@ class SyncChooser:
             return
         self._seen.append(_everybodys(self._trainer))
         if is_enough(self._seen):
-            self._choose(typical(self._seen))
+            self._choose(typical_step(self._seen))
 
     def _choose(self, measured: FirstSteps) -> None:
         trainer = self._trainer
@@ -169,10 +168,7 @@ def _resources(world: World) -> list[int]:
 
 
 def _wires(world: World, inside: str) -> Sequence[str]:
-    """Through the memory of one machine everything is fp32; some formats are made for processors only."""
-    if inside != "gloo" and world.local_size == world.size:
-        return WIRES[:1]
-    return WIRES if world.device.type == "cpu" else WIRES[:2]
+    return allowed_wires(inside != "gloo" and world.local_size == world.size, world.device.type == "cpu")
 
 
 def _describe(trainer: Trainer, decision: SyncDecision, measured: FirstSteps, asked: SyncConfig) -> dict[str, object]:
@@ -199,9 +195,9 @@ def _last_choice(events: Path) -> Event:
 
 
 def _as_numbers(choice: SyncChoice) -> list[int]:
-    return [get_args(ChosenMode).index(choice.mode), get_args(WireName).index(choice.wire), choice.every]
+    return [CHOICE_MODES.index(choice.mode), list(WIRE_FORMATS).index(choice.wire), choice.every]
 
 
 def _as_choice(numbers: Sequence[int]) -> SyncChoice:
     mode, wire, every = numbers
-    return SyncChoice(get_args(ChosenMode)[mode], get_args(WireName)[wire], every)
+    return SyncChoice(CHOICE_MODES[mode], list(WIRE_FORMATS)[wire], every)

@@ -23,6 +23,7 @@ import torch
 
 from shoal.config.schema import Config, ModelConfig, TrainConfig
 from shoal.cost.model_size import flops_per_token
+from shoal.cost.select_sync import LEAST_GAIN
 from shoal.data.prepare import cache_root
 from shoal.errors import ShoalError
 from shoal.events import Event, read_events
@@ -51,8 +52,6 @@ COLD_S = 60.0
 _HOPED = 0.35
 # A machine slower than this would gain from a trial that we leave out; none such is known.
 _SLOW_FLOPS = 5e9
-# Below this a gain is not told from noise.
-_LEAST_GAIN = 1.03
 NEVER = math.inf
 
 
@@ -87,7 +86,7 @@ class BlockTimes:
 
     @property
     def favour_bf16(self) -> bool:
-        return self.bf16_s * _LEAST_GAIN < self.plain_s
+        return self.bf16_s * LEAST_GAIN < self.plain_s
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def decide(train: TrainConfig, times: BlockTimes, work: RemainingWork, is_paid: 
 
 
 def _gains(times: BlockTimes) -> bool:
-    return times.compiled_s * _LEAST_GAIN < times.uncompiled_s
+    return times.compiled_s * LEAST_GAIN < times.uncompiled_s
 
 
 def _say_compiled(times: BlockTimes, compiled: bool) -> str:

@@ -21,7 +21,7 @@ __all__ = ["Bucket", "Wire", "made_by", "make_wire"]
 def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
     """For gradients of these parameters, named as in the model; every bucket is made of some of them."""
     choice = parse_wire(text)
-    if world.device.type != "cpu" and choice.name in ("bf16", "int8", "powersgd"):
+    if world.device.type != "cpu" and choice.format.is_cpu_only:
         raise UsageError(
             f"sync.wire={text} works on the CPU only, and this rank computes on {world.device}",
             why="its exchange is made of gloo's collectives",
@@ -46,10 +46,12 @@ def _make(choice: WireChoice, world: World, parameters: Mapping[str, Tensor]) ->
             return ReduceScatter(world, parameters, int8_codec(load_kernels()))
         case "powersgd":
             return PowerSGD(world, parameters, choice.rank)
+        case name:
+            raise ValueError(f"the wire format {name} has no implementation")
 
 
 def made_by(text: str) -> str:
     """`kernel` where this machine's compiler made one for the format, `plain` for all others."""
-    name = parse_wire(text).name
-    wanted = name in ("bf16", "int8", "powersgd") or (name == "fp16" and TORCH_GOES_ONE_BY_ONE)
+    choice = parse_wire(text)
+    wanted = choice.format.is_cpu_only or (choice.name == "fp16" and TORCH_GOES_ONE_BY_ONE)
     return "kernel" if wanted and load_kernels() is not None else "plain"

@@ -12,15 +12,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.cluster.target import first_node, parse_on, rank_count
 from shoal.config.presets import did_you_mean
-from shoal.config.schema import ROUND_STEPS, Config, SyncConfig
-from shoal.config.sync_choice import WireName
+from shoal.config.schema import Config, SyncConfig
+from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
@@ -33,16 +33,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Every value of `--sync` that trains differently; `auto` chooses one of them.
-SYNC_MODES = ("ddp", "stock", "accumulate", *ROUND_STEPS)
 ONE_NODE, CEILING, STOCK = "one node", "no exchange", "stock"
 # A loss curve may end this much before the others and still count.
 _AS_FAR = 0.98
 # A figure can be this much above the ceiling by chance.
 _CHANCE = 0.05
-_WIRES: tuple[str, ...] = get_args(WireName)
 _COUNT = re.compile(r"\d{1,9}")
-_WORDS = (*SYNC_MODES, *_WIRES)
+_WORDS = (*TRAINED_METHODS, *WIRE_FORMATS)
 _NEVER = 10**9
 
 
@@ -167,10 +164,10 @@ def parse_lever(text: str) -> dict[str, Any]:
                 why=did_you_mean(name, _WORDS) or f"a lever is made of {', '.join(_WORDS)}",
                 fix="write for example: --levers stock,ddp,int8,accumulate:4+fp16,diloco:50+int8",
             )
-        if name in _WIRES:
+        if name in WIRE_FORMATS:
             chosen["wire"] = word
-        elif name == "accumulate":
-            chosen |= {"mode": "ddp", "accumulate": int(number or 4)}
+        elif shorthand := SYNC_METHODS[name].shorthand:
+            chosen |= {**shorthand, **({name: int(number)} if number else {})}
         else:
             chosen |= {"mode": name} | ({"every": int(number)} if number else {})
     return chosen

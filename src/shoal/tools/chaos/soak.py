@@ -18,13 +18,14 @@ from shoal.cluster.lab import state
 from shoal.cluster.lab.commands import read_groups
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import SyncConfig
+from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
 from shoal.control.processes import find
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.manage import StopResult, end_processes, stop
 from shoal.runs.start import train_new
-from shoal.tools.bench.levers import SYNC_MODES, parse_lever
+from shoal.tools.bench.levers import parse_lever
 from shoal.tools.chaos.actions import describe
 from shoal.tools.chaos.growth import Growth, ResourceSample, growth, sample_resources
 from shoal.tools.chaos.inject import Injector, NoDisplay
