@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ from shoal.cluster.join import Confirm, JoinCluster
 from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, up
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.node import LocalProgram, Node, RemoteProgram, RunFiles, closing_all, local_node, module_command
-from shoal.cluster.target import JoinSpec, LocalSpec, On, StandingLab, parse_on
+from shoal.cluster.target import JoinSpec, LocalSpec, StandingLab, parse_on
 from shoal.errors import ShoalError, UsageError
 
 Note = Callable[[str], None]
@@ -113,33 +113,29 @@ class NodePrograms:
 @contextmanager
 def visit(on: str, module: str) -> Iterator[NodePrograms]:
     """Start a torch-free module of shoal, which reads JSON lines, on every node at once; for checks before a run."""
-    with _visited(parse_on(on), on, module) as (settled_on, nodes, started):
+    with ExitStack() as stack:
+        started: Mapping[str, RemoteProgram | ShoalError]
+        match parse_on(on):
+            case HostsSpec() as hosts:
+                nodes, started = hosts_as_nodes(hosts), visit_hosts(hosts, module)
+            case StandingLab(name=name):
+                lab = Lab.open(name)
+                nodes, started = lab.nodes, _visit_lab(lab, module)
+            case LabSpec() as spec:
+                lab = stack.enter_context(_own_lab(spec))
+                on, nodes, started = f"lab:{lab.name}", lab.nodes, _visit_lab(lab, module)
+            case LocalSpec(ranks=ranks):
+                nodes = [local_node(ranks)]
+                started = {nodes[0].name: RemoteProgram(nodes[0].name, LocalProgram(module_command(module)))}
+            case JoinSpec():
+                raise UsageError(
+                    "machines that join by themselves cannot be looked at before they have joined",
+                    fix="name them in a hosts file, or look at each: shoal doctor --on local",
+                )
         programs = {name: program for name, program in started.items() if isinstance(program, RemoteProgram)}
-        with closing_all(programs):
-            unreached = {name: error for name, error in started.items() if isinstance(error, ShoalError)}
-            yield NodePrograms(settled_on, nodes, programs, unreached)
-
-
-@contextmanager
-def _visited(
-    spec: On, on: str, module: str
-) -> Iterator[tuple[str, list[Node], Mapping[str, RemoteProgram | ShoalError]]]:
-    match spec:
-        case HostsSpec() as hosts:
-            yield on, hosts_as_nodes(hosts), visit_hosts(hosts, module)
-        case StandingLab(name=name):
-            yield on, (lab := Lab.open(name)).nodes, _visit_lab(lab, module)
-        case LabSpec() as planned_lab:
-            with _own_lab(planned_lab) as lab:
-                yield f"lab:{lab.name}", lab.nodes, _visit_lab(lab, module)
-        case LocalSpec(ranks=ranks):
-            node = local_node(ranks)
-            yield on, [node], {node.name: RemoteProgram(node.name, LocalProgram(module_command(module)))}
-        case JoinSpec():
-            raise UsageError(
-                "machines that join by themselves cannot be looked at before they have joined",
-                fix="name them in a hosts file, or look at each: shoal doctor --on local",
-            )
+        unreached = {name: error for name, error in started.items() if isinstance(error, ShoalError)}
+        stack.enter_context(closing_all(programs))
+        yield NodePrograms(on, nodes, programs, unreached)
 
 
 def _visit_lab(lab: Lab, module: str) -> dict[str, RemoteProgram | ShoalError]:

@@ -293,13 +293,7 @@ class JoinServer:
     """
 
     def __init__(
-        self,
-        address: str,
-        port: int,
-        cargo: RunFiles,
-        note: Note,
-        late: bool = False,
-        confirm: Confirm | None = None,
+        self, address: str, port: int, cargo: RunFiles, note: Note, late: bool = False, confirm: Confirm | None = None
     ) -> None:
         self._address = address
         self._port = port

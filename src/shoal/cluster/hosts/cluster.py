@@ -6,6 +6,7 @@ connection is back.
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from shoal.cluster.agent_link import (
     LINE_BYTES,
@@ -217,53 +218,25 @@ class SshLink:
         """Write the pieces that arrive; leave out and report one that the node may not send. Raise `ControlError` for a
         line that cannot be parsed: nothing after it can be, and the messenger must be started again."""
         name = self._ready.host.name
-        reader = _PipeReader(stream, name)
-        while line := reader.line():
-            header = parse_header(line, name)
-            if header.end:
-                return True
-            if header.begins is not None:
-                self._files.start(header.begins)
-                continue
-            piece = reader.exactly(header.size)
-            try:
-                self._files.write(header.path, header.offset, piece)
-            except ControlError as error:
-                self._refused.add(header.path, error)
+        with io.BufferedReader(cast(io.RawIOBase, stream)) as reader:
+            while (line := reader.readline(LINE_BYTES + 1)).endswith(b"\n"):
+                header = parse_header(line, name)
+                if header.end:
+                    return True
+                if header.begins is not None:
+                    self._files.start(header.begins)
+                    continue
+                piece = reader.read(header.size)
+                try:
+                    self._files.write(header.path, header.offset, piece)
+                except ControlError as error:
+                    self._refused.add(header.path, error)
+        if len(line) > LINE_BYTES:
+            raise ControlError(
+                f"{name} sent a line of more than {LINE_BYTES} bytes",
+                why="what answers there is no messenger of shoal, or was tampered with",
+            )
         return False
-
-
-class _PipeReader:
-    """Reads lines and exact numbers of bytes from an unbuffered pipe; both are empty at its end."""
-
-    def __init__(self, stream: IO[bytes], sender: str) -> None:
-        self._stream = stream
-        self._sender = sender
-        self._buffer = b""
-
-    def line(self) -> bytes:
-        while b"\n" not in self._buffer:
-            if len(self._buffer) > LINE_BYTES:
-                raise ControlError(
-                    f"{self._sender} sent a line of more than {LINE_BYTES} bytes",
-                    why="what answers there is no messenger of shoal, or was tampered with",
-                )
-            if not self._more():
-                return b""
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
-    def exactly(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            if not self._more():
-                break
-        piece, self._buffer = self._buffer[:size], self._buffer[size:]
-        return piece
-
-    def _more(self) -> bool:
-        block = self._stream.read(1 << 16)
-        self._buffer += block or b""
-        return bool(block)
 
 
 def _install_command(ready: ReadyHost) -> str:

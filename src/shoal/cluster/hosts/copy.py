@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.cluster.hosts.facts import HostFacts, HostQuery, look, program
+from shoal.cluster.hosts.facts import HostFacts, HostQuery, program
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import run_script, variables
 from shoal.errors import HostError, UsageError
@@ -215,24 +215,18 @@ def question(
     )
 
 
-def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts | None = None, code: FileBundle | None = None) -> str:
+def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts, code: FileBundle) -> str:
     """Return the PYTHONPATH with which the host runs the same shoal as here. `facts` must be about the same code."""
     if is_here(host):
         return str(Path(shoal.__file__).parent.parent)
-    code = code or code_bundle()
-    facts = facts or look(host, spec, question(code))
     place = f"{facts.folder}/code/{code.name}"
     return place if facts.has_code else send(host, spec, facts, place, code.pieces, {"whole": True})
 
 
-def ensure_project(
-    host: Host, spec: HostsSpec, folder: Path, facts: HostFacts | None = None, project: FileBundle | None = None
-) -> str:
+def ensure_project(host: Host, spec: HostsSpec, folder: Path, facts: HostFacts, project: FileBundle) -> str:
     """Return where the host has the project as it is here. Only files that shoal put there are replaced or removed."""
     if is_here(host):
         return str(folder.resolve())
-    project = project or project_bundle(folder)
-    facts = facts or look(host, spec, question(project=project))
     place = f"{facts.folder}/projects/{project.name}"
     if facts.project_digest == project.digest:
         return place
@@ -242,11 +236,10 @@ def ensure_project(
     return send(host, spec, facts, place, changed, {"remove": removed, "note": note})
 
 
-def put_file(host: Host, spec: HostsSpec, local: Path, digest: str, facts: HostFacts | None = None) -> str:
+def put_file(host: Host, spec: HostsSpec, local: Path, digest: str, facts: HostFacts) -> str:
     """Return where the host has the file. It is not sent when the host has a file of that digest and size."""
     if is_here(host):
         return str(local)
-    facts = facts or look(host, spec, question(files={digest: local}))
     name = _data_name(digest, local)
     if name not in facts.files:
         send(host, spec, facts, f"{facts.folder}/data", [lone_piece(local, name)])

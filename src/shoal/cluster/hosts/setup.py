@@ -328,7 +328,7 @@ def make_ready(
             link_mbps=facts.link_mbps.get(interface),
             python=python.executable,
             pythonpath=ensure_code(host, spec, facts, code),
-            project=ensure_project(host, spec, project, facts, bundle) if project else None,
+            project=ensure_project(host, spec, project, facts, bundle) if project and bundle else None,
             files={digest: put_file(host, spec, local, digest, facts) for digest, local in files.items()},
             runs=f"{facts.folder}/runs",
             facts=facts,

@@ -170,11 +170,7 @@ class ScriptResult:
 
 
 def run_script(
-    host: Host,
-    spec: HostsSpec,
-    script: str,
-    stdin: Iterable[bytes] = (),
-    deadline_s: float = ANSWER_S,
+    host: Host, spec: HostsSpec, script: str, stdin: Iterable[bytes] = (), deadline_s: float = ANSWER_S
 ) -> ScriptResult:
     """Run a script to its end and return its output; raise only when the host cannot be reached or was lost."""
     with RemoteScript(host, spec) as running:

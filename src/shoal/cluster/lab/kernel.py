@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.lab.commands import ControlGroups, read_groups
-from shoal.cluster.lab.spec import LabNode, LabSpec
+from shoal.cluster.lab.spec import LabSpec
 from shoal.errors import LabError, UsageError
 
 _SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
@@ -97,6 +97,19 @@ class Features:
     sshd: bool
     groups: ControlGroups
 
+    @property
+    def can_delay(self) -> bool:
+        return self.netem or self.delay_line
+
+    @property
+    def can_drop(self) -> bool:
+        return self.netem or self.nft
+
+    @property
+    def can_serve_ssh(self) -> bool:
+        """In a user namespace an SSH server has only one user to switch to, and refuses to start."""
+        return self.sshd and not self.rootless
+
 
 def observe() -> Features:
     """Try what this machine allows. Raise the reason where no lab can be built at all."""
@@ -177,35 +190,27 @@ def substitutes(spec: LabSpec, features: Features) -> tuple[str, ...]:
 def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
     """Describe what was asked for and is impossible here; the rest of the lab works."""
     notes = []
-    if not (features.netem or features.delay_line) and any(node.link.delay_s for node in spec.nodes):
+    if not features.can_delay and any(node.link.delay_s for node in spec.nodes):
         notes.append("no delay: this kernel has no netem (sch_netem) and allows no packet sockets")
-    if not (features.netem or features.nft) and any(node.link.loss for node in spec.nodes):
+    if not features.can_drop and any(node.link.loss for node in spec.nodes):
         notes.append("no loss: neither netem nor nft")
     if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
         why = "no control group with a cpu controller can be made here"
         why = "without root no control group is ours; run as root for them" if features.rootless else why
         notes.append(f"no CPU limits: {why}")
-    if spec.sshd and not _can_serve_ssh(features):
+    if spec.sshd and not features.can_serve_ssh:
         notes.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")
     return tuple(notes)
 
 
-def _can_serve_ssh(features: Features) -> bool:
-    """An SSH server in a user namespace has only one user to switch to, and refuses to start."""
-    return features.sshd and not features.rootless
-
-
 def possible(spec: LabSpec, features: Features) -> LabSpec:
     """Remove from the spec what is impossible here, so that no later message names a delay that does not exist."""
-    nodes = tuple(_possible_node(node, features) for node in spec.nodes)
-    return spec.model_copy(update={"nodes": nodes, "sshd": spec.sshd and _can_serve_ssh(features)})
-
-
-def _possible_node(node: LabNode, features: Features) -> LabNode:
-    link = node.link.model_copy(
-        update={
-            "delay_s": node.link.delay_s if features.netem or features.delay_line else 0.0,
-            "loss": node.link.loss if features.netem or features.nft else 0.0,
-        }
+    without = {
+        **({} if features.can_delay else {"delay_s": 0.0}),
+        **({} if features.can_drop else {"loss": 0.0}),
+    }
+    no_cpu = {} if features.groups.cpu else {"cpu": None}
+    nodes = tuple(
+        node.model_copy(update={"link": node.link.model_copy(update=without), **no_cpu}) for node in spec.nodes
     )
-    return node.model_copy(update={"link": link, "cpu": node.cpu if features.groups.cpu else None})
+    return spec.model_copy(update={"nodes": nodes, "sshd": spec.sshd and features.can_serve_ssh})
