@@ -53,12 +53,12 @@ class LocalCluster:
 
 @contextmanager
 def open_cluster(
-    on: str, cargo: RunFiles, note: Note, confirm: Confirm | None = None, stdin: int | None = None
+    on: str, run_files: RunFiles, note: Note, confirm: Confirm | None = None, stdin: int | None = None
 ) -> Iterator[Cluster]:
     """Open the cluster that `--on` names. A lab made for this run is removed with it, however the run ends.
 
-    `cargo` is sent to machines that do not share our disk. `note` receives messages for the user. `confirm` is asked
-    before a joining machine gets anything. `stdin` is for rank 0 of a script on this machine.
+    `run_files` are sent to machines that do not share our disk. `note` receives messages for the user. `confirm` is
+    asked before a joining machine gets anything. `stdin` is for rank 0 of a script on this machine.
     """
     match parse_on(on):
         case LocalSpec(ranks=ranks):
@@ -69,9 +69,9 @@ def open_cluster(
             with _own_lab(spec) as lab:
                 yield LabCluster(lab)
         case HostsSpec() as hosts:
-            yield HostsCluster.prepare(hosts, cargo, note)
+            yield HostsCluster.prepare(hosts, run_files, note)
         case JoinSpec() as join:
-            with JoinCluster.open(join, cargo, note, confirm) as cluster:
+            with JoinCluster.open(join, run_files, note, confirm) as cluster:
                 yield cluster
 
 

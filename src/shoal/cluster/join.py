@@ -58,10 +58,10 @@ _CODE = re.compile(r"[a-z0-9]+")
 class JoinCluster:
     """This machine, which is the first of `nodes`, and the machines that joined it."""
 
-    def __init__(self, spec: JoinSpec, cargo: RunFiles, note: Note, confirm: Confirm | None = None) -> None:
+    def __init__(self, spec: JoinSpec, run_files: RunFiles, note: Note, confirm: Confirm | None = None) -> None:
         self._spec = spec
         self._confirm = confirm
-        self._cargo = cargo
+        self._run_files = run_files
         self._note = note
         self._address = spec.address or own_address()
         self._joined: dict[str, JoinedLink] = {}
@@ -72,9 +72,11 @@ class JoinCluster:
 
     @classmethod
     @contextmanager
-    def open(cls, spec: JoinSpec, cargo: RunFiles, note: Note, confirm: Confirm | None = None) -> Iterator[JoinCluster]:
+    def open(
+        cls, spec: JoinSpec, run_files: RunFiles, note: Note, confirm: Confirm | None = None
+    ) -> Iterator[JoinCluster]:
         """Wait until all machines have joined."""
-        cluster = cls(spec, cargo, note, confirm)
+        cluster = cls(spec, run_files, note, confirm)
         thread = threading.Thread(target=cluster._loop.run_forever, name="join server", daemon=True)
         thread.start()
         try:
@@ -100,7 +102,7 @@ class JoinCluster:
 
     async def _receive_all(self) -> None:
         """Receive machines one after another, each with a code of its own."""
-        server = JoinServer(self._address, self._spec.port, self._cargo, self._note, confirm=self._confirm)
+        server = JoinServer(self._address, self._spec.port, self._run_files, self._note, confirm=self._confirm)
         while len(self.nodes) < self._spec.machines:
             link = await server.receive_one(lambda: {node.name for node in self.nodes}, self._remove_closed)
             self._joined[link.name] = link
@@ -293,11 +295,17 @@ class JoinServer:
     """
 
     def __init__(
-        self, address: str, port: int, cargo: RunFiles, note: Note, late: bool = False, confirm: Confirm | None = None
+        self,
+        address: str,
+        port: int,
+        run_files: RunFiles,
+        note: Note,
+        late: bool = False,
+        confirm: Confirm | None = None,
     ) -> None:
         self._address = address
         self._port = port
-        self._cargo = cargo
+        self._run_files = run_files
         self._note = note
         self._late = late
         self._confirm = confirm
@@ -372,8 +380,8 @@ class JoinServer:
         user = printable(facts.get("user"))
         link = JoinedLink(name, address, peer, user, cores, channel, code, asyncio.get_running_loop())
         await self._ask_owner(link)
-        texts = self._cargo.texts({digest: digest for digest in self._cargo.files})
-        await link.provide(texts, self._cargo.files, self._late)
+        texts = self._run_files.texts({digest: digest for digest in self._run_files.files})
+        await link.provide(texts, self._run_files.files, self._late)
         return link
 
     async def _ask_owner(self, link: JoinedLink) -> None:

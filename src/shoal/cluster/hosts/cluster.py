@@ -44,15 +44,19 @@ class HostsCluster:
     spec: HostsSpec
     ready: dict[str, ReadyHost]
     nodes: list[Node]
-    cargo: RunFiles
+    run_files: RunFiles
     note: Callable[[str], None]
 
     @classmethod
-    def prepare(cls, spec: HostsSpec, cargo: RunFiles, note: Callable[[str], None]) -> HostsCluster:
+    def prepare(cls, spec: HostsSpec, run_files: RunFiles, note: Callable[[str], None]) -> HostsCluster:
         """Prepare every host. What is wrong with one of them is found here, before anything runs on any of them."""
-        hosts = make_ready(spec, cargo.project, cargo.files, note)
+        hosts = make_ready(spec, run_files.project, run_files.files, note)
         return cls(
-            spec, {ready.host.name: ready for ready in hosts}, [_node(ready, cargo) for ready in hosts], cargo, note
+            spec,
+            {ready.host.name: ready for ready in hosts},
+            [_node(ready, run_files) for ready in hosts],
+            run_files,
+            note,
         )
 
     def start_agent(self, node: Node, run: Path) -> AgentLink:
@@ -63,10 +67,10 @@ class HostsCluster:
             "folder": self.folder(node, run),
             "node": node.name,
             "ranks": list(ranks_of(self.nodes, node)),
-            "texts": self.cargo.texts(ready.files),
+            "texts": self.run_files.texts(ready.files),
             "keeps": node is self.nodes[0] and not any(host.here for host in self.ready.values()),
             "follow": False,
-            "discard": not self.cargo.stays,
+            "discard": not self.run_files.stays,
         }
         return SshLink(ready, self.spec, run, node.project, order, self.note)
 
@@ -89,9 +93,11 @@ def hosts_as_nodes(spec: HostsSpec) -> list[Node]:
     return [replace(planned_node(host), address=known[host.name]) for host in spec.hosts]
 
 
-def _node(ready: ReadyHost, cargo: RunFiles) -> Node:
+def _node(ready: ReadyHost, run_files: RunFiles) -> Node:
     host = ready.host
-    project = Project(cargo.project, ready.project) if cargo.project and ready.project and not ready.here else None
+    project = (
+        Project(run_files.project, ready.project) if run_files.project and ready.project and not ready.here else None
+    )
     return Node(
         name=host.name,
         address=ready.address,

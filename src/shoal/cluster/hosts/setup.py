@@ -45,7 +45,7 @@ from shoal.cluster.hosts.facts import (
     wanted_here,
 )
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
-from shoal.cluster.hosts.ssh import RemoteScript, by_hand, gone, on_each, values_or_raise, variables
+from shoal.cluster.hosts.ssh import RemoteScript, by_hand, explain_end, on_each, values_or_raise, variables
 from shoal.errors import HostError, UsageError
 from shoal.units import format_si
 
@@ -207,7 +207,7 @@ def _make_environment(
         running.send([json.dumps(request).encode() + b"\n"])
         answer = _follow(running, report)
         if "done" not in answer and "error" not in answer:
-            raise gone(host, running.process.wait(), running.errors())
+            raise explain_end(host, running.process.wait(), running.errors())
         if "error" in answer:
             raise cannot_make(host, spec, facts, order.wanted, answer, running.errors())
 

@@ -182,7 +182,7 @@ def run_script(
         if is_late.is_set():
             raise _no_answer(host, spec, f"gave no answer within {deadline_s:.0f} s", running.errors())
         if code == SSH_FAILED and not is_here(host):
-            raise gone(host, code, running.errors())
+            raise explain_end(host, code, running.errors())
         return ScriptResult(code, b"".join(output), running.errors())
 
 
@@ -331,7 +331,7 @@ def _changed_key(host: Host, spec: HostsSpec, stderr: str) -> HostError:
     )
 
 
-def gone(host: Host, returncode: int, stderr: str) -> HostError:
+def explain_end(host: Host, returncode: int, stderr: str) -> HostError:
     """Explain the end of a script that had begun. ssh ends with 255 both for a lost link and a killed program."""
     lost = r"not responding|Broken pipe|closed by remote host|Connection (?:reset|to \S+ closed)|timed out"
     if returncode != SSH_FAILED or not re.search(lost, stderr):
