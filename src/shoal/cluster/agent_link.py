@@ -14,11 +14,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.cluster.node import Note
 from shoal.control.processes import marks
 from shoal.errors import ControlError
 from shoal.run_folder import RunFolder, check_name, check_rank, open_below
@@ -282,7 +283,7 @@ class FileReceiver:
 class RefusedFiles:
     """Reports each kind of refused piece of a sender once. Refused pieces are left out, and the run continues."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Note) -> None:
         self._note = note
         self._noted: set[str] = set()
 

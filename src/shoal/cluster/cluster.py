@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,18 @@ from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.join import Confirm, JoinCluster
 from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, up
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.node import LocalProgram, Node, RemoteProgram, RunFiles, closing_all, local_node, module_command
+from shoal.cluster.node import (
+    LocalProgram,
+    Node,
+    Note,
+    RemoteProgram,
+    RunFiles,
+    closing_all,
+    local_node,
+    module_command,
+)
 from shoal.cluster.target import JoinSpec, LocalSpec, StandingLab, parse_on
 from shoal.errors import ShoalError, UsageError
-
-Note = Callable[[str], None]
 
 
 class Cluster(Protocol):

@@ -30,7 +30,7 @@ from shoal.cluster.agent_link import (
     agent_command,
     read_piece,
 )
-from shoal.cluster.node import Node, RunFiles, ranks_of
+from shoal.cluster.node import Node, Note, RunFiles, ranks_of
 from shoal.cluster.target import JoinSpec
 from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import connection_guard, receive
@@ -38,7 +38,6 @@ from shoal.control.handshake import Hello, introduce, refusal
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
 from shoal.host.facts import interface_addresses, interface_for, physical_cores, source_address
 
-Note = Callable[[str], None]
 # Returns the names that a joining machine cannot have.
 TakenNames = Callable[[], Collection[str]]
 # Asks the owner of the run whether a machine may join.
@@ -173,7 +172,7 @@ class JoinedLink:
             while piece := file.read(PIECE_BYTES):
                 await self.channel.send({"type": "piece", "path": name, "data": base64.b64encode(piece).decode()})
 
-    def listen(self, run: Path, ranks: Collection[int], note: Callable[[str], None]) -> None:
+    def listen(self, run: Path, ranks: Collection[int], note: Note) -> None:
         """Write what it sends of its own journal, logs and `ranks`. Everything else is refused and reported."""
         files = FileReceiver(run, self.name, ranks)
         files.start({})

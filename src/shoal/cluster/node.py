@@ -34,6 +34,7 @@ _KILL_TIMEOUT_S = 1.0
 _MOST_ANSWER_BYTES = 16 << 20
 
 Answer = dict[str, Any]
+Note = Callable[[str], None]  # receives a message for the user
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 import shlex
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
@@ -30,7 +30,7 @@ from shoal.cluster.hosts.facts import HostFacts, addresses, look, misfits, wante
 from shoal.cluster.hosts.setup import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import RemoteScript, on_each, variables
-from shoal.cluster.node import LocalProgram, Node, Project, RemoteProgram, RunFiles, module_command, ranks_of
+from shoal.cluster.node import LocalProgram, Node, Note, Project, RemoteProgram, RunFiles, module_command, ranks_of
 from shoal.control.processes import marks
 from shoal.errors import ControlError, ShoalError
 from shoal.run_folder import RunFolder
@@ -45,10 +45,10 @@ class HostsCluster:
     ready: dict[str, ReadyHost]
     nodes: list[Node]
     run_files: RunFiles
-    note: Callable[[str], None]
+    note: Note
 
     @classmethod
-    def prepare(cls, spec: HostsSpec, run_files: RunFiles, note: Callable[[str], None]) -> HostsCluster:
+    def prepare(cls, spec: HostsSpec, run_files: RunFiles, note: Note) -> HostsCluster:
         """Prepare every host. What is wrong with one of them is found here, before anything runs on any of them."""
         hosts = make_ready(spec, run_files.project, run_files.files, note)
         return cls(
@@ -122,7 +122,7 @@ class SshLink:
         run: Path,
         project: Project | None,
         order: Mapping[str, Any],
-        note: Callable[[str], None],
+        note: Note,
     ) -> None:
         """`order` is the first line that the messenger there reads, a `MessengerOrder`."""
         self._ready = ready

@@ -11,7 +11,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +46,7 @@ from shoal.cluster.hosts.facts import (
 )
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import RemoteScript, by_hand, explain_end, on_each, values_or_raise, variables
+from shoal.cluster.node import Note
 from shoal.errors import HostError, UsageError
 from shoal.units import format_si
 
@@ -59,9 +60,6 @@ _NO_NETWORK = re.compile(
     r"NameResolution|NewConnection|ConnectTimeout|ReadTimeout|ProxyError|unreachable|name resolution"
 )
 _NOT_OFFERED = re.compile(r"(?:No matching distribution found for|satisfies the requirement) (\S+)")
-
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def _read_wheels(folder: Path) -> tuple[CopyFile, ...]:
     return tuple(lone_piece(path, path.name) for path in wheels)
 
 
-def set_up(host: Host, spec: HostsSpec, order: SetupOrder, report: Report) -> SetupResult:
+def set_up(host: Host, spec: HostsSpec, order: SetupOrder, report: Note) -> SetupResult:
     if is_here(host):
         return SetupResult(sys.executable, "ours", "ours", "ours" if order.project else None)
     report("looking what is there")
@@ -185,7 +183,7 @@ def _make_environment(
     plan: EnvironmentPlan,
     order: SetupOrder,
     pythonpath: str,
-    report: Report,
+    report: Note,
 ) -> None:
     if order.wheels:
         report("copying the wheels")
@@ -212,7 +210,7 @@ def _make_environment(
             raise cannot_make(host, spec, facts, order.wanted, answer, running.errors())
 
 
-def _follow(running: RemoteScript, report: Report) -> dict[str, Any]:
+def _follow(running: RemoteScript, report: Note) -> dict[str, Any]:
     """Report what the script does; return its last message, which is empty when it ended without one."""
     answer: dict[str, Any] = {}
     for line in iter(lambda: running.stdout.readline(_MOST_LINE_BYTES), b""):
@@ -303,7 +301,7 @@ def make_ready(
     spec: HostsSpec,
     project: Path | None = None,
     files: Mapping[str, Path] = {},
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = lambda text: None,
 ) -> list[ReadyHost]:
     """Return the hosts in the order of the file; raise an error that names each host that cannot take part."""
     wanted, code = wanted_here(), code_bundle()
