@@ -19,9 +19,10 @@ from shoal.cluster.lab import state as lab_state
 from shoal.cluster.lab.commands import read_groups
 from shoal.cluster.lab.kernel import observe
 from shoal.cluster.lab.lab import Lab, up
-from shoal.cluster.lab.processes import first_process, holders, is_dead
+from shoal.cluster.lab.processes import first_process, holders
 from shoal.cluster.lab.spec import SWITCH, make_spec
 from shoal.errors import ShoalError
+from shoal.host.proc import is_dead
 from tests.needs import need_library, need_tool
 
 _GRACE_S = 5.0

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.cluster.node import Rendezvous, local_node
 from shoal.config.schema import RunConfig
-from shoal.host.facts import Core, deal_cores, read_cpu_list, usable_cores
+from shoal.host.facts import Core, deal_cores, usable_cores
+from shoal.host.proc import parse_cpu_list
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
 from shoal.sync.world import World
 from shoal.train.build import pin
@@ -77,7 +78,7 @@ def test_no_two_ranks_share_a_core(count: int, ranks: int, threads: int) -> None
     ],
 )
 def test_the_kernels_lists_are_read(text: str, cpus: set[int]) -> None:
-    assert read_cpu_list(text) == cpus
+    assert parse_cpu_list(text) == cpus
 
 
 def test_this_machines_cores_are_those_we_may_use() -> None:

@@ -144,6 +144,26 @@ def test_small_files_that_may_be_missing(tmp_path: Path) -> None:
     assert proc.read_number(tmp_path / "limit") is None
 
 
+def test_the_tcp_sockets_of_a_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            sockets = proc.tcp_sockets_of(os.getpid())
+            (listening,) = [entry for entry in sockets if entry.is_listening and entry.port == port]
+            (connected,) = [entry for entry in sockets if entry.port == client.getsockname()[1]]
+    assert (str(listening.address), listening.peer_port, listening.uid) == ("127.0.0.1", 0, os.geteuid())
+    assert (str(connected.peer), connected.peer_port, connected.is_listening) == ("127.0.0.1", port, False)
+    assert str(proc.plain_address("::ffff:10.77.0.1")) == "10.77.0.1"
+    with pytest.raises(OSError, match="No such file"):
+        proc.tcp_sockets_of(2**22 + 1)
+
+
+def test_memory_is_in_bytes() -> None:
+    memory = proc.read_meminfo()
+    assert 1 << 26 < memory["MemTotal"] < 1 << 50
+    assert 0 < memory["MemAvailable"] <= memory["MemTotal"]
+
+
 def test_disks_are_named_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "not/there/yet"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -102,7 +102,7 @@ def bring_home(pieces: Sequence[tuple[str, int, bytes]], folder: Path) -> None:
     home = FileReceiver(run, "attic", (0,), keeps=True)
     try:
         for name, offset, piece in pieces:
-            home.keep(name, offset, piece)
+            home.write(name, offset, piece)
     finally:
         assert list(outside.iterdir()) == []
         assert {path.name for path in folder.iterdir()} <= {"run", "outside"}

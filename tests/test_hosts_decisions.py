@@ -14,13 +14,13 @@ from shoal.cluster.hosts.facts import (
     host_name_of,
     misfits,
     need_same_kind,
-    public,
     settle,
     wanted_here,
 )
 from shoal.cluster.hosts.setup import cannot_make, plan_environment, usable_python
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.errors import HostError
+from shoal.host.facts import public_version
 
 SPEC = HostsSpec(path=Path("hosts.toml"), hosts=(Host(host="me@laptop-b"),))
 HOST = SPEC.hosts[0]
@@ -61,7 +61,7 @@ def test_a_python_that_will_do() -> None:
     assert misfits(python(torch="2.13.0", numpy="2.1.0"), WANTED, exactly=True) == [
         "it has numpy 2.1.0, and here is 2.4.6"
     ]
-    assert public("2.13.0+cpu") == "2.13.0"
+    assert public_version("2.13.0+cpu") == "2.13.0"
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_what_a_power_cut_left_is_thrown_out_later(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     long_ago = time.time() - 3 * 24 * 3600
     os.utime(tmp_path / ".abc.part-1", (long_ago, long_ago))
-    remote_copy.throw_out_parts(tmp_path)
+    remote_copy.remove_stale_parts(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".fresh.part-2"]
 
 

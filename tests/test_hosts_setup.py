@@ -228,7 +228,7 @@ def test_a_killed_setup_leaves_nothing_running(site: Site) -> None:
         for line in process.stderr:
             if "making the environment" in line:
                 break
-        assert any("there.env" in command for _, command in site.lab.processes("node1"))
+        assert any("hosts.remote_setup" in command for _, command in site.lab.processes("node1"))
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while left := [command for _, command in site.lab.processes("node1") if str(site.folder) in command]:

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.hosts.facts import refuse_twins
+from shoal.cluster.hosts.facts import refuse_shared_address
 from shoal.cluster.hosts.spec import DEFAULT_FOLDER, Host, HostsSpec, is_here, parse_hosts, read_hosts
-from shoal.cluster.hosts.ssh import explain, framed, gone, on_each, shell_path, ssh_argv, values_or_raise, variables
+from shoal.cluster.hosts.ssh import (
+    explain,
+    explain_end,
+    framed,
+    on_each,
+    shell_path,
+    ssh_argv,
+    values_or_raise,
+    variables,
+)
 from shoal.cluster.target import parse_on, rank_count
 from shoal.errors import ConfigError, HostError, ShoalError, UsageError
 
@@ -138,7 +147,7 @@ def test_two_hosts_that_turn_out_to_be_one() -> None:
     with pytest.raises(
         HostError, match=r"b and c in hosts\.toml are the same machine: both have the address 10\.0\.0\.1"
     ):
-        refuse_twins({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.1"}, SPEC)
+        refuse_shared_address({"a": "10.0.0.2", "b": "10.0.0.1", "c": "10.0.0.1"}, SPEC)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -249,9 +258,9 @@ def test_a_changed_key_is_answered_with_the_exact_command() -> None:
 
 
 def test_a_lost_link_is_told_from_a_killed_program() -> None:
-    assert "connection to laptop-b was lost" in gone(HOST, 255, "Timeout, server b not responding.").seen
-    assert "ended without an answer" in gone(HOST, 255, "").seen
-    assert "ended without an answer" in gone(HOST, 137, "Killed").seen
+    assert "connection to laptop-b was lost" in explain_end(HOST, 255, "Timeout, server b not responding.").seen
+    assert "ended without an answer" in explain_end(HOST, 255, "").seen
+    assert "ended without an answer" in explain_end(HOST, 137, "Killed").seen
 
 
 def test_one_error_names_every_host_that_failed() -> None:

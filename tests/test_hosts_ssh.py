@@ -332,7 +332,7 @@ _SLEEP = """
 import sys
 from pathlib import Path
 from shoal.cluster.hosts.spec import read_hosts
-from shoal.cluster.hosts.ssh import Script, run_script
+from shoal.cluster.hosts.ssh import run_script
 from shoal.errors import ShoalError
 spec = read_hosts(Path(sys.argv[1]))
 try:

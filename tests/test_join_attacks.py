@@ -537,7 +537,7 @@ def test_files_that_are_sent_home_are_no_links(tmp_path: Path) -> None:
     (run.checkpoints / "step-00000002").symlink_to(secret)
     sent: dict[str, bytes] = {}
     freight = FileSender(run, "den", {1}, {}, True, lambda name, offset, piece: sent.update({name: piece}))
-    freight.begin_anew()
+    freight.reset()
     freight.add_newest_checkpoint()
     freight.send_new()
     assert sent == {"agents/den.jsonl": b"true\n", "logs/den/rank-1.times": b"1 2\n"}

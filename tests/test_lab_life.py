@@ -17,10 +17,11 @@ from shoal.cluster.lab import lab as lab_module
 from shoal.cluster.lab import state as lab_state
 from shoal.cluster.lab.commands import ControlGroups
 from shoal.cluster.lab.lab import Lab, choose, remove, up
-from shoal.cluster.lab.processes import first_process, started
+from shoal.cluster.lab.processes import first_process
 from shoal.cluster.lab.spec import make_spec
 from shoal.cluster.lab.state import LabOwner, LabState
 from shoal.errors import LabError, UsageError
+from shoal.host.proc import start_ticks
 from tests.lab_checks import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
 from tests.test_lab_nodes import hears, nearly, on, said, wait_for
 
@@ -126,7 +127,7 @@ def test_unreadable_notes_are_no_obstacle() -> None:
 def note_lab(name: str, owner: int | None = None) -> None:
     """The notes of a lab without the lab itself."""
     lab_state.lab_folder(name).mkdir(parents=True)
-    held_by = None if owner is None else LabOwner(pid=owner, started=started(owner) or 0)
+    held_by = None if owner is None else LabOwner(pid=owner, started=start_ticks(owner) or 0)
     lab_state.write_state(
         LabState(
             spec=make_spec(2, name=name), rootless=False, netem=True, groups=ControlGroups(), owner=held_by, ready=True
@@ -168,7 +169,7 @@ def test_status_without_a_name_shows_every_lab_and_what_it_belongs_to(
     labs = {each["name"]: each for each in json.loads(capsys.readouterr().out)["labs"]}
     assert labs["mine"]["belongs_to"] is None
     assert labs["run-77"]["belongs_to"].startswith(f"process {os.getpid()} (")
-    assert labs["run-78"]["broken"] == "its notes are missing or unreadable"
+    assert labs["run-78"]["broken"] == "its state file is missing or unreadable"
     lab_cli.status(name=None, json=False)
     text = " ".join(capsys.readouterr().out.split())
     assert f"it belongs to process {os.getpid()} (" in text

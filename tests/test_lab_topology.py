@@ -14,13 +14,13 @@ from shoal.cluster.lab.commands import (
     ControlGroup,
     ControlGroups,
     LabSite,
-    bundling,
     find_groups,
+    lab_group_steps,
     limit_cpu,
-    make_lab_groups,
     parse_ports,
     render,
     ruleset,
+    segment_limit,
     shape,
 )
 from shoal.cluster.lab.kernel import (
@@ -57,7 +57,7 @@ def scene(spec: LabSpec, where: LabSite, **known: object) -> lab.LabView:
 
 def test_a_node_comes_up_by_these_commands() -> None:
     node = make_spec(1, link="100mbit", cpu="0.5").nodes[0]
-    first, *rest = [line for line in render(commands.start_node(node, site())).splitlines() if "unshare" not in line]
+    first, *rest = [line for line in render(commands.node_steps(node, site())).splitlines() if "unshare" not in line]
     enter = 'nsenter --target "$(cat /run/lab/{}.pid)" --net {}'.format
     assert first == "echo 10000 > /cg/cpu/shoal-default/node1/cpu.cfs_period_us"
     assert rest == [
@@ -78,14 +78,14 @@ def test_a_node_comes_up_by_these_commands() -> None:
 
 def test_the_first_process_of_a_node_joins_its_groups_and_makes_every_namespace() -> None:
     node = make_spec(1).nodes[0]
-    line = next(line for line in render(commands.start_node(node, site())).splitlines() if "unshare" in line)
+    line = next(line for line in render(commands.node_steps(node, site())).splitlines() if "unshare" in line)
     assert "echo $$ > /cg/cpu/shoal-default/node1/cgroup.procs" in line
     assert "unshare --net --uts --mount --pid --fork" in line
     assert "mount --bind /run/lab/hosts /etc/hosts" in line
 
 
 def test_without_root_everything_enters_the_user_namespace() -> None:
-    lines = render(commands.up(make_spec(2), site(rootless=True, groups=ControlGroups()))).splitlines()
+    lines = render(commands.lab_steps(make_spec(2), site(rootless=True, groups=ControlGroups()))).splitlines()
     entering = [line for line in lines if "nsenter" in line]
     assert len(entering) > 10
     assert all("--user --preserve-credentials" in line for line in entering)
@@ -102,9 +102,9 @@ def test_delay_and_loss_come_from_netem_on_the_switch_side_only() -> None:
 
 
 def test_lost_packets_are_single_ones() -> None:
-    assert bundling("eth0", LabLink(loss=0.01), LabLink()) == ["ip link set eth0 gso_max_segs 1"]
-    assert bundling("eth0", LabLink(), LabLink(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
-    assert bundling("eth0", LabLink(), LabLink()) == []
+    assert segment_limit("eth0", LabLink(loss=0.01), LabLink()) == ["ip link set eth0 gso_max_segs 1"]
+    assert segment_limit("eth0", LabLink(), LabLink(loss=0.01)) == ["ip link set eth0 gso_max_segs 65535"]
+    assert segment_limit("eth0", LabLink(), LabLink()) == []
 
 
 def test_cpu_limits_in_both_versions_of_control_groups() -> None:
@@ -112,7 +112,7 @@ def test_cpu_limits_in_both_versions_of_control_groups() -> None:
     assert render(limit_cpu(V2, "a", "node1", 0.05)) == "echo '5000 100000' > /cg/shoal-a/node1/cpu.max\n"
     assert render(limit_cpu(V2, "a", "node1", None)) == "echo 'max 10000' > /cg/shoal-a/node1/cpu.max\n"
     assert "echo -1 > /cg/cpu/shoal-a/node1/cpu.cfs_quota_us" in render(limit_cpu(V1, "a", "node1", None))
-    assert "echo +cpu > /cg/shoal-a/cgroup.subtree_control" in render(make_lab_groups(V2, "a"))
+    assert "echo +cpu > /cg/shoal-a/cgroup.subtree_control" in render(lab_group_steps(V2, "a"))
 
 
 def test_control_groups_are_found_in_the_mounts() -> None:
@@ -213,7 +213,7 @@ def test_a_process_delays_packets_where_the_kernel_cannot() -> None:
 def test_a_delay_line_comes_changes_and_goes_with_the_delay() -> None:
     def changed(was: str, now: str) -> str:
         before, after = (make_spec(1, link="none", delay=delay).nodes[0] for delay in (was, now))
-        return render(commands.link(after, site(netem=False), before.link))
+        return render(commands.link_steps(after, site(netem=False), before.link))
 
     starts, ends = "delay_line.py /run/lab/node1-delay.pid node1 node1-w 0.005000000", "kill -KILL"
     begun = changed("0ms", "5ms")

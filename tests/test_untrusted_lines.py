@@ -20,7 +20,7 @@ from shoal.agent.kv_store import MOST_REQUEST_BYTES, read_request
 from shoal.cluster.agent_link import LINE_BYTES, PIECE_BYTES
 from shoal.cluster.hosts import cluster as hosts_link
 from shoal.cluster.hosts.cluster import SshLink
-from shoal.cluster.hosts.messenger import read_errand
+from shoal.cluster.hosts.messenger import parse_order
 from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.node import LocalProgram, Node, RemoteProgram, closing_all, ranks_of
@@ -103,7 +103,7 @@ def test_ranks_are_counted_through_the_nodes() -> None:
 
 def test_an_errand_is_read_strictly(tmp_path: Path) -> None:
     errand = {"folder": str(tmp_path), "node": "den", "ranks": [1], "texts": {}, "have": {"commits.jsonl": 3}}
-    assert read_errand(json.dumps(errand).encode()).ranks == (1,)
+    assert parse_order(json.dumps(errand).encode()).ranks == (1,)
     changes: list[dict[str, Any]] = [
         {"node": "../x"},
         {"ranks": [-1]},
@@ -113,8 +113,8 @@ def test_an_errand_is_read_strictly(tmp_path: Path) -> None:
         {"keeps": "yes"},
     ]
     for change in changes:
-        with pytest.raises(ControlError, match="an errand that it cannot read"):
-            read_errand(json.dumps({**errand, **change}).encode())
+        with pytest.raises(ControlError, match="an order that it cannot read"):
+            parse_order(json.dumps({**errand, **change}).encode())
 
 
 def test_no_link_is_followed_below_a_folder(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ GOOD = head(path="events/rank-1.jsonl", offset=0, size=5) + b"true\n" + head(end
 def test_a_messenger_that_sends_nonsense_is_started_anew(
     lie: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts_link, "AGAIN_S", 0.05)
+    monkeypatch.setattr(hosts_link, "RECONNECT_S", 0.05)
     link, notes = lying_link(tmp_path, lie, lie, GOOD)
     try:
         assert wait_until(link.ended, 30, why=lambda: notes) == "its agent ended"

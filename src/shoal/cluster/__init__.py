@@ -1,1 +1,1 @@
-"""Where ranks run: start this there, read that there."""
+"""Clusters: the machines that ranks run on, and how a process is started on each of them."""

@@ -1,4 +1,7 @@
-"""A launcher's connection to the agent it started on a node."""
+"""A launcher's connection to the agent it started on a node, and the files that the node sends back over it.
+
+Pieces of files from another machine are written where they belong in our run folder and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +14,53 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.cluster.node import Note
 from shoal.control.processes import marks
 from shoal.errors import ControlError
 from shoal.run_folder import RunFolder, check_name, check_rank, open_below
 
 STDIN_FD = "SHOAL_STDIN_FD"
+# The most bytes of a piece of a file, and of the line that announces it.
+PIECE_BYTES = 1 << 20
+LINE_BYTES = 1 << 20
+# The most bytes of a journal, log, event file or ledger, and of a file of a checkpoint.
+_MOST_TEXT_BYTES = 1 << 30
+_MOST_CHECKPOINT_BYTES = 1 << 40
+_MOST_OFFSET = 1 << 62
+# A plain file name: neither `..` nor hidden, and not too long for any disk.
+_FILE = r"\w[\w.-]{0,99}"
+# Errors of opening a link, a folder or a named pipe where a file is expected.
+_NOT_A_FILE = (None, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
+# After so many different refusals of one machine, further ones are not reported.
+_MOST_NOTES = 8
 
 
 def agent_command(run: Path | str, node: str, python: str = sys.executable) -> tuple[str, ...]:
-    """Marked by `env`, not by whoever starts it: on an emulated node a helper stands in between, which is no agent."""
+    """Return the command of an agent. `env` sets its marks: on an emulated node the process that we start is only a
+    helper, and must not have them."""
     variables = {**marks(run, "agent"), "SHOAL_NODE": check_name(node)}
     words = (f"{name}={value}" for name, value in variables.items())
     return ("env", *words, python, "-P", "-m", "shoal.agent.agent")
 
 
 class AgentLink(Protocol):
-    """Orders go in by `send`; answers come by the agent's journal in the run folder."""
+    """`send` carries orders to the agent; its answers are in its journal in the run folder."""
 
     def send(self, line: bytes) -> None:
-        """Does nothing when the agent is gone: its journal, or the lack of it, says so."""
+        """Send an order; do nothing when the agent has ended, which its journal shows."""
         ...
 
     def ended(self) -> str | None:
-        """How the agent ended, in words; None while it lives."""
+        """Describe how the agent ended; None while it runs."""
         ...
 
     def is_reachable(self) -> bool:
-        """Whether orders would arrive now."""
+        """Tell whether an order would arrive now."""
         ...
 
     def kill(self) -> None: ...
@@ -50,20 +68,21 @@ class AgentLink(Protocol):
 
 
 class PipeLink:
-    """To an agent on this machine or on an emulated node of it, which share our run folder."""
+    """A link to an agent on this machine or on an emulated node, which share our run folder."""
 
     def __init__(self, argv: Sequence[str], run: Path, node: str, stdin: int | None = None) -> None:
-        """In a session of its own and not tied to us: it outlives whoever started it.
+        """Start the agent in a session of its own and not tied to this process, which it outlives.
 
-        Its own standard input has its orders; `stdin` is handed to it for rank 0 of a script."""
+        Its standard input carries its orders; the descriptor `stdin` is passed to it for rank 0 of a script.
+        """
         self._log = RunFolder(run).agent_log(node)
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as handed, self._log.open("ab") as output:
+        with contextlib.ExitStack() as stack, self._log.open("ab") as output:
             env, fds = dict(os.environ), []
             if stdin is not None:
-                # Under another number: the agent's standard input is its own.
+                # With another number: the agent's standard input is its own.
                 fds.append(os.dup(stdin))
-                handed.callback(os.close, fds[0])
+                stack.callback(os.close, fds[0])
                 env[STDIN_FD] = str(fds[0])
             self._process = subprocess.Popen(
                 argv,
@@ -86,15 +105,18 @@ class PipeLink:
         code = self._process.poll()
         if code is None:
             return None
-        known = {int(each): each.name for each in signal.Signals}
-        how = f"was killed ({known.get(-code, f'signal {-code}')})" if code < 0 else f"ended with exit code {code}"
-        return f"its agent {how}" + _last_words(self._log)
+        names = {int(number): number.name for number in signal.Signals}
+        how = f"was killed ({names.get(-code, f'signal {-code}')})" if code < 0 else f"ended with exit code {code}"
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            how += f": {lines[-1]}" if lines else ""
+        return f"its agent {how}"
 
     def is_reachable(self) -> bool:
         return self._process.poll() is None
 
     def ask_to_leave(self) -> None:
-        """As the machine itself does before it is switched off."""
+        """Ask the agent to leave the run, as a machine does that is shut down."""
         self._process.terminate()
 
     def kill(self) -> None:
@@ -103,54 +125,28 @@ class PipeLink:
         self._process.wait()
 
     def close(self) -> None:
-        """Lets go of it; one that still runs goes on by itself."""
+        """Close the link. An agent that still runs continues."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
         if self._process.poll() is None:
-            # Not ours to wait for any longer; without this the interpreter warns when it forgets the object.
+            # Without this the interpreter warns about a running child when it deletes the object.
             self._process.returncode = 0
-
-
-def _last_words(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
-    return ""
-
-
-# SECTION cluster/keeping
-# Pieces of files that come from another machine, put where they belong in our run folder and nowhere else.
-
-
-# What travels at once, and how long a line about it can be.
-PIECE_BYTES = 1 << 20
-LINE_BYTES = 1 << 20
-# A journal, log, event file or ledger has this much at most, a file of a checkpoint more.
-_MOST_TEXT_BYTES = 1 << 30
-_MOST_CHECKPOINT_BYTES = 1 << 40
-_MOST_OFFSET = 1 << 62
-# A file's own name: neither `..` nor hidden nor longer than any disk takes.
-_FILE = r"\w[\w.-]{0,99}"
-# What the kernel says of a link, a folder or a named pipe where a file was due.
-_NO_FILE = (None, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
-# After so many different refusals of one machine, further ones are not named any more.
-_MOST_NOTES = 8
 
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a messenger announces: the end, the sizes from which it sends, or a piece of a file."""
+    """A line of a messenger: the end of its output, the offsets at which files begin, or the header of a piece."""
 
     end: bool = False
-    begins: Mapping[str, int] | None = None
+    begins: Mapping[str, int] | None = None  # by file: the first byte that is sent
     path: str = ""
     offset: int = 0
     size: int = 0
 
 
-def read_head(line: bytes, sender: str) -> FileHeader:
-    """Raises `ControlError` for a line that no messenger writes."""
+def parse_header(line: bytes, sender: str) -> FileHeader:
+    """Parse a line of a messenger. Raise `ControlError` for any other line."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
@@ -160,27 +156,40 @@ def read_head(line: bytes, sender: str) -> FileHeader:
     if document.get("end") is True:
         return FileHeader(end=True)
     if "begins" in document:
-        return FileHeader(begins=check_sizes(document["begins"], sender))
+        return FileHeader(begins=_check_sizes(document["begins"], sender))
     path, offset, size = (document.get(name) for name in ("path", "offset", "size"))
-    return FileHeader(path=_text(path, sender), offset=_count(offset, sender), size=_count(size, sender, PIECE_BYTES))
+    return FileHeader(
+        path=_check_path(path, sender),
+        offset=_check_count(offset, sender),
+        size=_check_count(size, sender, PIECE_BYTES),
+    )
 
 
-def check_sizes(table: object, sender: str) -> dict[str, int]:
-    """A table of file names and sizes in bytes, as both sides send it."""
+def read_piece(message: Mapping[str, Any], sender: str) -> tuple[str, int, bytes]:
+    """Return path, offset and bytes of a piece that a joined machine sent over its channel."""
+    path, offset = _check_path(message.get("path"), sender), _check_count(message.get("offset"), sender)
+    data = message.get("data")
+    with contextlib.suppress(ValueError):
+        if isinstance(data, str):
+            return path, offset, base64.b64decode(data, validate=True)
+    raise _malformed(sender, f"a piece of {_shorten(path)} that is no base64")
+
+
+def _check_sizes(table: object, sender: str) -> dict[str, int]:
     if not isinstance(table, dict) or len(table) > 10_000:
         raise _malformed(sender, "no table of files")
-    return {_text(name, sender): _count(size, sender) for name, size in table.items()}
+    return {_check_path(name, sender): _check_count(size, sender) for name, size in table.items()}
 
 
-def _text(value: object, sender: str) -> str:
+def _check_path(value: object, sender: str) -> str:
     if not isinstance(value, str) or len(value) > 300:
-        raise _malformed(sender, f"a path that is {_cut(value)}")
+        raise _malformed(sender, f"a path that is {_shorten(value)}")
     return value
 
 
-def _count(value: object, sender: str, most: int = _MOST_OFFSET) -> int:
+def _check_count(value: object, sender: str, most: int = _MOST_OFFSET) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-        raise _malformed(sender, f"the number {_cut(value)} where at most {most} bytes were due")
+        raise _malformed(sender, f"the number {_shorten(value)} where at most {most} bytes were expected")
     return value
 
 
@@ -192,62 +201,47 @@ def _malformed(sender: str, what: str) -> ControlError:
     )
 
 
-def _cut(value: object) -> str:
+def _shorten(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def read_piece(message: Mapping[str, Any], sender: str) -> tuple[str, int, bytes]:
-    """Path, offset and bytes of a piece, as a machine that joined sends it over its channel."""
-    path, offset = _text(message.get("path"), sender), _count(message.get("offset"), sender)
-    try:
-        return path, offset, base64.b64decode(_encoded(message.get("data")), validate=True)
-    except ValueError:
-        raise _malformed(sender, f"a piece of {_cut(path)} that is no base64") from None
-
-
-def _encoded(data: object) -> str:
-    if not isinstance(data, str):
-        raise ValueError
-    return data
-
-
 class FileReceiver:
-    """Writes what one node sends: its agent's journal and log, and the events and logs of its own `ranks`. With `keeps`
-    also the ledger and a checkpoint.
+    """Writes what one node sends into our run folder: its agent's journal and log, the events and logs of its own
+    `ranks`, and with `keeps` also the ledger and a checkpoint.
 
-    A file that is here from an earlier launch goes on where it ends, wherever the other machine begins: `start` says.
+    A file from an earlier launch continues at its end here, at whichever byte the other machine begins (`start`).
     """
 
     def __init__(self, run: Path, sender: str, ranks: Collection[int], keeps: bool = False) -> None:
         self._run = run
         self._sender = sender
         name = re.escape(check_name(sender))
-        own = "|".join(str(check_rank(rank)) for rank in ranks) or r"(?!)"
-        process = rf"(?:rank-(?:{own})|torchrun|spawn|join)"
-        texts = rf"agents/{name}\.(?:jsonl|log)|events/rank-(?:{own})\.jsonl|logs/{name}/{process}\.(?:log|times)"
+        numbers = "|".join(str(check_rank(rank)) for rank in ranks) or r"(?!)"
+        process = rf"(?:rank-(?:{numbers})|torchrun|spawn|join)"
+        texts = rf"agents/{name}\.(?:jsonl|log)|events/rank-(?:{numbers})\.jsonl|logs/{name}/{process}\.(?:log|times)"
         self._texts = re.compile(texts + (r"|commits\.jsonl" if keeps else ""), re.ASCII)
         self._checkpoints = re.compile(rf"checkpoints/step-\d{{8}}/{_FILE}" if keeps else r"(?!)", re.ASCII)
-        self._shift: dict[str, int] = {}
+        self._shift: dict[str, int] = {}  # by file: our offset minus the sender's
 
-    def have(self) -> dict[str, int]:
-        """How much of each file is here, counted as the other machine counts."""
+    def received(self) -> dict[str, int]:
+        """Return how many bytes of each file are here, counted as the sender counts."""
         return {name: size - self._shift.get(name, 0) for name, size in self._sizes().items()}
 
     def start(self, begins: Mapping[str, int]) -> None:
-        """A new launch: from which byte on each file is sent; from the first one where nothing is said."""
+        """Begin a launch: `begins` is the first byte that is sent of each file, 0 where it has none."""
         sizes = self._sizes()
         if wrong := [name for name in sizes if not 0 <= begins.get(name, 0) <= sizes[name]]:
             raise _malformed(self._sender, f"byte {begins[wrong[0]]} of {wrong[0]} as the next one")
         self._shift = {name: size - begins.get(name, 0) for name, size in sizes.items()}
 
-    def keep(self, name: str, offset: int, piece: bytes) -> None:
-        """Write a piece. Raises `ControlError` for a file that is not the sender's, a piece that leaves a gap, or one
-        that makes the file too long; nothing is written then."""
+    def write(self, name: str, offset: int, piece: bytes) -> None:
+        """Write a piece. Raise `ControlError` and write nothing for a file that is not the sender's, a piece that
+        leaves a gap, or one that makes the file too long."""
         limit = self._limit(name)
         if limit is None:
             raise ControlError(
-                f"{self._sender} wanted to write {_cut(name)} into the run folder",
+                f"{self._sender} wanted to write {_shorten(name)} into the run folder",
                 why="a machine sends what its own agent and its own ranks wrote, and nothing else",
             )
         begin = offset + self._shift.get(name, 0)
@@ -259,7 +253,7 @@ class FileReceiver:
         try:
             file = os.fdopen(open_below(self._run, name, os.O_RDWR | os.O_CREAT, make_folders=True), "r+b")
         except OSError as error:
-            if error.errno not in _NO_FILE:
+            if error.errno not in _NOT_A_FILE:
                 raise
             raise ControlError(
                 f"{name} of {self._sender} is not written: {error.strerror or 'it is no regular file'}",
@@ -275,7 +269,7 @@ class FileReceiver:
             file.write(piece)
 
     def _limit(self, name: str) -> int | None:
-        """How long the file may become; None for one that the sender may not write."""
+        """Return the most bytes that the file may have; None for one that the sender may not write."""
         if self._texts.fullmatch(name):
             return _MOST_TEXT_BYTES
         return _MOST_CHECKPOINT_BYTES if self._checkpoints.fullmatch(name) else None
@@ -287,9 +281,9 @@ class FileReceiver:
 
 
 class RefusedFiles:
-    """Notes what of a sender was refused, each kind once. What was refused is left out, and the run goes on."""
+    """Reports each kind of refused piece of a sender once. Refused pieces are left out, and the run continues."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Note) -> None:
         self._note = note
         self._noted: set[str] = set()
 

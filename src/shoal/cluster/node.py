@@ -1,4 +1,4 @@
-"""A node: one machine of a cluster, and how a process is started on it."""
+"""A node: one machine of a cluster, the processes started on it, and a program to exchange JSON lines with there."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ from shoal.host.facts import interface_of, physical_cores
 from shoal.units import format_duration
 
 LOOPBACK = "127.0.0.1"
-# All ranks of a large world connect at once, before the store is there.
+# All ranks of a large world connect at once, before the store accepts connections.
 _BACKLOG = 1024
+# How long a program may take to end after its stdin was closed, and to die after SIGKILL.
+_END_TIMEOUT_S = 2.0
+_KILL_TIMEOUT_S = 1.0
+_MOST_ANSWER_BYTES = 16 << 20
+
+Answer = dict[str, Any]
+Note = Callable[[str], None]  # receives a message for the user
 
 
 @dataclass(frozen=True)
@@ -38,41 +45,51 @@ class Project:
     there: str
 
     def moved(self, path: str) -> str:
-        """Where a file of ours is there; the project's top for what lies outside of it."""
+        """Return where the copy of a file is; the top folder of the copy for a file outside the project."""
         inside = Path(path).is_relative_to(self.here)
         return str(Path(self.there) / Path(path).relative_to(self.here)) if inside else self.there
 
 
 @dataclass(frozen=True)
 class Node:
-    """`slots` is how many ranks it takes, `cores` how many cores they share; None for what its agent will find out.
-
-    `python` and `project` are those on that machine; no `project` where it is the same as here. `cpu_only`: there is
-    nothing else to compute on."""
-
     name: str
     address: str
-    interface: str | None
-    slots: int
-    cores: int | None
+    interface: str | None  # None: its agent finds out
+    slots: int  # ranks it takes
+    cores: int | None  # physical cores that its ranks share; None: its agent finds out
     link_mbps: int | None = None
     threads: int | None = None
-    python: str = sys.executable
-    project: Project | None = None
-    cpu_only: bool = False
+    python: str = sys.executable  # the interpreter on that machine
+    project: Project | None = None  # None where the project is the same folder as here
+    cpu_only: bool = False  # no GPU there
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a script find each other: the first node's agent serves torch's own store there."""
+    """Where the ranks of a script meet: the first node's agent serves torch's own store there."""
 
     address: str
     port: int
 
 
+def _no_texts(_: Mapping[str, str]) -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run needs on a machine that does not share our disk."""
+
+    project: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)  # large files by content digest, so that none is sent twice
+    # Small files of the run folder. A function of where the large files are on that machine: one text names them.
+    texts: Callable[[Mapping[str, str]], dict[str, str]] = _no_texts
+    stays: bool = True  # keep what the run writes there, as for a training
+
+
 def ranks_of(nodes: Sequence[Node], node: Node) -> range:
-    """The numbers of a node's ranks: a launch counts them through the nodes in their order."""
-    first = sum(each.slots for each in nodes[: nodes.index(node)])
+    """Return the rank numbers of a node: ranks are numbered through the nodes in their order."""
+    first = sum(earlier.slots for earlier in nodes[: nodes.index(node)])
     return range(first, first + node.slots)
 
 
@@ -80,14 +97,17 @@ def local_node(slots: int) -> Node:
     return Node("local", LOOPBACK, interface_of(LOOPBACK) or "lo", slots, physical_cores())
 
 
+# Processes and ports on this machine
+
+
 def start_process(
     argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = (), stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C at the terminal reaches the launcher, which then asks the ranks to finish.
+    """Start a process in a session of its own: Ctrl-C reaches only the launcher, which then asks the ranks to finish.
 
-    Tied to us before it becomes the program: a rank needs seconds to import torch, and when it could first ask for the
-    same by itself, we may be gone (seen: ranks of a killed launcher that trained on as orphans). It begins with default
-    signals, whatever this process ignores.
+    It is tied to this process before it becomes the program: a rank needs seconds to import torch before it could do so
+    itself (seen: ranks of a killed launcher that trained on as orphans). It begins with default signal handling,
+    whatever this process ignores.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -103,81 +123,51 @@ def start_process(
         )
 
 
-def listen_at(address: str, wanted: int) -> socket.socket:
-    """A listening socket on one address, port 0 for any. Connections wait in it until a process serves them."""
-    holder = reserve_port(address, wanted)
-    holder.listen(_BACKLOG)
-    return holder
+def listen_at(address: str, port: int) -> socket.socket:
+    """Return a listening socket on one address, any port for 0. Connections wait in it until a process serves them."""
+    listener = reserve_port(address, port)
+    listener.listen(_BACKLOG)
+    return listener
 
 
-def reserve_port(address: str, wanted: int) -> socket.socket:
-    """Holds a port for a process that will listen on it: nobody else is given it, and torch's store may still bind it.
+def reserve_port(address: str, port: int) -> socket.socket:
+    """Hold a port for a process that will listen on it: the kernel gives it to no other, and torch's store can bind it.
 
-    Both allow the address to be used again, and neither of two such sockets is refused while none of them listens.
+    Both sockets set SO_REUSEADDR, with which the kernel refuses neither of them while none listens.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        holder.bind((address, wanted))
+        holder.bind((address, port))
     except OSError as error:
         holder.close()
         raise RunFailed(
-            f"port {wanted} of {address} cannot be used: {error.strerror}",
-            why=_owner(wanted) or "the kernel does not say whose it is",
+            f"port {port} of {address} cannot be used: {error.strerror}",
+            why=_describe_listener(port) or "the kernel does not show which process has it",
             fix="leave --port out: a free one is found; or end that process",
         ) from error
     return holder
 
 
-def _owner(port: int) -> str:
-    """Who listens there, as far as we may see."""
+def _describe_listener(port: int) -> str:
+    """Describe the process that listens at a port; empty for another user's."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            # Whose own end of a connection elsewhere has the same number is nobody to blame.
-            listens = connection.status == psutil.CONN_LISTEN
-            if listens and connection.laddr and connection.laddr.port == port and connection.pid:
+            # A connection to elsewhere with the same local port does not block it.
+            is_listening = connection.status == psutil.CONN_LISTEN
+            if is_listening and connection.laddr and connection.laddr.port == port and connection.pid:
                 process = psutil.Process(connection.pid)
                 age_s = time.time() - process.create_time()
                 return f"process {process.pid} has it, for {format_duration(age_s)}: {shlex.join(process.cmdline())}"
     return ""
 
 
-# SECTION cluster/cargo
-# What a run needs on a machine that does not share our disk.
-
-
-def _no_texts(_: Mapping[str, str]) -> dict[str, str]:
-    return {}
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """`files` are large and by a digest of their content, so that none is sent twice. `texts` are the small ones of the
-    run folder: a function, because one of them says where on that machine the large ones lie. `stays`: what the
-    run writes there is kept, as a training's is."""
-
-    project: Path | None = None
-    files: Mapping[str, Path] = field(default_factory=dict)
-    texts: Callable[[Mapping[str, str]], dict[str, str]] = _no_texts
-    stays: bool = True
-
-
-# SECTION cluster/talk
-# A conversation with a program on a node: one JSON line asked, one JSON line answered.
-#
-# For looking around before a run (`doctor`, `probe`), where there is no agent yet and perhaps no torch either.
-
-
-# How long a program may take to end once its stdin has, and to die.
-_END_S = 2.0
-_KILL_S = 1.0
-_LONGEST_ANSWER = 16 << 20
-
-Answer = dict[str, Any]
+# A program on a node that answers JSON lines with JSON lines: for `doctor` and `probe`, before there is an agent there,
+# and perhaps without torch.
 
 
 class RemoteEnd(Protocol):
-    """What stands at the other end of two pipes: a process here, on an emulated node, or behind SSH."""
+    """The process at the other end of two pipes: here, on an emulated node, or behind SSH."""
 
     stdin: IO[bytes]
     stdout: IO[bytes]
@@ -187,24 +177,25 @@ class RemoteEnd(Protocol):
 
 
 class RemoteProgram:
-    def __init__(self, node: str, speaker: RemoteEnd) -> None:
+    def __init__(self, node: str, process: RemoteEnd) -> None:
         self.node = node
-        self._speaker = speaker
-        self._heard = bytearray()
+        self._process = process
+        self._buffer = bytearray()
 
     def ask(self, deadline_s: float, **request: Any) -> Answer:
-        """Raises `ControlError` when the program is gone, silent, or answers with an error."""
+        """Send a request and return its answer. Raise `ControlError` when the program has ended, does not answer in
+        time, or answers with an error."""
         self.send(**request)
         return self.hear(deadline_s, str(request.get("do", "")))
 
     def send(self, **request: Any) -> None:
-        """Without waiting: to have several nodes at work at once, then `hear` each of them."""
+        """Send a request without waiting for its answer, so that several nodes can work at once."""
         with contextlib.suppress(BrokenPipeError):
-            self._speaker.stdin.write(json.dumps(request).encode() + b"\n")
-            self._speaker.stdin.flush()
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
 
     def hear(self, deadline_s: float, about: str = "") -> Answer:
-        line = self._line(time.monotonic() + deadline_s, about)
+        line = self._read_line(time.monotonic() + deadline_s, about)
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
@@ -218,37 +209,36 @@ class RemoteProgram:
         return answer
 
     def close(self) -> None:
-        self._speaker.close()
+        self._process.close()
 
-    def _line(self, deadline: float, about: str) -> bytes:
-        searched = 0
-        # Only in what is new: a long line is not searched again with every block.
-        while (end := self._heard.find(b"\n", searched)) < 0:
-            searched = len(self._heard)
-            ready, _, _ = select.select([self._speaker.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            block = os.read(self._speaker.stdout.fileno(), 1 << 16) if ready else None
-            if block is None:
+    def _read_line(self, deadline: float, about: str) -> bytes:
+        searched = 0  # a long line is not searched again with every block
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
                 raise ControlError(
-                    f"{self.node} gave no answer to {about!r} in time", why=self._speaker.errors().strip()
+                    f"{self.node} gave no answer to {about!r} in time", why=self._process.errors().strip()
                 )
+            block = os.read(self._process.stdout.fileno(), 1 << 16)
             if not block:
                 raise ControlError(
-                    f"{self.node} ended before it answered {about!r}", why=self._speaker.errors().strip()
+                    f"{self.node} ended before it answered {about!r}", why=self._process.errors().strip()
                 )
-            self._heard += block
-            if len(self._heard) > _LONGEST_ANSWER:
-                self._heard.clear()
+            self._buffer += block
+            if len(self._buffer) > _MOST_ANSWER_BYTES:
+                self._buffer.clear()
                 raise ControlError(
-                    f"{self.node} answered {about!r} with a line of more than {_LONGEST_ANSWER} bytes",
+                    f"{self.node} answered {about!r} with a line of more than {_MOST_ANSWER_BYTES} bytes",
                     why="what answers there is no program of shoal, or was tampered with",
                 )
-        line = bytes(self._heard[:end])
-        del self._heard[: end + 1]
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         return line
 
 
 class LocalProgram:
-    """A speaker on this machine, or on an emulated node of it; it ends when its stdin does."""
+    """A program on this machine or on an emulated node; it ends when its stdin is closed."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -274,12 +264,12 @@ class LocalProgram:
             with contextlib.suppress(OSError):
                 pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_END_S)
+            self._process.wait(timeout=_END_TIMEOUT_S)
         if self._process.poll() is None:
             self._process.kill()
-            # A frozen process does not even die (version 1 control groups): it will when it is thawed.
+            # A frozen process in a version 1 control group dies only when it is thawed.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=_KILL_S)
+                self._process.wait(timeout=_KILL_TIMEOUT_S)
         self._errors.close()
 
 
@@ -288,26 +278,26 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
 
 
 @contextlib.contextmanager
-def closing_all(talks: Mapping[str, RemoteProgram]) -> Iterator[None]:
+def closing_all(programs: Mapping[str, RemoteProgram]) -> Iterator[None]:
     try:
         yield
     finally:
-        # At once: to leave a frozen one behind takes seconds.
-        with ThreadPoolExecutor(max_workers=max(1, len(talks))) as pool:
-            list(pool.map(RemoteProgram.close, talks.values()))
+        # All at once: closing a frozen one takes seconds.
+        with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool:
+            list(pool.map(RemoteProgram.close, programs.values()))
 
 
 def ask_each(
-    talks: Mapping[str, RemoteProgram], requests: Mapping[str, Answer], deadline_s: float
+    programs: Mapping[str, RemoteProgram], requests: Mapping[str, Answer], deadline_s: float
 ) -> tuple[dict[str, Answer], dict[str, ControlError]]:
-    """All at once: what each of them answered, or why not, within one deadline for all."""
-    until = time.monotonic() + deadline_s
+    """Ask several nodes at once, within one deadline for all; return their answers and errors."""
+    deadline = time.monotonic() + deadline_s
     answers, errors = {}, {}
     for name, request in requests.items():
-        talks[name].send(**request)
+        programs[name].send(**request)
     for name, request in requests.items():
         try:
-            answers[name] = talks[name].hear(max(0.0, until - time.monotonic()), str(request["do"]))
+            answers[name] = programs[name].hear(max(0.0, deadline - time.monotonic()), str(request["do"]))
         except ControlError as error:
             errors[name] = error
     return answers, errors

@@ -1,4 +1,4 @@
-"""What `--on` says.
+"""Parse `--on`.
 
 local:4                      four ranks as processes on this machine
 lab:3,link=1gbit,cpu=1/1/0.5 three emulated nodes, made for the run and removed with it
@@ -19,35 +19,10 @@ from shoal.cluster.lab.lab import Lab
 from shoal.cluster.lab.spec import LabNode, LabSpec, parse_lab
 from shoal.errors import UsageError
 
-# SECTION cluster/join/spec
-# `--on join:3`: this machine, and two that will come by themselves.
-
-
-_JOIN = re.compile(r"join:(?P<machines>\d{1,9})(?:,address=(?P<address>[^,]+))?(?:,port=(?P<port>\d{1,5}))?")
-
-
-@dataclass(frozen=True)
-class JoinSpec:
-    """One rank a machine. `address` is ours, by which the others reach us; left out, it is found."""
-
-    machines: int
-    address: str | None = None
-    port: int = 0
-
-
-def parse_join(text: str) -> JoinSpec:
-    match = _JOIN.fullmatch(text)
-    if match is None or int(match["machines"]) < 2:
-        raise UsageError(
-            f"--on {text!r} names no cluster",
-            why="join:N is this machine and N - 1 others that join it, so N is at least 2",
-            fix="write for example: --on join:2, or --on join:2,address=192.168.1.5",
-        )
-    return JoinSpec(int(match["machines"]), match["address"], int(match["port"] or 0))
-
-
 _LOCAL = re.compile(r"local(?::(-?\d{1,9}))?")
 _STANDING = re.compile(r"lab(?::([a-z][a-z0-9-]*))?")
+_JOIN = re.compile(r"join:(?P<machines>\d{1,9})(?:,address=(?P<address>[^,]+))?(?:,port=(?P<port>\d{1,5}))?")
+_HOSTS_FILES = (".toml", ".hosts", ".txt")
 
 
 @dataclass(frozen=True)
@@ -59,20 +34,32 @@ class LocalSpec:
 
 @dataclass(frozen=True)
 class StandingLab:
-    """A lab that somebody made with `shoal lab up`, and that stays when the run ends."""
+    """A lab that was made with `shoal lab up`, and that stays when the run ends."""
 
     name: str | None
 
 
-On = LocalSpec | LabSpec | StandingLab | HostsSpec | JoinSpec
+@dataclass(frozen=True)
+class JoinSpec:
+    """This machine and others that join it, with one rank each."""
 
-_HOSTS_FILES = (".toml", ".hosts", ".txt")
+    machines: int
+    address: str | None = None  # ours, by which the others reach us; None: it is found
+    port: int = 0
+
+
+On = LocalSpec | LabSpec | StandingLab | HostsSpec | JoinSpec
 
 
 def parse_on(text: str) -> On:
     text = text.strip()
     if match := _LOCAL.fullmatch(text):
-        return _local(text, int(match[1] or 1))
+        ranks = int(match[1] or 1)
+        if ranks < 1:
+            raise UsageError(
+                f"--on {text}: a world needs at least one rank", fix="write for example: --on local:2 for two ranks"
+            )
+        return LocalSpec(ranks)
     if match := _STANDING.fullmatch(text):
         return StandingLab(match[1])
     if text.startswith("lab:"):
@@ -88,21 +75,32 @@ def parse_on(text: str) -> On:
     )
 
 
+def parse_join(text: str) -> JoinSpec:
+    match = _JOIN.fullmatch(text)
+    if match is None or int(match["machines"]) < 2:
+        raise UsageError(
+            f"--on {text!r} names no cluster",
+            why="join:N is this machine and N - 1 others that join it, so N is at least 2",
+            fix="write for example: --on join:2, or --on join:2,address=192.168.1.5",
+        )
+    return JoinSpec(int(match["machines"]), match["address"], int(match["port"] or 0))
+
+
 def settled(on: str) -> str:
-    """The same cluster from wherever the run is looked at or resumed later."""
-    found = parse_on(on)
-    return str(found.path.absolute()) if isinstance(found, HostsSpec) else on
+    """Return `on` such that it names the same cluster from every folder."""
+    spec = parse_on(on)
+    return str(spec.path.absolute()) if isinstance(spec, HostsSpec) else on
 
 
 def weights_of(on: On) -> str | None:
-    """One number a rank, where a hosts file says that its machines are not alike."""
+    """Return one weight a rank, where a hosts file gives its machines different ones."""
     if not isinstance(on, HostsSpec) or len({host.weight for host in on.hosts}) == 1:
         return None
     return "/".join(f"{host.weight:g}" for host in on.hosts for _ in range(host.slots))
 
 
 def rank_count(on: On) -> int:
-    """A lab's nodes take one rank each, a host as many as it has slots."""
+    """Count ranks: one for each node of a lab, as many as it has slots for a host."""
     match on:
         case LocalSpec():
             return on.ranks
@@ -116,45 +114,34 @@ def rank_count(on: On) -> int:
             return on.machines
 
 
-def _local(text: str, ranks: int) -> LocalSpec:
-    if ranks < 1:
-        raise UsageError(
-            f"--on {text}: a world needs at least one rank", fix="write for example: --on local:2 for two ranks"
-        )
-    return LocalSpec(ranks)
-
-
-# SECTION cluster/first_node
-# The first machine of a cluster as a cluster of its own: what the others are measured against.
-
-
 def first_node(on: On, folder: Path) -> str | None:
-    """As `--on` has it, with whatever file that needs in `folder`. None where the first machine is not ours alone to
-    name: guests of `join` come as they come."""
+    """Return the first machine of a cluster as an `--on` of its own: the others are measured against it.
+
+    A file that this needs is written into `folder`. None for `join`, whose machines are not known beforehand.
+    """
     match on:
         case LocalSpec():
             return "local:1"
         case StandingLab():
-            return _lab_of(Lab.open(on.name).state.spec.nodes[0])
+            return _single_node_lab(Lab.open(on.name).state.spec.nodes[0])
         case HostsSpec():
-            return str(_write_hosts(on, folder / "first-host.toml"))
+            return str(_write_first_host(on, folder / "first-host.toml"))
         case JoinSpec():
             return None
         case _:
-            return _lab_of(on.nodes[0])
+            return _single_node_lab(on.nodes[0])
 
 
-def _lab_of(node: LabNode) -> str:
-    """Nothing travels on one node, so its link does not matter; its share of a core does."""
+def _single_node_lab(node: LabNode) -> str:
+    """Keep the node's CPU share. Its link does not matter: nothing is sent."""
     return "lab:1" if node.cpu is None else f"lab:1,cpu={node.cpu:g}"
 
 
-def _write_hosts(hosts: HostsSpec, path: Path) -> Path:
-    """One rank on it, as on every other: what more of them gain is a question of its own."""
-    said = hosts.hosts[0].model_dump(exclude_defaults=True, exclude_none=True)
+def _write_first_host(hosts: HostsSpec, path: Path) -> Path:
+    settings = hosts.hosts[0].model_dump(exclude_defaults=True, exclude_none=True)
     lines = [f"ssh_config = {json.dumps(str(hosts.ssh_config))}"] if hosts.ssh_config else []
     # Strings and numbers of JSON are those of TOML.
-    lines += ["[[host]]", *(f"{key} = {json.dumps(value)}" for key, value in said.items())]
+    lines += ["[[host]]", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -1,1 +1,1 @@
-"""TODO host."""
+"""Facts about this machine and its processes. Importable with the standard library alone."""

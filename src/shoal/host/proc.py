@@ -1,4 +1,9 @@
-"""Processes as /proc shows them. What is gone by now, or not ours to look at, has nothing to say."""
+"""Read /proc: processes, their environment and sockets, and the machine's memory and processors.
+
+Functions return an empty value for a file that is missing, unreadable, or belongs to a process that has ended. Those
+that need the process to exist raise `OSError`. Standard library only: the collector of `shoal doctor` runs this on
+machines where nothing else is installed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,24 @@ import pwd
 import shlex
 import socket
 import stat
-import sys
+import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-# SECTION net/collector/reading
-# Small files of the kernel and of /etc, which may be missing or closed to us: then there is nothing to say.
+PROC = Path("/proc")
+Address = IPv4Address | IPv6Address
+
+_COMMAND_CHARACTERS = 200
+# Processes that adopt orphans. The kernel does not show which process asked to be a subreaper; these are known to.
+_SUBREAPERS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim"}
+_SHELLS = {"sh", "bash", "dash", "zsh", "fish", "ksh"}
+# Indices into `stat_fields`.
+_STATE, _PARENT, _SESSION, _FLAGS, _START_TICKS = 0, 1, 3, 6, 19
+_EXITING = 0x4  # PF_EXITING
+_LISTEN = 0x0A  # TCP_LISTEN
 
 
 def read(path: Path | str) -> str:
@@ -25,7 +41,7 @@ def read(path: Path | str) -> str:
 
 
 def read_number(path: Path | str) -> int | None:
-    """None also where it says `max` or something else that is no number."""
+    """Return None also for `max` and any other text that is not a number."""
     try:
         return int(read(path))
     except ValueError:
@@ -33,134 +49,222 @@ def read_number(path: Path | str) -> int | None:
 
 
 def read_list(path: Path | str) -> set[int]:
-    """`0-3,8` as the kernel writes sets of processors."""
-    found: set[int] = set()
-    for part in filter(None, read(path).split(",")):
+    """Read a set of processors."""
+    return parse_cpu_list(read(path))
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Parse `0-3,8`, the kernel's notation for a set of processors; return an empty set for any other text."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        if not (first.isdigit() and (last or first).isdigit()):
+            return set()
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
-PROC = Path("/proc")
-_COMMAND_CHARACTERS = 200
-# Processes that adopt orphans. The kernel does not tell who asked to be one, but these are known to.
-_ADOPTERS = {"systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim"}
-_SHELLS = {"sh", "bash", "dash", "zsh", "fish", "ksh"}
+def read_cpuinfo(field: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo."""
+    lines = read(PROC / "cpuinfo").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+
+def read_meminfo() -> dict[str, int]:
+    """Return /proc/meminfo, in bytes."""
+    lines = (line.split() for line in read(PROC / "meminfo").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+
+
+# Processes
+
+
+def all_pids() -> Iterator[int]:
+    return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
 
 
 def pids() -> Iterator[int]:
-    """All of this machine; those of containers on it are somebody else's to look after."""
-    own = _namespace(os.getpid())
-    numbers = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
-    return (pid for pid in numbers if pid != os.getpid() and _namespace(pid) == own)
+    """Yield every other process of this machine, without those of containers that run on it."""
+    own = pid_namespace(os.getpid())
+    return (pid for pid in all_pids() if pid != os.getpid() and pid_namespace(pid) == own)
 
 
-def _namespace(pid: int) -> str:
+def pid_namespace(pid: int) -> str:
     with contextlib.suppress(OSError):
         return str((PROC / str(pid) / "ns/pid").readlink())
     return ""
 
 
 def variables(pid: int) -> dict[str, str]:
-    """Those it was started with."""
+    """Return the environment that the process was started with."""
     entries = (entry.partition("=") for entry in read(PROC / str(pid) / "environ").split("\0"))
     return {name: value for name, _, value in entries if name}
 
 
-def owner_of(pid: int) -> int | None:
-    """The user it runs as; None for a set-user-ID program, whose environment is that of another user."""
-    lines = read(PROC / str(pid) / "status").splitlines()
-    numbers = next((set(line.split()[1:4]) for line in lines if line.startswith("Uid:")), set())
-    program = (PROC / str(pid) / "exe").stat()
-    if len(numbers) != 1 or program.st_mode & (stat.S_ISUID | stat.S_ISGID):
-        return None
-    return int(numbers.pop())
-
-
-def describe(pid: int) -> dict[str, Any]:
-    state, *_ = _stat(pid)
-    return {"pid": pid, "command": command(pid), "age_s": age_s(pid), "stopped": state in "Tt"}
-
-
-def command(pid: int) -> str:
-    words = read(PROC / str(pid) / "cmdline").rstrip("\0").split("\0")
-    text = shlex.join(words) if words != [""] else read(PROC / str(pid) / "comm")
-    return text if len(text) <= _COMMAND_CHARACTERS else text[: _COMMAND_CHARACTERS - 1] + "…"
-
-
-def age_s(pid: int) -> float:
-    """By the kernel's own count: clocks are set, and some machines begin with a wrong one."""
-    up_s = float(read(PROC / "uptime").split()[0])
-    return max(0.0, up_s - int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK"))
-
-
-def is_orphan(pid: int) -> bool:
-    """Its parent has ended and somebody who adopts orphans has it. A parent 0 is one that cannot be seen from here."""
-    parent = int(_stat(pid)[1])
-    name = read(PROC / str(parent) / "comm")
-    if parent == 1:
-        return not (name in _SHELLS and _session(pid) == _session(1))
-    return parent > 1 and name in _ADOPTERS
-
-
-def _session(pid: int) -> str:
-    """A container's first process may be the shell that somebody types into: what it starts shares its session."""
-    return _stat(pid)[3]
-
-
-def _stat(pid: int) -> list[str]:
-    """From the state on: what stands before it is a name, in which anything may occur."""
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the process state on: the name before it may contain any character."""
     fields = read(PROC / str(pid) / "stat").rpartition(")")[2].split()
-    if len(fields) < 20:
+    if len(fields) <= _START_TICKS:
         raise ProcessLookupError(f"process {pid} has ended")
     return fields
 
 
-def user_name(number: int) -> str:
+def start_ticks(pid: int) -> int | None:
+    """Return when the process started, in kernel ticks since boot. With its number this identifies a process."""
     try:
-        return pwd.getpwuid(number).pw_name
+        return int(stat_fields(pid)[_START_TICKS])
+    except ProcessLookupError:
+        return None
+
+
+def is_dead(pid: int) -> bool:
+    """Tell whether the process is gone, a zombie or exiting.
+
+    The first process of a pid namespace stays until all others in it are reaped, which takes long where the machine's
+    own first process is slow (seen: 3 s).
+    """
+    try:
+        fields = stat_fields(pid)
+    except ProcessLookupError:
+        return True
+    return fields[_STATE] in ("Z", "X") or bool(int(fields[_FLAGS]) & _EXITING)
+
+
+def owner_of(pid: int) -> int | None:
+    """Return the user of a process; None for a set-user-ID program, whose environment is another user's."""
+    lines = read(PROC / str(pid) / "status").splitlines()
+    uids = next((set(line.split()[1:4]) for line in lines if line.startswith("Uid:")), set())
+    if len(uids) != 1 or is_setuid(pid):
+        return None
+    return int(uids.pop())
+
+
+def is_setuid(pid: int) -> bool:
+    """Tell whether the process runs a set-user-ID or set-group-ID program; raise `OSError` when it is gone."""
+    return bool((PROC / str(pid) / "exe").stat().st_mode & (stat.S_ISUID | stat.S_ISGID))
+
+
+def describe(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "command": command(pid), "age_s": age_s(pid), "stopped": stat_fields(pid)[_STATE] in "Tt"}
+
+
+def command_words(pid: int) -> list[str]:
+    """Return the arguments of a process; none for a zombie or a kernel thread."""
+    text = read(PROC / str(pid) / "cmdline").rstrip("\0")
+    return text.split("\0") if text else []
+
+
+def command(pid: int) -> str:
+    text = shlex.join(command_words(pid)) or read(PROC / str(pid) / "comm")
+    return text if len(text) <= _COMMAND_CHARACTERS else text[: _COMMAND_CHARACTERS - 1] + "…"
+
+
+def age_s(pid: int) -> float:
+    """Return the age by the kernel's uptime: wall clocks are set, and some machines boot with a wrong one."""
+    uptime_s = float(read(PROC / "uptime").split()[0])
+    return max(0.0, uptime_s - int(stat_fields(pid)[_START_TICKS]) / os.sysconf("SC_CLK_TCK"))
+
+
+def is_orphan(pid: int) -> bool:
+    """Tell whether the parent has ended and a subreaper adopted the process.
+
+    A parent 0 cannot be seen from here. A container's first process may be an interactive shell: what it starts shares
+    its session and is no orphan.
+    """
+    parent = int(stat_fields(pid)[_PARENT])
+    name = read(PROC / str(parent) / "comm")
+    if parent == 1:
+        return not (name in _SHELLS and stat_fields(pid)[_SESSION] == stat_fields(1)[_SESSION])
+    return parent > 1 and name in _SUBREAPERS
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return str(number)
+        return str(uid)
 
 
-# SECTION net/collector/ports
-# Who listens at a port of this machine.
+# Sockets
 
 
-_LISTENING = "0A"
-_ORDER: Literal["little", "big"] = sys.byteorder
+@dataclass(frozen=True)
+class TcpSocket:
+    address: Address
+    port: int
+    peer: Address
+    peer_port: int  # 0 while it listens
+    is_listening: bool
+    uid: int
+    inode: int  # 0 when no process holds it any more
+
+
+def parse_tcp_table(text: str) -> list[TcpSocket]:
+    """Parse the text of /proc/net/tcp or tcp6."""
+    rows = (line.split() for line in text.splitlines()[1:])
+    return [
+        TcpSocket(
+            *_parse_endpoint(row[1]), *_parse_endpoint(row[2]), int(row[3], 16) == _LISTEN, int(row[7]), int(row[9])
+        )
+        for row in rows
+        if len(row) > 9
+    ]
+
+
+def _parse_endpoint(text: str) -> tuple[Address, int]:
+    digits, _, port = text.partition(":")
+    # Every four bytes are printed as one number in the machine's byte order.
+    words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return plain_address(socket.inet_ntop(family, packed)), int(port, 16)
+
+
+def plain_address(text: str) -> Address:
+    """Return an IPv4 address for an IPv4-mapped one: torch's IPv6 sockets show a peer as ::ffff:10.77.0.1."""
+    address = ip_address(text)
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
+
+
+def fd_targets(pid: int) -> list[str]:
+    """Return what each file descriptor of a process refers to; raise `OSError` when it is gone or not readable."""
+    targets = []
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            targets.append(str(entry.readlink()))
+    return targets
+
+
+def tcp_sockets_of(pid: int) -> list[TcpSocket]:
+    """Return the TCP sockets that a process holds; raise `OSError` when it is gone or not readable.
+
+    They are looked up in the tables of its own network namespace: psutil's `net_connections` reads those of ours.
+    """
+    targets = set(fd_targets(pid))
+    tables = (read(PROC / str(pid) / "net" / name) for name in ("tcp", "tcp6"))  # no tcp6 in a kernel without IPv6
+    return [entry for table in tables for entry in parse_tcp_table(table) if f"socket:[{entry.inode}]" in targets]
 
 
 def listeners(port: int) -> list[dict[str, Any]]:
-    """On whichever address, since torch's store takes all of them. `pid` is None when it is not ours to see."""
-    entries = list(_listening(port))
-    owners = _owners({inode for _, _, inode in entries})
-    return [{"address": address, "user": user_name(uid), "pid": owners.get(inode)} for address, uid, inode in entries]
+    """Return the sockets that listen at a port on any address, since torch's store binds all of them.
+
+    `pid` is None when the process belongs to another user.
+    """
+    tables = (read(PROC / "net" / name) for name in ("tcp", "tcp6"))
+    sockets = [
+        entry for table in tables for entry in parse_tcp_table(table) if entry.is_listening and entry.port == port
+    ]
+    holders = _find_holders({f"socket:[{entry.inode}]" for entry in sockets})
+    return [
+        {"address": str(entry.address), "user": user_name(entry.uid), "pid": holders.get(f"socket:[{entry.inode}]")}
+        for entry in sockets
+    ]
 
 
-def _listening(port: int) -> Iterator[tuple[str, int, str]]:
-    """Address, user and inode of each socket that listens there."""
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in read(PROC / "net" / table).splitlines()[1:]:
-            fields = line.split()
-            place, _, number = fields[1].partition(":")
-            if fields[3] == _LISTENING and int(number, 16) == port:
-                yield _address(place, family), int(fields[7]), fields[9]
-
-
-def _address(digits: str, family: int) -> str:
-    """The kernel prints four bytes at a time, as a number in the machine's own order."""
-    words = (int(digits[start : start + 8], 16) for start in range(0, len(digits), 8))
-    return socket.inet_ntop(family, b"".join(word.to_bytes(4, _ORDER) for word in words))
-
-
-def _owners(inodes: set[str]) -> dict[str, int]:
-    wanted = {f"socket:[{inode}]": inode for inode in inodes}
-    found: dict[str, int] = {}
-    for pid in pids() if wanted else ():
+def _find_holders(targets: set[str]) -> dict[str, int]:
+    """Return the process that holds each of these descriptor targets."""
+    holders: dict[str, int] = {}
+    for pid in pids() if targets else ():
         with contextlib.suppress(OSError):
-            for link in (PROC / str(pid) / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    inode = wanted.get(str(link.readlink()))
-                    found |= {inode: pid} if inode else {}
-    return found
+            holders |= dict.fromkeys(targets.intersection(fd_targets(pid)), pid)
+    return holders

@@ -1,1 +1,1 @@
-"""Real machines over SSH: what names them, reaches them and prepares them."""
+"""Real machines over SSH: list them, reach them, prepare them, and start agents on them."""

@@ -1,4 +1,4 @@
-"""What is copied to a host: the running shoal, and the project of the user. Which files, and a digest of them all."""
+"""Copy to a host what it lacks: shoal itself, the user's project, single files. Digests tell what is there already."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.cluster.hosts.facts import HostFacts, HostQuery, look, program
+from shoal.cluster.hosts.facts import HostFacts, HostQuery, program
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import run_script, variables
 from shoal.errors import HostError, UsageError
 from shoal.units import format_si
 
 MOST_PROJECT_BYTES = 256_000_000
+# ssh itself notices a dead connection much earlier; this only ends a copy that makes no sense any more.
+_COPY_TIMEOUT_S = 3600.0
 _CHUNK = 1 << 20
-_NOT_THE_PROJECTS = ("runs", "__pycache__", "node_modules")
+_SKIPPED_FOLDERS = ("runs", "__pycache__", "node_modules")
 
 
 @dataclass(frozen=True)
 class CopyFile:
-    """One file to copy: where it goes, and where it is. A symbolic link has a target and no bytes."""
-
-    path: str
+    path: str  # below the folder on the host
     source: Path
     size: int
     mode: int
-    link: str | None
+    link: str | None  # the target of a symbolic link, which has no bytes
     digest: str
 
 
 @dataclass(frozen=True)
 class FileBundle:
-    """Files that belong together. `name` is the folder they get. `left_out` are links that lead outside the project."""
+    """Files that belong together."""
 
-    name: str
+    name: str  # of the folder on the host
     pieces: tuple[CopyFile, ...]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # links that lead outside the project
 
     @property
     def listing(self) -> dict[str, str]:
@@ -54,43 +54,38 @@ class FileBundle:
 
 
 def code_bundle() -> FileBundle:
-    """The package that is running, named by its content."""
+    """Return the running shoal package, named by its content."""
     package = Path(shoal.__file__).parent
-    found = sorted(path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    pieces = tuple(make_piece(path, str(path.relative_to(package.parent))) for path in found)
+    paths = sorted(path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    pieces = tuple(make_piece(path, str(path.relative_to(package.parent))) for path in paths)
     return FileBundle(FileBundle("", pieces).digest[:16], pieces)
 
 
-def code_folder() -> Path:
-    """What stands on this machine's PYTHONPATH for it."""
-    return Path(shoal.__file__).parent.parent
-
-
 def project_bundle(folder: Path) -> FileBundle:
-    """What git lists, or everything that does not look like an environment, a cache or a result."""
+    """Return the files that git lists, or all that do not look like an environment, a cache or a result."""
     folder = folder.resolve()
     if not folder.is_dir():
         raise UsageError(f"there is no project folder {folder}", fix="name one: --project FOLDER, or: --no-project")
-    paths = _listed_by_git(folder)
+    paths = _list_with_git(folder)
     paths = sorted(_walk(folder, folder) if paths is None else paths)
-    # What a link leads to outside is not the project's, and may be a key or a password: it is never sent.
+    # A link may lead to a key or a password outside the project, which must never be sent.
     outside = [path for path in paths if _leads_outside(folder / path, folder)]
     paths = [path for path in paths if path not in set(outside)]
     _refuse_too_much(folder, paths)
-    # With this machine's name: another one may have a project at the same path.
+    # With this machine's name: another machine may have a project at the same path.
     place = hashlib.sha256(f"{socket.gethostname()}:{folder}".encode()).hexdigest()
     pieces = tuple(make_piece(folder / path, path, folder) for path in paths)
     return FileBundle(f"{folder.name}-{place[:8]}", pieces, tuple(outside))
 
 
 def project_of(folder: Path) -> Path | None:
-    """The top of the git project that a folder is in."""
+    """Return the top folder of the git project that a folder is in."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     return Path(os.fsdecode(top.removesuffix(b"\n"))) if top else None
 
 
 def make_piece(source: Path, path: str, folder: Path | None = None) -> CopyFile:
-    """A link stays one when it leads to something else in the folder. Without a folder it is what it leads to."""
+    """Describe a file. A link inside `folder` stays a link; without a folder it is the file it leads to."""
     if folder is not None and _leads_outside(source, folder):
         raise UsageError(
             f"{source} leads outside {folder}",
@@ -108,61 +103,57 @@ def make_piece(source: Path, path: str, folder: Path | None = None) -> CopyFile:
 
 
 def lone_piece(source: Path, path: str) -> CopyFile:
-    """A file that is known by another digest than that of its bytes, which are then not read twice."""
+    """Describe a file whose digest the caller knows, so that it is not read twice."""
     return CopyFile(path, source, source.stat().st_size, 0o644, None, "")
 
 
 def stream(order: dict[str, Any], pieces: Iterable[CopyFile]) -> Iterator[bytes]:
-    """As `there/put.py` reads it."""
+    """Yield what `remote_copy.py` reads."""
     pieces = list(pieces)
     files = [[piece.path, piece.size, piece.mode, piece.link] for piece in pieces]
     yield json.dumps({**order, "files": files}).encode() + b"\n"
     for piece in pieces:
-        if piece.link is None:
-            yield from _content(piece)
+        if piece.link is not None:
+            continue
+        remaining, digest = piece.size, hashlib.sha256()
+        with piece.source.open("rb") as file:
+            while remaining and (chunk := file.read(min(remaining, _CHUNK))):
+                digest.update(chunk)
+                remaining -= len(chunk)
+                yield chunk
+        if remaining:
+            raise UsageError(f"{piece.source} became shorter while it was copied", fix="run the same command again")
+        yield digest.hexdigest().encode()
 
 
-def _content(piece: CopyFile) -> Iterator[bytes]:
-    left, summed = piece.size, hashlib.sha256()
-    with piece.source.open("rb") as file:
-        while left and (chunk := file.read(min(left, _CHUNK))):
-            summed.update(chunk)
-            left -= len(chunk)
-            yield chunk
-    if left:
-        raise UsageError(f"{piece.source} became shorter while it was copied", fix="run the same command again")
-    yield summed.hexdigest().encode()
-
-
-def _listed_by_git(folder: Path) -> list[str] | None:
-    """Nothing when it is no git project. Results that git was not told to ignore are still no part of it."""
+def _list_with_git(folder: Path) -> list[str] | None:
+    """Return None when it is no git project. The results in runs/ are left out even where git does not ignore them."""
     tracked = _git(folder, "ls-files", "-z", "--cached")
     untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or untracked is None:
         return None
-    ours = _names(tracked) | {name for name in _names(untracked) if not name.startswith("runs/")}
-    found = []
-    for name in ours:
+    paths = []
+    for name in _names(tracked) | {name for name in _names(untracked) if not name.startswith("runs/")}:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             # A submodule, or a project within the project.
-            found += [f"{name.rstrip('/')}/{inner}" for inner in _listed_by_git(path) or ()]
+            paths += [f"{name.rstrip('/')}/{inner}" for inner in _list_with_git(path) or ()]
         elif _is_content(path, folder):
-            found.append(name)
-    return found
+            paths.append(name)
+    return paths
 
 
 def _walk(folder: Path, top: Path) -> Iterator[str]:
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
-            if not (path.name.startswith(".") or path.name in _NOT_THE_PROJECTS or (path / "pyvenv.cfg").exists()):
+            if not (path.name.startswith(".") or path.name in _SKIPPED_FOLDERS or (path / "pyvenv.cfg").exists()):
                 yield from _walk(path, top)
         elif _is_content(path, top):
             yield str(path.relative_to(top))
 
 
 def _is_content(path: Path, folder: Path) -> bool:
-    """Not what is tracked and deleted, no socket, and no link to a folder that lies elsewhere."""
+    """Leave out tracked files that were deleted, sockets, and links to folders outside."""
     return path.is_file() or _leads_inside(path, folder)
 
 
@@ -171,12 +162,12 @@ def _leads_inside(path: Path, folder: Path) -> bool:
 
 
 def _leads_outside(path: Path, folder: Path) -> bool:
-    """A link itself, or a file that is reached through a linked folder."""
+    """Tell whether a link, or a file in a linked folder, lies outside."""
     return not path.resolve().is_relative_to(folder)
 
 
 def say_left_out(project: FileBundle) -> str:
-    """For the user: which links were not copied; empty for none."""
+    """Name the links that were not copied, for the user; empty for none."""
     if not project.left_out:
         return ""
     named = ", ".join(project.left_out[:5]) + (" and more" if len(project.left_out) > 5 else "")
@@ -210,12 +201,7 @@ def _refuse_too_much(folder: Path, paths: list[str]) -> None:
     )
 
 
-# SECTION cluster/hosts/ship
-# Copies what a host lacks: shoal itself, the project, single files. Each is found there again by its digest.
-
-
-# A dead connection is noticed long before, by ssh itself; this only ends what no longer makes sense.
-COPY_S = 3600.0
+# Send to a host
 
 
 def question(
@@ -225,73 +211,65 @@ def question(
         code=code.name if code else "-",
         project=project.name if project else "",
         project_digest=project.digest if project else "",
-        files={data_name(digest, local): local.stat().st_size for digest, local in files.items()},
+        files={_data_name(digest, local): local.stat().st_size for digest, local in files.items()},
     )
 
 
-def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts | None = None, code: FileBundle | None = None) -> str:
-    """What to put into PYTHONPATH there, to run the same shoal as here. `facts` must know about the same code."""
+def ensure_code(host: Host, spec: HostsSpec, facts: HostFacts, code: FileBundle) -> str:
+    """Return the PYTHONPATH with which the host runs the same shoal as here. `facts` must be about the same code."""
     if is_here(host):
-        return str(code_folder())
-    code = code or code_bundle()
-    facts = facts or look(host, spec, question(code))
+        return str(Path(shoal.__file__).parent.parent)
     place = f"{facts.folder}/code/{code.name}"
     return place if facts.has_code else send(host, spec, facts, place, code.pieces, {"whole": True})
 
 
-def ensure_project(
-    host: Host, spec: HostsSpec, folder: Path, facts: HostFacts | None = None, project: FileBundle | None = None
-) -> str:
-    """Where the project is there, as it is here. Only files that shoal once put there are ever replaced or removed."""
+def ensure_project(host: Host, spec: HostsSpec, folder: Path, facts: HostFacts, project: FileBundle) -> str:
+    """Return where the host has the project as it is here. Only files that shoal put there are replaced or removed."""
     if is_here(host):
         return str(folder.resolve())
-    project = project or project_bundle(folder)
-    facts = facts or look(host, spec, question(project=project))
     place = f"{facts.folder}/projects/{project.name}"
     if facts.project_digest == project.digest:
         return place
     changed = [piece for piece in project.pieces if facts.project_files.get(piece.path) != piece.digest]
-    gone = [path for path in facts.project_files if path not in project.listing]
+    removed = [path for path in facts.project_files if path not in project.listing]
     note = {"digest": project.digest, "files": project.listing}
-    return send(host, spec, facts, place, changed, {"remove": gone, "note": note})
+    return send(host, spec, facts, place, changed, {"remove": removed, "note": note})
 
 
-def put_file(host: Host, spec: HostsSpec, local: Path, digest: str, facts: HostFacts | None = None) -> str:
-    """Where the file is there. `digest` names its content, however the caller knows it; a file that is there under that
-    name with that size is not sent again."""
+def put_file(host: Host, spec: HostsSpec, local: Path, digest: str, facts: HostFacts) -> str:
+    """Return where the host has the file. It is not sent when the host has a file of that digest and size."""
     if is_here(host):
         return str(local)
-    facts = facts or look(host, spec, question(files={digest: local}))
-    name = data_name(digest, local)
+    name = _data_name(digest, local)
     if name not in facts.files:
         send(host, spec, facts, f"{facts.folder}/data", [lone_piece(local, name)])
     return f"{facts.folder}/data/{name}"
 
 
-def data_name(digest: str, local: Path) -> str:
+def _data_name(digest: str, local: Path) -> str:
     return f"{digest}{local.suffix}"
 
 
 def send(
     host: Host, spec: HostsSpec, facts: HostFacts, base: str, pieces: Iterable[CopyFile], order: Mapping[str, Any] = {}
 ) -> str:
-    """Write files to a folder on the host and return the folder. `order` is described in `remote_copy.py`."""
+    """Write files to a folder on the host and return the folder. See `remote_copy.py` for `order`."""
     script = (
         variables(program=program("remote_copy"), python=facts.pythons[0].executable)
         + 'cd /\nexec "$python" -E -c "$program"'
     )
-    whole = {"base": base, "whole": False, "remove": [], "note": None, **order}
-    done = run_script(host, spec, script, stream(whole, pieces), deadline_s=COPY_S)
+    order = {"base": base, "whole": False, "remove": [], "note": None, **order}
+    done = run_script(host, spec, script, stream(order, pieces), deadline_s=_COPY_TIMEOUT_S)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         answer = {"error": done.stderr.strip() or f"it ended with {done.returncode}"}
     if "error" in answer:
-        raise cannot_copy(host, base, answer)
+        raise _cannot_copy(host, base, answer)
     return str(answer["base"])
 
 
-def cannot_copy(host: Host, base: str, answer: Mapping[str, Any]) -> HostError:
+def _cannot_copy(host: Host, base: str, answer: Mapping[str, Any]) -> HostError:
     if "needed" in answer:
         return HostError(
             f"{host.name} has no room: {base} needs {format_si(answer['needed'], 'B')}, and "

@@ -1,4 +1,7 @@
-"""What is on a host: one question, one connection, whatever there is to ask."""
+"""What a host has: its Pythons, hardware, network addresses, and the files that shoal put there before.
+
+One script and one connection answer all of it: `remote_facts.py` runs on the host with each Python that may be used.
+"""
 
 from __future__ import annotations
 
@@ -31,130 +34,32 @@ from shoal.cluster.hosts.ssh import (
 )
 from shoal.cluster.node import LOOPBACK
 from shoal.errors import HostError, UsageError
-from shoal.host.facts import source_address
+from shoal.host.facts import public_version, source_address
 
-# SECTION cluster/hosts/python
-# Which Python a host must have, and whether one of those that are there will do. Pure but for `wanted_here`.
-
-
+_KNOWN_MINORS = range(8, 20)
+_RESOLVE_TIMEOUT_S = 10.0
 # `numpy>=2.0`; what only an extra needs carries a marker.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
 class PythonFacts(BaseModel):
-    """One interpreter on a host, and the versions of the packages it was asked about.
-
-    `named` in the hosts file, shoal's `own` environment, or `found` there.
-    """
+    """One interpreter on a host."""
 
     model_config = ConfigDict(frozen=True)
 
-    origin: Literal["named", "own", "found"]
+    origin: Literal["named", "own", "found"]  # named in the hosts file, of shoal's own environment, or on the PATH
     executable: str
     version: str
-    packages: dict[str, str]
+    packages: dict[str, str]  # versions of those that were asked for and are installed
     has_venv: bool
 
 
-@dataclass(frozen=True)
-class Requirements:
-    """`packages` are shoal's own dependencies in the versions used here, `least` the versions it can do with."""
-
-    minor: str
-    packages: Mapping[str, str]
-    least: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def requirements(self) -> list[str]:
-        return [f"{name}=={version}" for name, version in self.packages.items()]
-
-
-@functools.cache
-def wanted_here() -> Requirements:
-    """What this very environment has. Without local tags: one torch may be built for CPU here and for CUDA there."""
-    least = _least()
-    try:
-        packages = {name: public(importlib.metadata.version(name)) for name in least}
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UsageError(
-            f"{error.name} is not installed here", why="every host gets the versions used here", fix="make setup"
-        ) from None
-    return Requirements(f"{sys.version_info[0]}.{sys.version_info[1]}", packages, least)
-
-
-def constraints_here() -> list[str]:
-    """Every other version that is installed here, for pip to hold to where it needs one of them."""
-    found = {_normal(dist.metadata["Name"]): public(dist.version) for dist in importlib.metadata.distributions()}
-    asked = {"shoal", "pip", *wanted_here().packages}
-    return sorted(f"{name}=={version}" for name, version in found.items() if name not in asked)
-
-
-def public(version: str) -> str:
-    """`2.13.0+cpu` is release 2.13.0."""
-    return version.partition("+")[0]
-
-
-def misfits(python: PythonFacts, wanted: Requirements, exactly: bool = False) -> list[str]:
-    """What keeps a Python there from running what runs here, worst first; nothing when it will do.
-
-    The same minor version and the same torch always. The other packages may be older or newer than here in an
-    environment that somebody else keeps; `exactly` is for the one that shoal made.
-    """
-    if minor_of(python.version) != wanted.minor:
-        return [f"it is Python {python.version}, and here is {wanted.minor}"]
-    found = []
-    for name, version in _torch_first(wanted.packages):
-        there = python.packages.get(name)
-        if there is None:
-            found.append(f"{name} is not installed, and here is {version}")
-        elif (exactly or name == "torch") and public(there) != version:
-            found.append(f"it has {name} {there}, and here is {version}")
-        elif _numbers(there) < _numbers(wanted.least.get(name, "0")):
-            found.append(f"it has {name} {there}, and shoal needs {wanted.least[name]} or newer")
-    return found
-
-
-def minor_of(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def _torch_first(packages: Mapping[str, str]) -> list[tuple[str, str]]:
-    return sorted(packages.items(), key=lambda item: item[0] != "torch")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", public(version)))
-
-
-def _least() -> dict[str, str]:
-    try:
-        lines = importlib.metadata.requires("shoal") or []
-    except importlib.metadata.PackageNotFoundError:
-        raise UsageError(
-            "shoal is not installed as a package here, so nobody can tell what it needs",
-            why="it runs from a bare folder",
-            fix="pip install -e . in the folder of shoal's pyproject.toml",
-        ) from None
-    found = (_REQUIREMENT.match(line) for line in lines if "extra ==" not in line)
-    return {_normal(match[1]): match[2] or "0" for match in found if match}
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-_KNOWN_MINORS = range(8, 20)
-
-
 class HostFacts(BaseModel):
-    """`pythons` are those that shoal may use, in the order in which it would; `others` only help to say what is there.
-    `folder` is shoal's own, expanded. `project_files` is filled when the project there is not the one asked about."""
-
     model_config = ConfigDict(frozen=True)
 
-    pythons: tuple[PythonFacts, ...]
-    others: tuple[str, ...]
-    folder: str
+    pythons: tuple[PythonFacts, ...]  # those that shoal may use, best first
+    others: tuple[str, ...]  # other Pythons there, for messages only
+    folder: str  # shoal's own, expanded
     free_bytes: int
     cores: int
     arch: str
@@ -166,22 +71,38 @@ class HostFacts(BaseModel):
     has_code: bool
     files: tuple[str, ...]
     project_digest: str
-    project_files: dict[str, str]
+    project_files: dict[str, str]  # empty when the project there is the one asked for
 
     @property
     def own_python(self) -> str:
-        """Where the interpreter is that `shoal setup` makes."""
+        """Return the interpreter that `shoal setup` makes."""
         return f"{self.folder}/env/bin/python"
 
 
 @dataclass(frozen=True)
 class HostQuery:
-    """What to look for there: code and project by digest, files by name and size."""
+    """What to look for on a host."""
 
-    code: str = "-"
+    code: str = "-"  # by digest
     project: str = ""
     project_digest: str = ""
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)  # sizes by name
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a Python on a host must have."""
+
+    minor: str
+    packages: Mapping[str, str]  # shoal's dependencies, in the versions used here
+    least: Mapping[str, str] = field(default_factory=dict)  # the lowest versions that work
+
+    @property
+    def requirements(self) -> list[str]:
+        return [f"{name}=={version}" for name, version in self.packages.items()]
+
+
+# Ask a host
 
 
 _NOTHING = HostQuery()
@@ -194,60 +115,48 @@ def look(
     wanted: Requirements | None = None,
     any_python: bool = False,
 ) -> HostFacts:
-    """Facts about a host. `any_python` also considers those an environment could be made with."""
+    """Ask a host for its facts. `any_python` also considers those with which an environment could be made."""
     wanted = wanted or wanted_here()
-    names = [("named", host.python)] if host.python else []
-    names.append(("own", f"{host.folder}/env/bin/python"))
+    pythons = [("named", host.python)] if host.python else []
+    pythons.append(("own", f"{host.folder}/env/bin/python"))
     if any_python and not host.python:
-        names += [("found", f"python{wanted.minor}"), ("found", "python3")]
-    done = run_script(host, spec, look_script(host, names, question, wanted), deadline_s=ANSWER_S)
-    return read_answer(host, spec, done)
-
-
-def look_script(host: Host, names: list[tuple[str, str]], question: HostQuery, wanted: Requirements) -> str:
+        pythons += [("found", f"python{wanted.minor}"), ("found", "python3")]
     request = {"folder": host.folder, "packages": list(wanted.packages), **vars(question)}
     known = " ".join(["python3", *(f"python3.{minor}" for minor in _KNOWN_MINORS)])
-    return (
+    script = (
         variables(program=program("remote_facts"), request=json.dumps(request))
-        # Not at home: a json.py that lies there would be taken for the library's.
+        # Not in the home folder: a json.py there would be imported instead of the library's.
         + "cd /\n"
         + "ask() {\n"
         + '  path=$(command -v "$2") || return\n'
         + '  "$path" -E -c "$program" "$request" "$1" </dev/null || printf "broken %s\\n" "$path"\n'
         + "}\n"
-        + "".join(f"ask {origin} {shell_path(name)}\n" for origin, name in names)
+        + "".join(f"ask {origin} {shell_path(name)}\n" for origin, name in pythons)
         + f'for name in {known}; do path=$(command -v "$name") && printf "other %s\\n" "$path"; done\n'
         + "exit 0"
     )
-
-
-def need_same_kind(host: Host, facts: HostFacts, os: str, arch: str) -> None:
-    """gloo speaks another way on each system, and the last bits of a sum differ between processors."""
-    if (facts.os, facts.arch) != (os, arch):
-        raise HostError(
-            f"{host.name} is another kind of machine: {facts.os} on {facts.arch}, and here is {os} on {arch}",
-            why="ranks on different systems or processors cannot form one world with the same results",
-            fix="take it out of the hosts file",
-        )
+    return _parse_answer(host, spec, run_script(host, spec, script, deadline_s=ANSWER_S))
 
 
 def program(name: str) -> str:
-    """The text of a program that runs on a host."""
+    """Return the text of a program that runs on a host."""
     return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
 
 
-def read_answer(host: Host, spec: HostsSpec, done: ScriptResult) -> HostFacts:
-    lines = done.stdout.decode(errors="replace").splitlines()
+def _parse_answer(host: Host, spec: HostsSpec, result: ScriptResult) -> HostFacts:
+    lines = result.stdout.decode(errors="replace").splitlines()
     others = tuple(line.removeprefix("other ") for line in lines if line.startswith("other "))
     broken = [line.removeprefix("broken ") for line in lines if line.startswith("broken ")]
     try:
         answers = [json.loads(line) for line in lines if line.startswith("{")]
         if answers:
-            pythons = [answer.pop("python") for answer in answers]
-            return HostFacts(pythons=_distinct(pythons), others=others, **answers[0])
+            pythons = [PythonFacts.model_validate(answer.pop("python")) for answer in answers]
+            # Each executable once, at its first place.
+            distinct = {python.executable: python for python in reversed(pythons)}
+            return HostFacts(pythons=tuple(reversed(distinct.values())), others=others, **answers[0])
     except (ValueError, KeyError, ValidationError) as error:
         raise HostError(f"{host.name} answered something else than asked: {error}", fix="try again") from None
-    raise no_python(host, spec, others, broken, done.stderr)
+    raise no_python(host, spec, others, broken, result.stderr)
 
 
 def no_python(host: Host, spec: HostsSpec, others: tuple[str, ...], broken: list[str], stderr: str) -> HostError:
@@ -265,30 +174,151 @@ def no_python(host: Host, spec: HostsSpec, others: tuple[str, ...], broken: list
     return HostError(f"shoal has no environment on {host.name}", why=there_is, fix=f"shoal setup {spec.path}")
 
 
-def _distinct(pythons: list[dict[str, object]]) -> tuple[PythonFacts, ...]:
-    found = {facts.executable: facts for facts in reversed([PythonFacts.model_validate(each) for each in pythons])}
-    return tuple(reversed(found.values()))
+def need_same_kind(host: Host, facts: HostFacts, os: str, arch: str) -> None:
+    """Refuse another system or processor: gloo differs between systems, the last bits of a sum between processors."""
+    if (facts.os, facts.arch) != (os, arch):
+        raise HostError(
+            f"{host.name} is another kind of machine: {facts.os} on {facts.arch}, and here is {os} on {arch}",
+            why="ranks on different systems or processors cannot form one world with the same results",
+            fix="take it out of the hosts file",
+        )
 
 
-# SECTION cluster/hosts/addresses
-# Which address and interface the ranks of a host use: what the file says, or what ssh would connect to.
+# Compare a host's Python with the one here
 
 
-_RESOLVE_S = 10.0
+@functools.cache
+def wanted_here() -> Requirements:
+    """Return what this environment has, in public versions: torch may be a CPU build here and a CUDA build there."""
+    least = _least_versions()
+    try:
+        packages = {name: public_version(importlib.metadata.version(name)) for name in least}
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UsageError(
+            f"{error.name} is not installed here", why="every host gets the versions used here", fix="make setup"
+        ) from None
+    return Requirements(f"{sys.version_info[0]}.{sys.version_info[1]}", packages, least)
+
+
+def _least_versions() -> dict[str, str]:
+    try:
+        lines = importlib.metadata.requires("shoal") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(
+            "shoal is not installed as a package here, so its requirements are not known",
+            why="it runs from a bare folder",
+            fix="pip install -e . in the folder of shoal's pyproject.toml",
+        ) from None
+    matches = (_REQUIREMENT.match(line) for line in lines if "extra ==" not in line)
+    return {_normalize(match[1]): match[2] or "0" for match in matches if match}
+
+
+def constraints_here() -> list[str]:
+    """Return the versions of all other packages installed here, as constraints for pip."""
+    distributions = importlib.metadata.distributions()
+    versions = {_normalize(dist.metadata["Name"]): public_version(dist.version) for dist in distributions}
+    required = {"shoal", "pip", *wanted_here().packages}
+    return sorted(f"{name}=={version}" for name, version in versions.items() if name not in required)
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def misfits(python: PythonFacts, wanted: Requirements, exactly: bool = False) -> list[str]:
+    """Return what keeps a Python from running what runs here, worst first; nothing when it fits.
+
+    It needs the same minor version and the same torch. Other packages may be older or newer than here in an environment
+    that shoal did not make; `exactly` is for the one that it made.
+    """
+    if minor_of(python.version) != wanted.minor:
+        return [f"it is Python {python.version}, and here is {wanted.minor}"]
+    reasons = []
+    for name, version in sorted(wanted.packages.items(), key=lambda item: item[0] != "torch"):
+        there = python.packages.get(name)
+        if there is None:
+            reasons.append(f"{name} is not installed, and here is {version}")
+        elif (exactly or name == "torch") and public_version(there) != version:
+            reasons.append(f"it has {name} {there}, and here is {version}")
+        elif _numbers(there) < _numbers(wanted.least.get(name, "0")):
+            reasons.append(f"it has {name} {there}, and shoal needs {wanted.least[name]} or newer")
+    return reasons
+
+
+def minor_of(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", public_version(version)))
+
+
+# Addresses and interfaces of the ranks
 
 
 def addresses(spec: HostsSpec) -> dict[str, str]:
-    """By the host's name. Asks the ssh configuration and the name service, and no host."""
-    there = values_or_raise(on_each([host for host in spec.hosts if not is_here(host)], lambda host: _far(host, spec)))
-    here = {host.name: host.address or _near(host, list(there.values())) for host in spec.hosts if is_here(host)}
-    found = {host.name: {**there, **here}[host.name] for host in spec.hosts}
-    refuse_twins(found, spec)
-    return found
+    """Return each host's address from the hosts file, the ssh configuration or the name service; no host is asked."""
+    remote_hosts = [host for host in spec.hosts if not is_here(host)]
+    remote = values_or_raise(on_each(remote_hosts, lambda host: host.address or _resolve(host, spec)))
+    local = {host.name: host.address or _local_address(list(remote.values())) for host in spec.hosts if is_here(host)}
+    by_name = {host.name: {**remote, **local}[host.name] for host in spec.hosts}
+    refuse_shared_address(by_name, spec)
+    return by_name
+
+
+def _local_address(remote: list[str]) -> str:
+    """Return our address on the route to the other hosts; loopback where there are none."""
+    if not remote:
+        return LOOPBACK
+    try:
+        return source_address(remote[0])
+    except OSError as error:
+        raise HostError(
+            f"there is no way from here to {remote[0]}: {error.strerror}", fix=f"ip route get {remote[0]}"
+        ) from None
+
+
+def _resolve(host: Host, spec: HostsSpec) -> str:
+    """Return the IPv4 address of the name that ssh would connect to: gloo on most machines is reached by IPv4."""
+    argv = [*ssh_words(spec), "-G", "--", host.host]
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RESOLVE_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        raise ssh_missing("ssh") from None
+    if done.returncode:
+        raise HostError(
+            "ssh does not accept its configuration", why=done.stderr.strip(), fix=f"correct it: ssh -G {host.host}"
+        )
+    name = host_name_of(done.stdout)
+    try:
+        known = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    except OSError:
+        raise HostError(
+            f"no address is known for {name} ({host.name})",
+            why="ranks find each other by address, and the name service here does not know this name",
+            fix=f'correct the name, or add address = "…" to it in {spec.path}',
+        ) from None
+    reachable = [address for address in known if not ipaddress.ip_address(address).is_loopback]
+    if not reachable:
+        raise HostError(
+            f"{name} ({host.name}) means {known[0]} here, which no other machine can reach",
+            why="/etc/hosts often gives a machine's own name to a loopback address",
+            fix=f'add address = "…" to it in {spec.path}',
+        )
+    return reachable[0]
+
+
+def host_name_of(output: str) -> str:
+    """Return the host name in the output of `ssh -G`."""
+    match = re.search(r"^hostname (\S+)$", output, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def settle(host: Host, spec: HostsSpec, address: str, facts: HostFacts) -> tuple[str, str]:
-    """Address and interface, held against what the host really has. An interface that the file names beats an address
-    that it does not."""
+    """Return address and interface after comparing them with what the host has. An interface named in the hosts file
+    overrides an address that is not."""
     if host.interface is not None:
         own = facts.interfaces.get(host.interface)
         if own is None:
@@ -302,84 +332,20 @@ def settle(host: Host, spec: HostsSpec, address: str, facts: HostFacts) -> tuple
     for name, own in facts.interfaces.items():
         if address in own:
             return address, host.interface or name
+    has = ", ".join(f"{' '.join(own)} on {name}" for name, own in facts.interfaces.items() if own and name != "lo")
     raise HostError(
         f"{host.name} does not have the address {address}",
-        why="behind a router or a jump host, ssh is told another address than the machine's own. It has: "
-        + _own(facts),
+        why=f"behind a router or a jump host, ssh uses another address than the machine's own. It has: {has}",
         fix=f'add address = "…" to it in {spec.path}, one that the other hosts can reach',
     )
 
 
-def refuse_twins(found: Mapping[str, str], spec: HostsSpec) -> None:
+def refuse_shared_address(by_name: Mapping[str, str], spec: HostsSpec) -> None:
     owners: dict[str, str] = {}
-    for name, address in found.items():
+    for name, address in by_name.items():
         if (other := owners.setdefault(address, name)) != name:
             raise HostError(
                 f"{other} and {name} in {spec.path} are the same machine: both have the address {address}",
                 why="each machine is listed once, with as many slots as it should take ranks",
                 fix="remove one of them, or give each the address of its own",
             )
-
-
-def host_name_of(printed: str) -> str:
-    """What the ssh configuration makes of a host, as `ssh -G` prints it."""
-    match = re.search(r"^hostname (\S+)$", printed, re.MULTILINE)
-    return match[1] if match else ""
-
-
-def _far(host: Host, spec: HostsSpec) -> str:
-    return host.address or _resolve(host, spec, _configured_name(host, spec))
-
-
-def _near(host: Host, others: list[str]) -> str:
-    """Ours on the way to the others; alone, we need no network."""
-    if not others:
-        return LOOPBACK
-    try:
-        return source_address(others[0])
-    except OSError as error:
-        raise HostError(
-            f"there is no way from here to {others[0]}: {error.strerror}", fix=f"ip route get {others[0]}"
-        ) from None
-
-
-def _configured_name(host: Host, spec: HostsSpec) -> str:
-    try:
-        done = subprocess.run(
-            [*ssh_words(spec), "-G", "--", host.host],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_RESOLVE_S,
-        )
-    except FileNotFoundError:
-        raise ssh_missing("ssh") from None
-    if done.returncode:
-        raise HostError(
-            "ssh does not accept its configuration", why=done.stderr.strip(), fix=f"correct it: ssh -G {host.host}"
-        )
-    return host_name_of(done.stdout)
-
-
-def _resolve(host: Host, spec: HostsSpec, name: str) -> str:
-    """IPv4: gloo on most machines is reached by it, and a name often has both."""
-    try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
-    except OSError:
-        raise HostError(
-            f"no address is known for {name} ({host.name})",
-            why="ranks find each other by address, and the name service here does not know this name",
-            fix=f'correct the name, or add address = "…" to it in {spec.path}',
-        ) from None
-    useful = [address for address in found if not ipaddress.ip_address(address).is_loopback]
-    if not useful:
-        raise HostError(
-            f"{name} ({host.name}) means {found[0]} here, which no other machine can reach",
-            why="/etc/hosts often gives a machine's own name to a loopback address",
-            fix=f'add address = "…" to it in {spec.path}',
-        )
-    return useful[0]
-
-
-def _own(facts: HostFacts) -> str:
-    return ", ".join(f"{' '.join(own)} on {name}" for name, own in facts.interfaces.items() if own and name != "lo")

@@ -1,8 +1,9 @@
-"""On a host: receives files over stdin. Nothing appears under its name before it is whole and its SHA-256 was compared.
+"""Runs on a host: receive files over stdin. Standard library only.
 
-A line of JSON says what comes: `base`, the folder; `files`, a list of path below it, size, mode and, for a symbolic
-link, its target; `whole`, whether the folder shall appear all at once; `remove`, paths to remove; `note`, what to write
-into the project's note. Then, for each file, its bytes and the 64 digits of its SHA-256.
+No file gets its name before it is complete and its SHA-256 was compared. The first line is JSON: `base`, the folder;
+`files`, a list of path below it, size, mode and, for a symbolic link, its target; `whole`, whether the folder shall
+appear all at once; `remove`, paths to remove; `note`, the content of the project's note. Then, for each file, its bytes
+and the 64 digits of its SHA-256.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from typing import Any, BinaryIO
 
 NOTE = ".shoal-project.json"
 _CHUNK = 1 << 20
-# A file system needs some room of its own for every file.
+# A file system needs some space of its own for every file.
 _PER_FILE_BYTES = 4096
 _STALE_S = 24 * 3600.0
 _PART = ".part-"
 
 
 class CopyFailed(Exception):
-    """`needed` and `free` are set when there is no room."""
-
     def __init__(self, text: str, **numbers: int) -> None:
+        """`numbers` are `needed` and `free` bytes of a full disk."""
         super().__init__(text)
         self.numbers = numbers
 
@@ -46,25 +46,25 @@ def put(stream: BinaryIO) -> Path:
 
 
 def _put_whole(stream: BinaryIO, base: Path, files: list[Any]) -> None:
-    throw_out_parts(base.parent)
+    remove_stale_parts(base.parent)
     stage = base.with_name(f".{base.name}{_PART}{os.getpid()}")
     try:
         receive_all(stream, stage, files)
+        # Another copy may have been faster; it has the same content.
         if not base.exists():
-            # Somebody may have been faster; theirs has the same content.
             stage.rename(base)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
 def _put_into(stream: BinaryIO, base: Path, order: dict[str, Any]) -> None:
-    """The note forgets what is about to change, so that an interrupted copy is taken for none."""
+    """Remove from the note first what is about to change, so that an interrupted copy is repeated."""
     base.mkdir(exist_ok=True)
-    throw_out_parts(base)
+    remove_stale_parts(base)
     note = order["note"]
     if note is not None:
         changing = {path for path, *_ in order["files"]} | set(order["remove"])
-        kept = {path: digest for path, digest in _note(base).items() if path not in changing}
+        kept = {path: digest for path, digest in _read_note(base).items() if path not in changing}
         write_note(base, {"digest": "", "files": kept})
     for path in order["remove"]:
         remove(base, inside(base, path))
@@ -74,8 +74,8 @@ def _put_into(stream: BinaryIO, base: Path, order: dict[str, Any]) -> None:
 
 
 def receive_all(stream: BinaryIO, base: Path, files: list[Any]) -> None:
-    """All of them beside their places first: on the disk before any is renamed, and synchronised together, which is
-    many times faster than one after another."""
+    """Write all files beside their places, then sync them, then rename them. Syncing them together is many times faster
+    than one after another."""
     parts: list[tuple[Path, Path]] = []
     try:
         for path, size, mode, link in files:
@@ -86,7 +86,9 @@ def receive_all(stream: BinaryIO, base: Path, files: list[Any]) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             _receive(stream, parts[-1][0], size, mode, link)
         for part, _ in parts:
-            _synchronise(part)
+            if not part.is_symlink():
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
         for part, place in parts:
             part.replace(place)
     finally:
@@ -98,28 +100,22 @@ def _receive(stream: BinaryIO, part: Path, size: int, mode: int, link: str | Non
     if link is not None:
         part.symlink_to(link)
         return
-    summed = hashlib.sha256()
+    digest = hashlib.sha256()
     with part.open("wb") as file:
         while size:
             chunk = stream.read(min(size, _CHUNK))
             if not chunk:
                 raise CopyFailed("the connection ended in the middle of a file")
-            summed.update(chunk)
+            digest.update(chunk)
             file.write(chunk)
             size -= len(chunk)
     part.chmod(mode)
-    if stream.read(64).decode(errors="replace") != summed.hexdigest():
+    if stream.read(64).decode(errors="replace") != digest.hexdigest():
         raise CopyFailed(f"{part.name} did not arrive as it was sent: its SHA-256 differs")
 
 
-def _synchronise(part: Path) -> None:
-    if not part.is_symlink():
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-
-
 def remove(base: Path, path: Path) -> None:
-    """With the folders that are empty without it."""
+    """Remove a file and the folders that are empty without it."""
     path.unlink(missing_ok=True)
     for folder in path.parents:
         if folder == base or any(folder.iterdir()):
@@ -134,8 +130,8 @@ def inside(base: Path, path: str) -> Path:
 
 
 def check_link(base: Path, path: str, link: str) -> None:
-    """A link may lead to something below the folder only: what is written through it later must stay there."""
-    # By text alone: what the link leads to may not have arrived yet.
+    """Refuse a link to something outside the folder: what is written through it later must stay inside."""
+    # By its text alone: the target may not have arrived yet.
     target = os.path.normpath(f"{Path(path).parent}/{link}")
     if link.startswith("/") or target.split("/")[0] == "..":
         raise CopyFailed(f"{path!r} is a link to {link!r}, which lies outside {base}")
@@ -147,14 +143,14 @@ def need_room(folder: Path, needed: int) -> None:
         raise CopyFailed("no room", needed=needed, free=free)
 
 
-def throw_out_parts(folder: Path) -> None:
-    """What a copy left that lost its machine's power, long ago."""
+def remove_stale_parts(folder: Path) -> None:
+    """Remove what a copy left whose machine lost power long ago."""
     for path in folder.glob(f".*{_PART}*"):
         if time.time() - path.lstat().st_mtime > _STALE_S:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _note(base: Path) -> dict[str, str]:
+def _read_note(base: Path) -> dict[str, str]:
     try:
         files: dict[str, str] = json.loads((base / NOTE).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,7 @@
-"""On a host: what is here? Prints facts about this Python and this machine, and what shoal has put here already."""
+"""Runs on a host: print facts about this Python and this machine, and what shoal has put here before.
+
+Standard library only, and nothing of shoal: the text of this file is sent to the host, which may have no shoal yet.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from typing import Any
 NOTE = ".shoal-project.json"
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40
-_ROOM_BYTES = 128 * _ENTRY_BYTES
+_BUFFER_BYTES = 128 * _ENTRY_BYTES
 
 
 def look(request: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -51,20 +54,19 @@ def python_facts(packages: list[str]) -> dict[str, Any]:
         "executable": sys.executable,
         "version": platform.python_version(),
         "packages": versions,
-        # Debian ships these in a package of their own.
+        # Debian ships these as a separate package.
         "has_venv": all(importlib.util.find_spec(name) is not None for name in ("venv", "ensurepip")),
     }
 
 
 def holdings(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Whatever has its name is whole: it was written beside and renamed. The size is looked at all the same."""
-    kept = {name: folder / "data" / name for name in request["files"]}
+    """Return what shoal has put here. A file with its final name is complete; its size is compared all the same."""
     project = read_note(folder / "projects" / request["project"] / NOTE) if request["project"] else {}
     return {
         "has_code": (folder / "code" / request["code"]).is_dir(),
-        "files": [name for name, size in request["files"].items() if size_of(kept[name]) == size],
+        "files": [name for name, size in request["files"].items() if size_of(folder / "data" / name) == size],
         "project_digest": project.get("digest", ""),
-        # Needed only to tell what is to be sent.
+        # Needed only to find what must be sent.
         "project_files": project.get("files", {}) if project.get("digest") != request["project_digest"] else {},
     }
 
@@ -85,14 +87,14 @@ def size_of(path: Path) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """On the disk that the folder is on, or will be."""
+    """Return the free space of the disk that the folder is on, or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def cores() -> int:
-    """Cores this process may use; two hardware threads of one core count once."""
+    """Count the cores that this process may use; two hardware threads of one core count once."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     return len({_siblings(cpu) for cpu in os.sched_getaffinity(0)})
@@ -106,21 +108,21 @@ def _siblings(cpu: int) -> str:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Name of each interface, and its addresses. Elsewhere than on Linux, where nothing can be started, none."""
+    """Return the addresses of each interface; none on systems other than Linux, where no rank can be started."""
     if sys.platform != "linux":
         return {}
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    addresses: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     for name, address in [*_ipv4(), *_ipv6()]:
-        found.setdefault(name.partition(":")[0], []).append(address)
-    return found
+        addresses.setdefault(name.partition(":")[0], []).append(address)
+    return addresses
 
 
 def _ipv4() -> list[tuple[str, str]]:
-    room = array.array("B", bytes(_ROOM_BYTES))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        question = struct.pack("iL", _ROOM_BYTES, room.buffer_info()[0])
-        length = struct.unpack("iL", fcntl.ioctl(asking, _SIOCGIFCONF, question))[0]
-    entries = (room[start : start + _ENTRY_BYTES].tobytes() for start in range(0, length, _ENTRY_BYTES))
+    buffer = array.array("B", bytes(_BUFFER_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("iL", _BUFFER_BYTES, buffer.buffer_info()[0])
+        length = struct.unpack("iL", fcntl.ioctl(any_socket, _SIOCGIFCONF, request))[0]
+    entries = (buffer[start : start + _ENTRY_BYTES].tobytes() for start in range(0, length, _ENTRY_BYTES))
     return [(entry[:16].split(b"\0")[0].decode(), socket.inet_ntoa(entry[20:24])) for entry in entries]
 
 
@@ -133,7 +135,7 @@ def _ipv6() -> list[tuple[str, str]]:
 
 
 def link_speeds() -> dict[str, int]:
-    """The card's own word on its speed; virtual interfaces and loopback have none."""
+    """Return the speeds that network cards report; virtual interfaces and loopback report none."""
     speeds = {}
     for _, name in socket.if_nameindex():
         try:

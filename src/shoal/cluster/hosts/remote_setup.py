@@ -1,7 +1,7 @@
-"""On a host, from the copy of shoal that was put there: makes shoal's environment, or brings it up to date.
+"""Runs on a host, from the copy of shoal there: make or update shoal's environment. Standard library only.
 
-The request comes as one line of JSON on stdin, which then stays open: when it ends, whoever asked is gone, and so are
-we. What is being done, and how it ended, is said in lines of JSON.
+The request is one line of JSON on stdin, which then stays open: when it is closed, the caller has ended, and this
+program ends too. Lines of JSON on stdout tell what is being done and how it ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-_TAIL = 4000
+_MOST_LOG_CHARACTERS = 4000
 _CHECK = """
 import importlib.metadata, sys
 for requirement in sys.argv[1:]:
@@ -37,21 +37,18 @@ _UNWANTED = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX",
 
 
 class SetupFailed(Exception):
-    """`kind` says which part failed, `log` what the program said that failed."""
-
     def __init__(self, kind: str, log: str = "", **numbers: int) -> None:
+        """`kind` is the part that failed, `log` the output of the program that failed."""
         super().__init__(kind)
         self.answer = {"error": kind, "log": log, **numbers}
 
 
 @dataclass(frozen=True)
 class SetupRequest:
-    """`wheels`: install from the folder of that name, and from nowhere else."""
-
     folder: Path
     requirements: list[str]
     constraints: list[str]
-    wheels: bool
+    wheels: bool  # install only from the folder of that name
     needed_bytes: int
 
     @property
@@ -72,21 +69,21 @@ class SetupRequest:
 
 
 def make(request: SetupRequest) -> None:
-    with _alone(request.folder), _own_temporary(request.temporary):
+    with _locked(request.folder), _temporary(request.temporary):
         free = shutil.disk_usage(request.folder).free
         if free < request.needed_bytes:
             raise SetupFailed("room", needed=request.needed_bytes, free=free)
         request.log.write_bytes(b"")
         if not _is_sound(request):
-            _make_anew(request)
+            _make_environment(request)
         _install(request)
-        say(doing="trying torch")
+        send(doing="trying torch")
         _run(request, "use", ["-c", _CHECK, *request.requirements])
         shutil.rmtree(request.folder / "wheels", ignore_errors=True)
 
 
 def _is_sound(request: SetupRequest) -> bool:
-    """Made with this very minor version, and pip works in it."""
+    """Tell whether the environment has this Python's minor version and a pip that works."""
     question = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
     with contextlib.suppress(OSError):
         done = subprocess.run([request.python, "-E", "-c", question], capture_output=True, text=True, check=False)
@@ -94,8 +91,8 @@ def _is_sound(request: SetupRequest) -> bool:
     return False
 
 
-def _make_anew(request: SetupRequest) -> None:
-    say(doing="making the environment")
+def _make_environment(request: SetupRequest) -> None:
+    send(doing="making the environment")
     env = request.env
     if env.exists() and not (env / "pyvenv.cfg").exists() and any(env.iterdir()):
         raise SetupFailed("in the way", log=str(env))
@@ -110,15 +107,15 @@ def _install(request: SetupRequest) -> None:
     held = ["-c", str(request.temporary / "constraints.txt")]
     torch = next(line for line in request.requirements if line.startswith("torch=="))
     if not request.wheels and _wants_cpu_build(request):
-        say(doing=f"installing {torch}, the CPU build")
+        send(doing=f"installing {torch}, the CPU build")
         _pip(request, ["--no-deps", "--index-url", CPU_INDEX, torch, *held])
-    say(doing=f"installing {torch} and what else is needed")
+    send(doing=f"installing {torch} and what else is needed")
     source = ["--no-index", "--find-links", str(request.folder / "wheels")] if request.wheels else []
     _pip(request, [*source, "-r", str(request.temporary / "requirements.txt"), *held])
 
 
 def _wants_cpu_build(request: SetupRequest) -> bool:
-    """Where pip was told nothing else, it takes a CUDA build: gigabytes, in vain on a machine without a GPU."""
+    """pip installs a CUDA build by default: gigabytes that a machine without a GPU does not need."""
     if Path("/proc/driver/nvidia").exists():
         return False
     done = subprocess.run(
@@ -141,13 +138,13 @@ def _run(request: SetupRequest, kind: str, words: Sequence[str], python: Path | 
         _children.append(process)
         code = process.wait()
     if code:
-        raise SetupFailed(kind, log=request.log.read_bytes()[began:][-_TAIL:].decode(errors="replace"))
+        raise SetupFailed(kind, log=request.log.read_bytes()[began:][-_MOST_LOG_CHARACTERS:].decode(errors="replace"))
 
 
 def _variables(request: SetupRequest) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
     if request.wheels:
-        # From the wheels alone: the pip settings there may know other places.
+        # From the wheels alone: pip's settings on the host may name other sources.
         kept = {name: value for name, value in kept.items() if not name.startswith("PIP_")}
         kept["PIP_CONFIG_FILE"] = os.devnull
     # /tmp is often small, or in memory; torch unpacks to more than a gigabyte.
@@ -155,8 +152,8 @@ def _variables(request: SetupRequest) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One at a time: two would install into one another. The lock goes with the process."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one setup run at a time: two would install into each other's environment. The lock ends with the process."""
     with (folder / ".setup").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,7 +163,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_temporary(folder: Path) -> Iterator[None]:
+def _temporary(folder: Path) -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -179,8 +176,8 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 def end_with_stdin() -> None:
-    """SSH tells a program that its caller is gone by nothing else. Read past `sys.stdin`, whose lock this thread would
-    hold when the interpreter ends, which aborts it (seen)."""
+    """End when stdin is closed: SSH gives no other sign that the caller has ended. Not through `sys.stdin`, whose lock
+    this thread would hold when the interpreter ends, which aborts it (seen)."""
     while os.read(0, 4096):
         pass
     for process in _children:
@@ -189,8 +186,8 @@ def end_with_stdin() -> None:
     os._exit(1)
 
 
-def say(**words: Any) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
+def send(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
@@ -200,12 +197,12 @@ def main() -> int:
     try:
         make(SetupRequest(**{**request, "folder": Path(request["folder"])}))
     except SetupFailed as error:
-        say(**error.answer)
+        send(**error.answer)
         return 1
     except OSError as error:
-        say(error="full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk", log=str(error))
+        send(error="full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk", log=str(error))
         return 1
-    say(done=True)
+    send(done=True)
     return 0
 
 

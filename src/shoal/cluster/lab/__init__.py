@@ -1,1 +1,1 @@
-"""Emulated machines on one box: network namespaces for nodes, a bridge for the switch, shaped links between them."""
+"""Emulated machines on one host: a network namespace for each node, a bridge for the switch, shaped links."""

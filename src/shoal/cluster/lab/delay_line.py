@@ -1,4 +1,4 @@
-"""Delays a node's packets where the kernel has no netem: a process between the switch and the node's cable.
+"""Delay a node's packets where the kernel has no netem: a process between the switch and the node's cable.
 
     python -I -S delay_line.py PID-FILE NODE-END SWITCH-END SECONDS
 
@@ -26,7 +26,7 @@ _SOL_PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
 _SO_RCVBUFFORCE = 33
 _BUFFER_BYTES = 16 << 20
 _FRAME_BYTES = 10 + 14 + 65536
-# Frames of one direction before the other one has its turn.
+# Frames of one direction before those of the other are handled.
 _TURN = 64
 # What may be on its way: 10 Gbit/s for 50 ms. More is dropped, as a full queue does.
 _MOST_HELD_BYTES = 64 << 20
@@ -37,8 +37,8 @@ _GONE = (errno.ENETDOWN, errno.ENXIO, errno.ENODEV)
 
 def main(pid_file: str, node_end: str, switch_end: str, seconds: str) -> None:
     node, switch = _open(node_end), _open(switch_end)
-    _be_punctual()
-    # /proc is the host's here: the number by which the lab knows this process.
+    _raise_priority()
+    # /proc is the host's here, so this is the number by which the lab knows this process.
     number = Path("/proc/self/stat").read_text(encoding="ascii").split()[0]
     Path(pid_file).write_text(f"{number}\n", encoding="ascii")
     try:
@@ -49,7 +49,7 @@ def main(pid_file: str, node_end: str, switch_end: str, seconds: str) -> None:
 
 
 def forward(node: socket.socket, switch: socket.socket, delay_s: float) -> None:
-    """Until one of the devices is gone."""
+    """Forward frames until one of the devices is gone."""
     held: deque[tuple[float, bytes]] = deque()
     held_bytes = 0
     while True:
@@ -72,7 +72,7 @@ def forward(node: socket.socket, switch: socket.socket, delay_s: float) -> None:
 
 
 def _open(device: str) -> socket.socket:
-    """Receives every frame that arrives at the device, and sends frames out of it."""
+    """Open a socket that receives every frame that arrives at the device, and sends frames out of it."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setblocking(False)
     port.setsockopt(_SOL_PACKET, _VNET_HEADER, 1)
@@ -80,7 +80,7 @@ def _open(device: str) -> socket.socket:
     try:
         port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
     except PermissionError:
-        # In a user namespace the machine's own limit holds.
+        # In a user namespace the machine's limit applies.
         port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     port.bind((device, _ALL_PROTOCOLS))
     return port
@@ -105,8 +105,8 @@ def _send(port: socket.socket, frame: bytes) -> None:
             raise
 
 
-def _be_punctual() -> None:
-    """Ahead of the ranks, which use every core there is; and without the 50 µs by which the kernel may wake us late."""
+def _raise_priority() -> None:
+    """Run before the ranks, which use every core, and without the 50 µs by which the kernel may wake a process late."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)

@@ -1,10 +1,11 @@
-"""The parent of a program on a node: enters the pid namespace, has it as a child there, and ends as it did.
+"""Run a program on a node: enter its namespaces, fork the program as a child there, and end as it does.
 
-    python -I -S parent.py FIRST-PROCESS FOLDER PROGRAM WORD…
+    python -I -S enter_node.py FIRST-PROCESS FOLDER PROGRAM WORD…
 
-A process cannot move itself into another pid namespace, only its child is born there. nsenter does all of this too, but
-stops itself when its child is stopped, and no SIGCONT on the node ever reaches it: the child's end was then never told.
-Run by its path and with few imports, because every program waits for it: 20 ms; with contextlib and typing it was 30.
+A process cannot move itself into another pid namespace; only its children are in it. nsenter does the same, but stops
+itself when its child is stopped, and no SIGCONT on the node ever reaches it: the child's end was then never reported.
+This file is run by its path and has few imports, because every program waits for it: it takes 20 ms; with contextlib
+and typing it was 30.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import os
 import resource
 import signal
 import sys
-import warnings  # noqa: F401 - execvp wants it, and a user namespace may close the library to us
+import warnings  # noqa: F401 - execvp imports it, and a user namespace may make the library unreadable
 
-# A terminal sends these to everyone in front of it, so the program has them already.
+# A terminal sends these to its whole foreground process group, so the program has them already.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -34,12 +35,12 @@ def main(first: str, folder: str, *program: str) -> None:
         _enter(pid)
     except OSError as error:
         sys.exit(f"cannot enter the node: {error.strerror}")
-    # Whatever is sent while there are two of us and one is not ready waits until both are.
+    # A signal that arrives while one of the two processes is not ready waits until both are.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     child = os.fork()
     if child == 0:
-        _become(program, folder, others, mask)
-    _prepare(child)
+        _exec(program, folder, others, mask)
+    _pass_signals_to(child)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _end_like(os.waitpid(child, 0)[1])
 
@@ -54,7 +55,7 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _become(program: tuple[str, ...], folder: str, namespaces: list[int], mask: set[int]) -> None:
+def _exec(program: tuple[str, ...], folder: str, namespaces: list[int], mask: set[int]) -> None:
     try:
         for namespace in namespaces:
             _enter(namespace)
@@ -68,7 +69,7 @@ def _become(program: tuple[str, ...], folder: str, namespaces: list[int], mask: 
         os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_RUNNABLE)
 
 
-def _prepare(child: int) -> None:
+def _pass_signals_to(child: int) -> None:
     def pass_on(signum: int, _: object) -> None:
         try:  # noqa: SIM105
             os.kill(child, signum)
@@ -82,7 +83,7 @@ def _prepare(child: int) -> None:
 
 
 def _end_like(status: int) -> None:
-    """By the same signal, if it was one, but without a core file: ours would be written over the program's."""
+    """End with the same exit code or signal, without a core file: it would overwrite the program's."""
     if os.WIFSIGNALED(status):
         signum = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

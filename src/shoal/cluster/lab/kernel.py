@@ -1,4 +1,7 @@
-"""What this machine lets us do: as root or in a user namespace, with or without netem, nft and control groups."""
+"""Find out what a lab can do on this machine: as root or in a user namespace, with netem, nft and control groups.
+
+Debian keeps tc, nft and sshd in folders that an ordinary user's PATH does not have; they are searched too.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.cluster.lab.commands import ControlGroups, read_groups
-from shoal.cluster.lab.spec import LabNode, LabSpec
+from shoal.cluster.lab.spec import LabSpec
 from shoal.errors import LabError, UsageError
 
-# SECTION cluster/lab/tools
-# Where the lab's tools are: Debian keeps tc, nft and sshd in a folder that an ordinary user's PATH does not name.
-
-
 _SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
-
-
-def find_tool(name: str) -> str | None:
-    return shutil.which(name, path=search_path(_path(os.environ)))
-
-
-def search_path(path: str) -> str:
-    """The user's own folders first: whoever puts a tool of their own there wants that one."""
-    return os.pathsep.join((path, *_unnamed(path)))
-
-
-def with_tools(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a process that calls the tools by name, as the printed commands do."""
-    return {**environment, "PATH": search_path(_path(environment))}
-
-
-def path_line() -> str:
-    """The line of a printed script without which a shell like ours would not find the tools; nothing where it would."""
-    unnamed = _unnamed(_path(os.environ))
-    return f'export PATH="$PATH:{os.pathsep.join(unnamed)}"\n' if unnamed else ""
-
-
-def reach_tools(argv: Sequence[str]) -> list[str]:
-    """`argv`, so that it finds the tools whoever runs it, and with whatever PATH."""
-    line = path_line()
-    return ["sh", "-c", f'{line}exec "$@"', "sh", *argv] if line else list(argv)
-
-
-def _unnamed(path: str) -> list[str]:
-    """By what they are: in most places one of the two is a link to the other."""
-    named = {os.path.realpath(folder) for folder in path.split(os.pathsep)}
-    return [folder for folder in dict.fromkeys(map(os.path.realpath, _SYSTEM_FOLDERS)) if folder not in named]
-
-
-def _path(environment: Mapping[str, str]) -> str:
-    return environment.get("PATH", os.defpath)
-
-
 _TRY_NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "set", "lo", "up")
-_AS_ROOT_OF_OWN = ("--user", "--map-root-user")
-_DEADLINE_S = 10
+_USER_NAMESPACE = ("--user", "--map-root-user")
+_TRIAL_TIMEOUT_S = 10
 _PACKAGES = {
     "ip": "iproute2",
     "tc": "iproute2",
@@ -76,30 +37,43 @@ _SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Features:
-    rootless: bool
-    netem: bool
-    # A process can delay packets where there is no netem.
-    delay_line: bool
-    nft: bool
-    sshd: bool
-    groups: ControlGroups
+# Tools
 
 
-def observe() -> Features:
-    """Raises where no lab can be built at all, and says what forbids it."""
-    need_tools(_PACKAGES)
-    rootless = _must_be_rootless()
-    netem = _has_netem(rootless)
-    return Features(
-        rootless,
-        netem=netem,
-        delay_line=not netem and _has_packet_sockets(rootless),
-        nft=find_tool("nft") is not None,
-        sshd=find_tool("sshd") is not None and find_tool("ssh-keygen") is not None,
-        groups=read_groups(),
-    )
+def find_tool(name: str) -> str | None:
+    return shutil.which(name, path=search_path(_path(os.environ)))
+
+
+def search_path(path: str) -> str:
+    """Add the system folders behind the user's own, where a tool of the user's choice may be."""
+    return os.pathsep.join((path, *_missing_folders(path)))
+
+
+def with_tools(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process that calls the tools by name, as the printed commands do."""
+    return {**environment, "PATH": search_path(_path(environment))}
+
+
+def path_line() -> str:
+    """Return the line that a printed script needs so that a shell like ours finds the tools; empty where it does."""
+    missing = _missing_folders(_path(os.environ))
+    return f'export PATH="$PATH:{os.pathsep.join(missing)}"\n' if missing else ""
+
+
+def reach_tools(argv: Sequence[str]) -> list[str]:
+    """Return `argv` such that it finds the tools whatever PATH it is run with."""
+    line = path_line()
+    return ["sh", "-c", f'{line}exec "$@"', "sh", *argv] if line else list(argv)
+
+
+def _missing_folders(path: str) -> list[str]:
+    """Compare real paths: on most systems one of the system folders is a link to the other."""
+    named = {os.path.realpath(folder) for folder in path.split(os.pathsep)}
+    return [folder for folder in dict.fromkeys(map(os.path.realpath, _SYSTEM_FOLDERS)) if folder not in named]
+
+
+def _path(environment: Mapping[str, str]) -> str:
+    return environment.get("PATH", os.defpath)
 
 
 def need_tools(packages: Mapping[str, str]) -> None:
@@ -111,19 +85,63 @@ def need_tools(packages: Mapping[str, str]) -> None:
         )
 
 
+# Features
+
+
+@dataclass(frozen=True)
+class Features:
+    rootless: bool
+    netem: bool
+    delay_line: bool  # a process can delay packets, where there is no netem
+    nft: bool
+    sshd: bool
+    groups: ControlGroups
+
+    @property
+    def can_delay(self) -> bool:
+        return self.netem or self.delay_line
+
+    @property
+    def can_drop(self) -> bool:
+        return self.netem or self.nft
+
+    @property
+    def can_serve_ssh(self) -> bool:
+        """In a user namespace an SSH server has only one user to switch to, and refuses to start."""
+        return self.sshd and not self.rootless
+
+
+def observe() -> Features:
+    """Try what this machine allows. Raise the reason where no lab can be built at all."""
+    need_tools(_PACKAGES)
+    rootless = _must_be_rootless()
+    unshare = ("unshare", *(_USER_NAMESPACE if rootless else ()), "--net")
+    netem = not _try(*unshare, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "limit", "1")
+    packet_socket = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)"
+    return Features(
+        rootless,
+        netem=netem,
+        delay_line=not netem and not _try(*unshare, sys.executable, "-I", "-S", "-c", packet_socket),
+        nft=find_tool("nft") is not None,
+        sshd=find_tool("sshd") is not None and find_tool("ssh-keygen") is not None,
+        groups=read_groups(),
+    )
+
+
 def _must_be_rootless() -> bool:
-    """Root may lack the right too, in a container; then the other way is tried before giving up."""
-    if os.geteuid() == 0 and not _complaint(("unshare", *_TRY_NAMESPACES)):
+    """Try a user namespace also as root, who may lack the right to make namespaces in a container."""
+    if os.geteuid() == 0 and not _try("unshare", *_TRY_NAMESPACES):
         return False
-    complaint = _complaint(("unshare", *_AS_ROOT_OF_OWN, *_TRY_NAMESPACES))
-    if complaint:
-        why, fix = why_forbidden(read_settings(), complaint, os.geteuid() == 0)
+    if message := _try("unshare", *_USER_NAMESPACE, *_TRY_NAMESPACES):
+        paths = {name: Path("/proc/sys") / name.replace(".", "/") for name in _SETTINGS}
+        settings = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items() if path.exists()}
+        why, fix = why_forbidden(settings, message, os.geteuid() == 0)
         raise LabError("this machine lets us make no network namespaces", why=why, fix=fix)
     return True
 
 
-def why_forbidden(settings: Mapping[str, str], complaint: str, root: bool) -> tuple[str, str]:
-    """The setting that forbids user namespaces, and what to type."""
+def why_forbidden(settings: Mapping[str, str], message: str, root: bool) -> tuple[str, str]:
+    """Return the setting that forbids user namespaces, and the command that changes it."""
     if settings.get("user.max_user_namespaces") == "0":
         return "user.max_user_namespaces is 0", "sudo sysctl -w user.max_user_namespaces=15000, or run as root"
     if settings.get("kernel.unprivileged_userns_clone") == "0":
@@ -137,39 +155,19 @@ def why_forbidden(settings: Mapping[str, str], complaint: str, root: bool) -> tu
             "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run as root",
         )
     if root:
-        return f"{complaint}; a container without CAP_SYS_ADMIN", "start the container with --privileged"
-    return f"{complaint}; a container or a security module forbids it", "run as root, or outside of the container"
+        return f"{message}; a container without CAP_SYS_ADMIN", "start the container with --privileged"
+    return f"{message}; a container or a security module forbids it", "run as root, or outside of the container"
 
 
-def read_settings() -> dict[str, str]:
-    found = {}
-    for name in _SETTINGS:
-        path = Path("/proc/sys") / name.replace(".", "/")
-        if path.exists():
-            found[name] = path.read_text(encoding="utf-8").strip()
-    return found
-
-
-def _has_netem(rootless: bool) -> bool:
-    user = _AS_ROOT_OF_OWN if rootless else ()
-    return not _complaint(("unshare", *user, "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "limit", "1"))
-
-
-def _has_packet_sockets(rootless: bool) -> bool:
-    user = _AS_ROOT_OF_OWN if rootless else ()
-    program = "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)"
-    return not _complaint(("unshare", *user, "--net", sys.executable, "-I", "-S", "-c", program))
-
-
-def _complaint(argv: tuple[str, ...]) -> str:
-    """What a trial says when it fails; nothing when it works."""
+def _try(*argv: str) -> str:
+    """Run a command; return its error message, or an empty text when it works."""
     try:
         done = subprocess.run(
             argv,
             env=with_tools(os.environ),
             capture_output=True,
             text=True,
-            timeout=_DEADLINE_S,
+            timeout=_TRIAL_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
@@ -180,51 +178,39 @@ def _complaint(argv: tuple[str, ...]) -> str:
 
 
 def substitutes(spec: LabSpec, features: Features) -> tuple[str, ...]:
-    """What was asked for and is done in another way here."""
-    said = []
+    """Describe what was asked for and is done in another way here."""
+    notes = []
     if features.delay_line and any(node.link.delay_s for node in spec.nodes):
-        said.append("delay by a process that holds packets back, late by up to 1 ms: this kernel has no netem")
+        notes.append("delay by a process that holds packets back, late by up to 1 ms: this kernel has no netem")
     if features.nft and not features.netem and any(node.link.loss for node in spec.nodes):
-        said.append("loss by nftables: this kernel has no netem")
-    return tuple(said)
+        notes.append("loss by nftables: this kernel has no netem")
+    return tuple(notes)
 
 
 def lacks(spec: LabSpec, features: Features) -> tuple[str, ...]:
-    """What was asked for and cannot be had here, by name; the rest of the lab works."""
-    said = []
-    if not (features.netem or features.delay_line) and any(node.link.delay_s for node in spec.nodes):
-        said.append("no delay: this kernel has no netem (sch_netem) and allows no packet sockets")
-    if not (features.netem or features.nft) and any(node.link.loss for node in spec.nodes):
-        said.append("no loss: neither netem nor nft")
+    """Describe what was asked for and is impossible here; the rest of the lab works."""
+    notes = []
+    if not features.can_delay and any(node.link.delay_s for node in spec.nodes):
+        notes.append("no delay: this kernel has no netem (sch_netem) and allows no packet sockets")
+    if not features.can_drop and any(node.link.loss for node in spec.nodes):
+        notes.append("no loss: neither netem nor nft")
     if features.groups.cpu is None and any(node.cpu for node in spec.nodes):
-        said.append(f"no CPU limits: {_why_no_groups(features)}")
-    if spec.sshd and not _can_serve_ssh(features):
-        said.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")
-    return tuple(said)
-
-
-def _why_no_groups(features: Features) -> str:
-    if features.rootless:
-        return "without root no control group is ours; run as root for them"
-    return "no control group with a cpu controller can be made here"
-
-
-def _can_serve_ssh(features: Features) -> bool:
-    """A server in a user namespace has only one user to switch to, and refuses to begin."""
-    return features.sshd and not features.rootless
+        why = "no control group with a cpu controller can be made here"
+        why = "without root no control group is ours; run as root for them" if features.rootless else why
+        notes.append(f"no CPU limits: {why}")
+    if spec.sshd and not features.can_serve_ssh:
+        notes.append("no SSH servers: they need root" if features.sshd else "no SSH servers: openssh-server is missing")
+    return tuple(notes)
 
 
 def possible(spec: LabSpec, features: Features) -> LabSpec:
-    """What of it can be had here, so that nothing later speaks of a delay that nobody feels."""
-    nodes = tuple(_possible_node(node, features) for node in spec.nodes)
-    return spec.model_copy(update={"nodes": nodes, "sshd": spec.sshd and _can_serve_ssh(features)})
-
-
-def _possible_node(node: LabNode, features: Features) -> LabNode:
-    link = node.link.model_copy(
-        update={
-            "delay_s": node.link.delay_s if features.netem or features.delay_line else 0.0,
-            "loss": node.link.loss if features.netem or features.nft else 0.0,
-        }
+    """Remove from the spec what is impossible here, so that no later message names a delay that does not exist."""
+    without = {
+        **({} if features.can_delay else {"delay_s": 0.0}),
+        **({} if features.can_drop else {"loss": 0.0}),
+    }
+    no_cpu = {} if features.groups.cpu else {"cpu": None}
+    nodes = tuple(
+        node.model_copy(update={"link": node.link.model_copy(update=without), **no_cpu}) for node in spec.nodes
     )
-    return node.model_copy(update={"link": link, "cpu": node.cpu if features.groups.cpu else None})
+    return spec.model_copy(update={"nodes": nodes, "sshd": spec.sshd and features.can_serve_ssh})

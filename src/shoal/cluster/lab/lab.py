@@ -1,4 +1,4 @@
-"""A lab that stands: find it, start processes on its nodes, change it, take it down."""
+"""A lab: build it, find it, start processes on its nodes, change it, remove it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.agent_link import AgentLink as Agent_linkLink
-from shoal.cluster.agent_link import PipeLink, agent_command
+from shoal.cluster.agent_link import AgentLink, PipeLink, agent_command
 from shoal.cluster.lab import commands
 from shoal.cluster.lab import state as lab_state
 from shoal.cluster.lab.commands import (
@@ -42,7 +41,6 @@ from shoal.cluster.lab.processes import (
     receive_listener,
     running_in,
     start_in_node,
-    started,
 )
 from shoal.cluster.lab.spec import DEFAULT_NAME, INTERFACE, SWITCH, LabLink, LabNode, LabSpec, check_name
 from shoal.cluster.lab.state import LabOwner, LabState, cut, heal, with_node
@@ -50,279 +48,14 @@ from shoal.cluster.node import Node
 from shoal.config.presets import did_you_mean
 from shoal.errors import LabError, UsageError
 from shoal.host.facts import physical_cores
+from shoal.host.proc import start_ticks
 
-# SECTION cluster/lab/apply
-# Does what the topology says, step by step, and explains the step that failed.
-
-
-_DEADLINE_S = 10.0
+_STEP_TIMEOUT_S = 10.0
 _POLL_S = 0.005
 
 
-def apply(steps: Iterable[Step]) -> None:
-    for step in steps:
-        _do(step)
-
-
-def _do(step: Step) -> None:
-    match step:
-        case RunCommand(words, log):
-            _run(step, resolve(words), log)
-        case WriteFile(path, text):
-            _write(step, path, text)
-        case WaitForFile(file, log):
-            _await(step, file, log)
-        case KillNamespace(pid):
-            _kill(pid)
-        case RemoveControlGroup(path):
-            _remove_group(step, path)
-
-
-def resolve(words: Sequence[Word]) -> list[str]:
-    """Words with the numbers filled in. A node whose first process is gone cannot be entered."""
-    return [_number(word) if isinstance(word, PidOf) else word for word in words]
-
-
-def _number(pid: PidOf) -> str:
-    node = pid.file.stem
-    first = first_process(pid.file.parent, node)
-    if first is None:
-        lab = pid.file.parent.name
-        raise LabError(f"{node} of lab {lab!r} is not running", fix=f"shoal lab start {node} --name {lab}")
-    return str(first)
-
-
-def _run(step: Step, argv: list[str], log: Path | None) -> None:
-    try:
-        with log.open("wb") if log else contextlib.nullcontext(subprocess.PIPE) as output:
-            done = subprocess.run(
-                argv,
-                env=with_tools(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                text=True,
-                errors="replace",
-                timeout=_DEADLINE_S,
-            )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _failed(step, str(error)) from error
-    if done.returncode:
-        raise _failed(step, (done.stderr if log is None else _tail(log)) or f"exit code {done.returncode}")
-
-
-def _write(step: Step, path: Path, text: str) -> None:
-    try:
-        path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise _failed(step, str(error.strerror)) from error
-
-
-def _await(step: Step, file: Path, log: Path) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not (file.exists() and file.stat().st_size):
-        said = _tail(log)
-        if said or time.monotonic() > deadline:
-            raise _failed(step, said or f"nothing after {_DEADLINE_S:.0f} s")
-        time.sleep(_POLL_S)
-
-
-def _kill(pid: PidOf) -> None:
-    first = first_process(pid.file.parent, pid.file.stem)
-    if first is not None:
-        end_node(first)
-
-
-def _remove_group(step: Step, path: Path) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while path.is_dir():
-        try:
-            path.rmdir()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _failed(step, str(error.strerror)) from error
-            time.sleep(0.01)
-
-
-def _failed(step: Step, said: str) -> LabError:
-    return LabError(
-        f"a step of the lab failed: {said.strip()}",
-        why=f"it was: {render_step(step)}",
-        fix="shoal lab up --dry-run prints all steps; --debug shows where this one came from",
-    )
-
-
-def _tail(log: Path) -> str:
-    try:
-        return log.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-# SECTION cluster/lab/removal
-# Takes a lab down, whatever is left of it: a whole one, one whose building was killed half-way, or only its traces.
-
-
-def remove(name: str) -> None:
-    with lab_state.locked():
-        remove_locked(name)
-
-
-def remove_locked(name: str) -> None:
-    """Idempotent. Processes are found by the mark they carry, not by the pid files: a killed `up` left no whole set."""
-    site, nodes = _what_is_left(name)
-    apply(step for node in nodes for step in freeze(site.groups, name, node, frozen=False))
-    end_all(site.folder)
-    apply(commands.down(nodes, site))
-
-
-def removal_steps(name: str) -> list[Step]:
-    site, nodes = _what_is_left(name)
-    return commands.down(nodes, site)
-
-
-def _what_is_left(name: str) -> tuple[LabSite, list[str]]:
-    folder = lab_state.lab_folder(name)
-    site = _site(name, folder)
-    return site, node_groups_on_disk(site.groups, name)
-
-
-def _site(name: str, folder: Path) -> LabSite:
-    state = lab_state.read_state(name)
-    if state:
-        return state.site(folder)
-    return LabSite(name, folder, rootless=os.geteuid() != 0, netem=False, groups=read_groups())
-
-
-# SECTION cluster/lab/changes
-# What can be done to a lab that stands: from its state to the next one, and the commands in between. Pure.
-
-
-@dataclass(frozen=True)
-class LabView:
-    """A lab as it is now; `alive` are the nodes whose first process runs."""
-
-    state: LabState
-    site: LabSite
-    alive: frozenset[str]
-
-    def node(self, name: str, alive: bool = True) -> LabNode:
-        node = self.state.spec.node(name)
-        if alive and name not in self.alive:
-            raise UsageError(
-                f"{name} is not running", why="it was killed", fix=f"shoal lab start {name}{self.option()}"
-            )
-        return node
-
-    def option(self) -> str:
-        return f" --name {self.site.name}"
-
-    def filters(self, after: LabState) -> list[Step]:
-        """For each node that runs and whose rules are no longer what they were."""
-        nodes = [node for node in after.spec.nodes if node.name in self.alive]
-        changed = [node for node in nodes if after.rules(node) != self.state.rules(self.state.spec.node(node.name))]
-        return [step for node in changed for step in commands.rules(node, self.site, after.rules(node))]
-
-
-Outcome = tuple[LabState, list[Step]]
-Change = Callable[[LabView], Outcome]
-
-
-def set_link(name: str, change: Callable[[LabLink], LabLink]) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        node = scene.node(name)
-        after = node.model_copy(update={"link": change(node.link)})
-        if after.link.delay_s and not (scene.state.netem or scene.state.delay_line):
-            raise UsageError(
-                "this kernel cannot delay packets",
-                why="it has no netem (sch_netem) and allows no packet sockets",
-                fix="leave --delay out",
-            )
-        state = with_node(scene.state, after)
-        return state, [*commands.link(after, scene.site, node.link), *scene.filters(state)]
-
-    return outcome
-
-
-def set_cpu(name: str, cpu: float | None) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        if scene.site.groups.cpu is None:
-            raise UsageError(
-                "this lab cannot limit the CPU",
-                why="no control group with a cpu controller can be made here, or not without root",
-                fix="run the lab as root",
-            )
-        node = scene.node(name).model_copy(update={"cpu": cpu})
-        return with_node(scene.state, node), commands.cpu(node, scene.site)
-
-    return outcome
-
-
-def kill(name: str, silent: bool) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        node = scene.node(name)
-        state, thaw = _stopped(scene, node, frozen=False) if name in scene.state.frozen else (scene.state, [])
-        end = commands.kill(node, scene.site, silent)
-        return state, [end[0], *thaw, end[1]] if silent else [*thaw, *end]
-
-    return outcome
-
-
-def restart(name: str) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        node = scene.node(name, alive=False)
-        if name in scene.alive:
-            raise UsageError(f"{name} is already running", fix=f"shoal lab status{scene.option()}")
-        rules = commands.rules(node, scene.site, scene.state.rules(node)) if scene.state.filtered(node) else []
-        server = commands.start_server(node, scene.site) if scene.state.spec.sshd else []
-        return scene.state, [*commands.restart(node, scene.site), *rules, *server]
-
-    return outcome
-
-
-def stop_or_go(name: str, frozen: bool) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        return _stopped(scene, scene.node(name), frozen)
-
-    return outcome
-
-
-def _stopped(scene: LabView, node: LabNode, frozen: bool) -> Outcome:
-    names = scene.state.frozen | {node.name} if frozen else scene.state.frozen - {node.name}
-    return scene.state.model_copy(update={"frozen": names}), commands.stop_or_go(node, scene.site, frozen)
-
-
-def cut_off(one: str, other: str | None, one_way: bool) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        if one == other:
-            raise UsageError(f"{one} cannot be cut off from itself", fix=f"shoal lab cut {one}, from all others")
-        state = cut(scene.state, one, other, one_way)
-        return state, scene.filters(state)
-
-    return outcome
-
-
-def heal_cuts(one: str | None, other: str | None) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        state = heal(scene.state, one, other)
-        return state, scene.filters(state)
-
-    return outcome
-
-
-def set_firewall(name: str, ports: tuple[str, ...] | None) -> Change:
-    def outcome(scene: LabView) -> Outcome:
-        node = scene.node(name, alive=False)
-        others = {key: value for key, value in scene.state.firewalls.items() if key != name}
-        mine = {} if ports is None else {node.name: ports}
-        state = scene.state.model_copy(update={"firewalls": {**others, **mine}})
-        return state, scene.filters(state)
-
-    return outcome
-
-
 class Lab:
-    """By name; everything else is read from its folder when it is needed, since any command may change it."""
+    """A lab by its name. Its state is read from its folder whenever it is needed, since any command may change it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -330,9 +63,12 @@ class Lab:
 
     @classmethod
     def open(cls, name: str | None = None) -> Lab:
-        """The lab of that name; without one the default lab, or the only one of the user's own."""
+        """Return the lab of that name; without one the default lab, or the user's only one."""
         lab = cls(check_name(name) if name else choose(lab_state.names()))
-        _need_whole(lab)
+        if not lab.folder.is_dir():
+            raise _missing(lab.name)
+        if fault := why_stale(lab.folder, lab_state.read_state(lab.name)):
+            raise LabError(f"lab {lab.name!r} is broken: {fault}", fix=f"shoal lab down --name {lab.name}")
         return lab
 
     @property
@@ -350,34 +86,35 @@ class Lab:
         return first_process(self.folder, node) is not None
 
     def processes(self, node: str) -> list[tuple[int, str]]:
-        """Number on the host, and command, of what runs on a node."""
+        """Return the number (on the host) and command of every process on a node."""
         first = first_process(self.folder, node)
         return running_in(first) if first else []
 
     def command(self, node: str, argv: Sequence[str]) -> list[str]:
-        """`argv` with the prefix that runs it on the node (or on `switch`), in the folder we are in."""
+        """Return `argv` with the prefix that runs it on the node (or on `switch`) in the current folder."""
         state = self.state
         if node != SWITCH:
             state.spec.node(node)
         if node in state.frozen:
             raise UsageError(
-                f"{node} is frozen, and so would be whatever starts there",
+                f"{node} is frozen, and so would be any process that starts there",
                 fix=f"shoal lab thaw {node} --name {self.name}",
             )
-        return reach_tools(resolve(commands.command(node, state.site(self.folder), list(argv), Path.cwd())))
+        return reach_tools(resolve(commands.command_on_node(node, state.site(self.folder), list(argv), Path.cwd())))
 
     def start(
         self, node: str, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = ()
     ) -> NodeProcess:
-        """Like `cluster.node.start_process`, on a node. A socket passed to it must come from there, see `listen`."""
+        """Start a process on a node, as `cluster.node.start_process` does here. A socket passed to it must come from
+        that node, see `listen`."""
         return start_in_node(self.command(node, [*TIED, *argv]), env, log, pass_fds)
 
     def listen(self, node: str) -> socket.socket:
-        """A listening socket at a free port of the node's address, held by us: to serve there, or to pass on."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            program = listening_program(self.state.spec.node(node).address, theirs.fileno())
-            return receive_listener(ours, theirs, self.command(node, program))
+        """Return a listening socket at a free port of the node's address: to serve there, or to pass on."""
+        local, remote = socket.socketpair()
+        with local, remote:
+            program = listening_program(self.state.spec.node(node).address, remote.fileno())
+            return receive_listener(local, remote, self.command(node, program))
 
     def plan(self, change: Change) -> tuple[LabState, list[Step]]:
         state = self.state
@@ -394,31 +131,8 @@ class Lab:
         remove(self.name)
 
 
-def as_nodes(spec: LabSpec) -> list[Node]:
-    return [
-        Node(
-            node.name,
-            node.address,
-            INTERFACE,
-            slots=1,
-            cores=_cores(node.cpu, len(spec.nodes)),
-            link_mbps=round(node.link.rate_bps / 1e6) if node.link.rate_bps else None,
-        )
-        for node in spec.nodes
-    ]
-
-
-def _cores(cpu: float | None, nodes: int) -> int:
-    """Threads for a rank: more than it has cores to run on would only wait for each other.
-
-    Nodes without a limit share the machine, so each counts on its part of it.
-    """
-    share = physical_cores() // nodes if cpu is None else round(cpu)
-    return max(1, min(share, physical_cores()))
-
-
 def choose(names: list[str]) -> str:
-    """The default lab, or the only one that the user made; a lab that belongs to a process is only taken by name."""
+    """Return the default lab, or the only one that the user made; a lab with an owner is chosen by name only."""
     if DEFAULT_NAME in names:
         return DEFAULT_NAME
     own = [name for name in names if not has_owner(name)]
@@ -431,29 +145,20 @@ def choose(names: list[str]) -> str:
 
 
 def has_owner(name: str) -> bool:
-    """Whether the lab was made for a process, which takes it down when it ends: a run with `--on lab:N`, a test."""
+    """Tell whether the lab was made for a process and is removed when that ends: a run with `--on lab:N`, a test."""
     state = lab_state.read_state(name)
     return state is not None and state.owner is not None
 
 
-def _need_whole(lab: Lab) -> None:
-    if not lab.folder.is_dir():
-        raise _missing(lab.name)
-    state = lab_state.read_state(lab.name)
-    fault = why_stale(lab.folder, state)
-    if fault:
-        raise LabError(f"lab {lab.name!r} is broken: {fault}", fix=f"shoal lab down --name {lab.name}")
-
-
 def why_stale(folder: Path, state: LabState | None) -> str:
-    """Why a lab's folder is only what is left of it; nothing when the lab stands."""
+    """Return why the lab of this folder does not work; an empty text when it does."""
     if state is None:
-        return "its notes are missing or unreadable"
+        return "its state file is missing or unreadable"
     if not state.ready:
         return "it is still being built, or building it was interrupted"
     if first_process(folder, SWITCH) is None:
-        return "its switch is gone, because the machine was restarted or somebody ended it"
-    if state.owner and started(state.owner.pid) != state.owner.started:
+        return "its switch is gone, because the machine was restarted or its process was killed"
+    if state.owner and start_ticks(state.owner.pid) != state.owner.started:
         return f"the run it belonged to (process {state.owner.pid}) is gone"
     return ""
 
@@ -467,13 +172,40 @@ def _missing(name: str) -> UsageError:
     )
 
 
-# SECTION cluster/lab/build
-# Builds a lab: looks at the machine, writes down what is about to be made, and makes it; all of it or nothing.
+def as_nodes(spec: LabSpec) -> list[Node]:
+    machine_cores = physical_cores()
+    nodes = []
+    for node in spec.nodes:
+        # Nodes without a limit share the machine. More threads than cores would only wait for each other.
+        cores = machine_cores // len(spec.nodes) if node.cpu is None else round(node.cpu)
+        link_mbps = round(node.link.rate_bps / 1e6) if node.link.rate_bps else None
+        cores = max(1, min(cores, machine_cores))
+        nodes.append(Node(node.name, node.address, INTERFACE, slots=1, cores=cores, link_mbps=link_mbps))
+    return nodes
+
+
+class LabCluster:
+    """A lab as a cluster: one rank a node, each in its own namespaces, behind its own shaped link."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self.nodes = lab.nodes
+
+    def start_agent(self, node: Node, run: Path) -> AgentLink:
+        return PipeLink(self._lab.command(node.name, agent_command(run, node.name)), run, node.name)
+
+    def folder(self, node: Node, run: Path) -> str:
+        return str(run)
+
+
+# Build a lab: all of it or nothing
 
 
 def up(spec: LabSpec, owner: int | None = None) -> Lab:
-    """`owner` is a process: when it ends, however, the lab is removed. Such a lab is as it was asked for or not at all:
-    what the process measures in it is recorded as measured on that lab."""
+    """Build a lab. When the process `owner` ends, however that happens, the lab is removed.
+
+    An owned lab must be exactly as asked for: what its owner measures is recorded as measured on that lab.
+    """
     features = observe()
     if owner is not None and (missing := lacks(spec, features)):
         raise LabError(
@@ -483,7 +215,7 @@ def up(spec: LabSpec, owner: int | None = None) -> Lab:
         )
     state = plan_state(spec, features, owner)
     with lab_state.locked():
-        _make_room(spec.name)
+        _remove_stale(spec.name)
         lab_state.make_folder(spec.name)
         try:
             lab_state.write_state(state)
@@ -497,6 +229,12 @@ def up(spec: LabSpec, owner: int | None = None) -> Lab:
 
 
 def plan_state(spec: LabSpec, features: Features, owner: int | None = None) -> LabState:
+    lab_owner = None
+    if owner is not None:
+        started = start_ticks(owner)
+        if started is None:
+            raise UsageError(f"no process {owner} can own a lab", why="it has ended")
+        lab_owner = LabOwner(pid=owner, started=started)
     return LabState(
         spec=possible(spec, features),
         rootless=features.rootless,
@@ -504,35 +242,23 @@ def plan_state(spec: LabSpec, features: Features, owner: int | None = None) -> L
         delay_line=features.delay_line,
         groups=features.groups,
         notes=(*substitutes(spec, features), *lacks(spec, features)),
-        owner=_owner(owner),
+        owner=lab_owner,
     )
 
 
 def build_steps(state: LabState) -> list[Step]:
     site = state.site(lab_state.lab_folder(state.spec.name))
-    filtered = [node for node in state.spec.nodes if state.filtered(node)]
-    rules = [step for node in filtered for step in commands.rules(node, site, state.rules(node))]
-    return [*commands.up(state.spec, site), *rules, *_servers(state, site)]
+    steps = commands.lab_steps(state.spec, site)
+    for node in state.spec.nodes:
+        steps += commands.filter_steps(node, site, state.rules(node)) if state.filtered(node) else []
+    if state.spec.sshd:
+        steps += commands.ssh_key_steps(state.spec, site)
+        steps += [step for node in state.spec.nodes for step in commands.sshd_steps(node, site)]
+    return steps
 
 
-def _servers(state: LabState, site: LabSite) -> list[Step]:
-    if not state.spec.sshd:
-        return []
-    servers = [step for node in state.spec.nodes for step in commands.start_server(node, site)]
-    return [*commands.make_keys(state.spec, site), *servers]
-
-
-def _owner(pid: int | None) -> LabOwner | None:
-    if pid is None:
-        return None
-    began = started(pid)
-    if began is None:
-        raise UsageError(f"no process {pid} can own a lab", why="it has ended")
-    return LabOwner(pid=pid, started=began)
-
-
-def _make_room(name: str) -> None:
-    """What an interrupted `up`, a reboot or a dead owner left is cleared away; a lab that stands is not."""
+def _remove_stale(name: str) -> None:
+    """Remove what an interrupted `up`, a reboot or a dead owner left; refuse when a lab of that name is up."""
     folder = lab_state.lab_folder(name)
     if not folder.exists():
         return
@@ -546,7 +272,7 @@ def _make_room(name: str) -> None:
 
 
 def _start_watcher(state: LabState) -> None:
-    """Before anything else is made: from here on the owner's end is noticed."""
+    """Start the process that removes the lab when its owner ends. It comes first: nothing may be left from here on."""
     if state.owner is None:
         return
     name = state.spec.name
@@ -563,17 +289,246 @@ def _start_watcher(state: LabState) -> None:
     )
 
 
-# SECTION cluster/lab/cluster
-# A lab as a cluster: one rank a node, each in its own namespaces, behind its own shaped link.
+# Remove a lab, or what is left of one
 
 
-class LabCluster:
-    def __init__(self, lab: Lab) -> None:
-        self._lab = lab
-        self.nodes = lab.nodes
+def remove(name: str) -> None:
+    with lab_state.locked():
+        remove_locked(name)
 
-    def start_agent(self, node: Node, run: Path) -> Agent_linkLink:
-        return PipeLink(self._lab.command(node.name, agent_command(run, node.name)), run, node.name)
 
-    def folder(self, node: Node, run: Path) -> str:
-        return str(run)
+def remove_locked(name: str) -> None:
+    """Remove a lab; a second call does nothing. Its processes are found by the mark in their environment and not by pid
+    files, of which a killed `up` leaves only some."""
+    site, nodes = _find_remains(name)
+    apply(step for node in nodes for step in freeze(site.groups, name, node, frozen=False))
+    end_all(site.folder)
+    apply(commands.removal_steps(nodes, site))
+
+
+def removal_steps(name: str) -> list[Step]:
+    site, nodes = _find_remains(name)
+    return commands.removal_steps(nodes, site)
+
+
+def _find_remains(name: str) -> tuple[LabSite, list[str]]:
+    folder, state = lab_state.lab_folder(name), lab_state.read_state(name)
+    if state:
+        site = state.site(folder)
+    else:
+        site = LabSite(name, folder, rootless=os.geteuid() != 0, netem=False, groups=read_groups())
+    return site, node_groups_on_disk(site.groups, name)
+
+
+# Changes to a lab: pure functions from its present state to the next one and the steps in between
+
+
+@dataclass(frozen=True)
+class LabView:
+    """A lab as it is now."""
+
+    state: LabState
+    site: LabSite
+    alive: frozenset[str]  # nodes whose first process runs
+
+    def node(self, name: str, alive: bool = True) -> LabNode:
+        node = self.state.spec.node(name)
+        if alive and name not in self.alive:
+            raise UsageError(
+                f"{name} is not running", why="it was killed", fix=f"shoal lab start {name}{self.option()}"
+            )
+        return node
+
+    def option(self) -> str:
+        return f" --name {self.site.name}"
+
+    def filters(self, after: LabState) -> list[Step]:
+        """Return the steps for every running node whose packet filter changes."""
+        nodes = [node for node in after.spec.nodes if node.name in self.alive]
+        changed = [node for node in nodes if after.rules(node) != self.state.rules(self.state.spec.node(node.name))]
+        return [step for node in changed for step in commands.filter_steps(node, self.site, after.rules(node))]
+
+
+Outcome = tuple[LabState, list[Step]]
+Change = Callable[[LabView], Outcome]
+
+
+def set_link(name: str, change: Callable[[LabLink], LabLink]) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        node = view.node(name)
+        after = node.model_copy(update={"link": change(node.link)})
+        if after.link.delay_s and not (view.state.netem or view.state.delay_line):
+            raise UsageError(
+                "this kernel cannot delay packets",
+                why="it has no netem (sch_netem) and allows no packet sockets",
+                fix="leave --delay out",
+            )
+        state = with_node(view.state, after)
+        return state, [*commands.link_steps(after, view.site, node.link), *view.filters(state)]
+
+    return outcome
+
+
+def set_cpu(name: str, cpu: float | None) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        if view.site.groups.cpu is None:
+            raise UsageError(
+                "this lab cannot limit the CPU",
+                why="no control group with a cpu controller can be made here, or not without root",
+                fix="run the lab as root",
+            )
+        node = view.node(name).model_copy(update={"cpu": cpu})
+        return with_node(view.state, node), commands.cpu_steps(node, view.site)
+
+    return outcome
+
+
+def kill(name: str, silent: bool) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        node = view.node(name)
+        state, thaw = _set_frozen(view, node, frozen=False) if name in view.state.frozen else (view.state, [])
+        first, second = commands.kill_steps(node, view.site, silent)
+        return state, [first, *thaw, second] if silent else [*thaw, first, second]
+
+    return outcome
+
+
+def restart(name: str) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        node = view.node(name, alive=False)
+        if name in view.alive:
+            raise UsageError(f"{name} is already running", fix=f"shoal lab status{view.option()}")
+        rules = view.state.rules(node)
+        filters = commands.filter_steps(node, view.site, rules) if view.state.filtered(node) else []
+        sshd = commands.sshd_steps(node, view.site) if view.state.spec.sshd else []
+        return view.state, [*commands.restart_steps(node, view.site), *filters, *sshd]
+
+    return outcome
+
+
+def stop_or_go(name: str, frozen: bool) -> Change:
+    return lambda view: _set_frozen(view, view.node(name), frozen)
+
+
+def _set_frozen(view: LabView, node: LabNode, frozen: bool) -> Outcome:
+    names = view.state.frozen | {node.name} if frozen else view.state.frozen - {node.name}
+    return view.state.model_copy(update={"frozen": names}), commands.freeze_steps(node, view.site, frozen)
+
+
+def cut_off(one: str, other: str | None, one_way: bool) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        if one == other:
+            raise UsageError(f"{one} cannot be cut off from itself", fix=f"shoal lab cut {one}, from all others")
+        state = cut(view.state, one, other, one_way)
+        return state, view.filters(state)
+
+    return outcome
+
+
+def heal_cuts(one: str | None, other: str | None) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        state = heal(view.state, one, other)
+        return state, view.filters(state)
+
+    return outcome
+
+
+def set_firewall(name: str, ports: tuple[str, ...] | None) -> Change:
+    def outcome(view: LabView) -> Outcome:
+        node = view.node(name, alive=False)
+        firewalls = {key: value for key, value in view.state.firewalls.items() if key != node.name}
+        if ports is not None:
+            firewalls[node.name] = ports
+        state = view.state.model_copy(update={"firewalls": firewalls})
+        return state, view.filters(state)
+
+    return outcome
+
+
+# Apply steps, and explain the one that failed
+
+
+def apply(steps: Iterable[Step]) -> None:
+    for step in steps:
+        match step:
+            case RunCommand(words, log):
+                _run(step, resolve(words), log)
+            case WriteFile(path, text):
+                try:
+                    path.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+                except OSError as error:
+                    raise _failed(step, str(error.strerror)) from error
+            case WaitForFile(file, log):
+                _await_content(step, file, log)
+            case KillNamespace(pid):
+                if (first := first_process(pid.file.parent, pid.file.stem)) is not None:
+                    end_node(first)
+            case RemoveControlGroup(path):
+                _remove_group(step, path)
+
+
+def resolve(words: Sequence[Word]) -> list[str]:
+    """Replace `PidOf` by process numbers. A node whose first process is gone cannot be entered."""
+    return [_resolve_pid(word) if isinstance(word, PidOf) else word for word in words]
+
+
+def _resolve_pid(pid: PidOf) -> str:
+    node, lab = pid.file.stem, pid.file.parent.name
+    first = first_process(pid.file.parent, node)
+    if first is None:
+        raise LabError(f"{node} of lab {lab!r} is not running", fix=f"shoal lab start {node} --name {lab}")
+    return str(first)
+
+
+def _run(step: Step, argv: list[str], log: Path | None) -> None:
+    try:
+        with log.open("wb") if log else contextlib.nullcontext(subprocess.PIPE) as output:
+            done = subprocess.run(
+                argv,
+                env=with_tools(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                text=True,
+                errors="replace",
+                timeout=_STEP_TIMEOUT_S,
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _failed(step, str(error)) from error
+    if done.returncode:
+        raise _failed(step, (done.stderr if log is None else _read_log(log)) or f"exit code {done.returncode}")
+
+
+def _await_content(step: Step, file: Path, log: Path) -> None:
+    deadline = time.monotonic() + _STEP_TIMEOUT_S
+    while not (file.exists() and file.stat().st_size):
+        output = _read_log(log)
+        if output or time.monotonic() > deadline:
+            raise _failed(step, output or f"nothing after {_STEP_TIMEOUT_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _remove_group(step: Step, path: Path) -> None:
+    deadline = time.monotonic() + _STEP_TIMEOUT_S
+    while path.is_dir():
+        try:
+            path.rmdir()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _failed(step, str(error.strerror)) from error
+            time.sleep(0.01)
+
+
+def _failed(step: Step, output: str) -> LabError:
+    return LabError(
+        f"a step of the lab failed: {output.strip()}",
+        why=f"it was: {render_step(step)}",
+        fix="shoal lab up --dry-run prints all steps; --debug shows where this one came from",
+    )
+
+
+def _read_log(log: Path) -> str:
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

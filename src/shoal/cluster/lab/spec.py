@@ -1,4 +1,4 @@
-"""What a lab is asked to be: `shoal lab up 3 --link 1gbit`, or `--on lab:3,link=1gbit,cpu=1/1/0.5`."""
+"""The description of a lab: `shoal lab up 3 --link 1gbit`, or `--on lab:3,link=1gbit,cpu=1/1/0.5`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SWITCH = "switch"
 INTERFACE = "eth0"
 NETWORK = "10.77.0"
 SWITCH_ADDRESS = f"{NETWORK}.254"
-# More fit into the address range; a bridge on one box with hundreds of inits is no longer a lab.
+# More would fit into the address range, but not hundreds of nodes onto one machine.
 MOST_NODES = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
@@ -26,11 +26,11 @@ class FrozenModel(BaseModel):
 
 
 class LabLink(FrozenModel):
-    """One node's cable, the same in both directions. `delay_s` is one way: a ping between two nodes sees it twice."""
+    """One node's cable, the same in both directions."""
 
-    rate_bps: float | None = None
-    delay_s: float = 0.0
-    loss: float = 0.0
+    rate_bps: float | None = None  # None: unlimited
+    delay_s: float = 0.0  # one way: a ping between two nodes sees it twice
+    loss: float = 0.0  # share of packets
 
     def __str__(self) -> str:
         parts = [format_rate(self.rate_bps) if self.rate_bps else "unlimited"]
@@ -40,12 +40,10 @@ class LabLink(FrozenModel):
 
 
 class LabNode(FrozenModel):
-    """`cpu` is how many cores it may keep busy; None leaves it unlimited."""
-
     name: str
     address: str
     link: LabLink
-    cpu: float | None = None
+    cpu: float | None = None  # cores it may keep busy; None: unlimited
 
 
 class LabSpec(FrozenModel):
@@ -88,7 +86,7 @@ def make_spec(
     profile: str | None = None,
     sshd: bool = False,
 ) -> LabSpec:
-    """From the words of the command line. `link` and `cpu` take one value for all nodes or one a node: `1/1/0.5`."""
+    """Make a spec from command line words. `link` and `cpu` take one value for all nodes or one a node: `1/1/0.5`."""
     if not 1 <= count <= MOST_NODES:
         raise UsageError(
             f"a lab of {count} nodes", why=f"a lab has 1 to {MOST_NODES} nodes", fix="write for example: shoal lab up 3"
@@ -102,8 +100,8 @@ def make_spec(
     shares = [None] * count if cpu is None else [parse_cpu(word) for word in _per_node("--cpu", cpu, count)]
     links = [base.model_copy(update={**changes, "rate_bps": rate}) for rate in rates]
     nodes = tuple(
-        LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=each, cpu=share)
-        for i, (each, share) in enumerate(zip(links, shares, strict=True), start=1)
+        LabNode(name=f"node{i}", address=f"{NETWORK}.{i}", link=node_link, cpu=share)
+        for i, (node_link, share) in enumerate(zip(links, shares, strict=True), start=1)
     )
     return LabSpec(name=check_name(name), nodes=nodes, sshd=sshd)
 
@@ -113,7 +111,7 @@ _ON_FIX = "write for example: --on lab:3,link=1gbit,cpu=1/1/0.5"
 
 
 def parse_lab(text: str) -> LabSpec:
-    """What `--on` says after choosing a lab: `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,profile=wifi,sshd`."""
+    """Parse `lab:3`, or `lab:3,link=1gbit,delay=2ms,cpu=1/1/0.5,profile=wifi,sshd`, of `--on`."""
     kind, _, rest = text.strip().partition(":")
     count, *settings = rest.split(",")
     if kind != "lab" or not re.fullmatch(r"-?\d{1,9}", count):
@@ -126,16 +124,8 @@ def parse_lab(text: str) -> LabSpec:
         if key not in _KEYS or not value or key in words:
             raise UsageError(f"--on {text}: cannot use {setting!r}", why=_setting_fault(key, value, words), fix=_ON_FIX)
         words[key] = value
-    return make_spec(
-        int(count),
-        name=words.get("name", DEFAULT_NAME),
-        link=words.get("link"),
-        delay=words.get("delay"),
-        loss=words.get("loss"),
-        cpu=words.get("cpu"),
-        profile=words.get("profile"),
-        sshd="sshd" in settings,
-    )
+    name = words.pop("name", DEFAULT_NAME)
+    return make_spec(int(count), name=name, sshd="sshd" in settings, **words)
 
 
 def _setting_fault(key: str, value: str, seen: Iterable[str]) -> str:
@@ -157,7 +147,7 @@ def profile_link(name: str) -> LabLink:
 
 
 def check_name(name: str) -> str:
-    """A lab's name becomes a folder and a control group, so it may hold nothing that means something there."""
+    """Refuse names with special characters: they become folders and control groups."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is no name for a lab",
@@ -177,7 +167,7 @@ def parse_loss(text: str) -> float:
 
 
 def parse_cpu(text: str) -> float | None:
-    """Cores; `none` takes the limit away. The kernel's smallest quota is 1 ms in a period of at most 1 s."""
+    """Parse a number of cores, or `none`. The kernel's smallest quota is 1 ms in a period of at most 1 s."""
     if text.strip() == "none":
         return None
     try:

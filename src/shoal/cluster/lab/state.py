@@ -1,4 +1,7 @@
-"""What is known of a lab that stands: kept in its folder as lab.json, so that any command can find and change it."""
+"""The state of a lab: kept in its folder as lab.json, so that any command can find and change it.
+
+The labs of a user on this machine are folders of one runtime folder, under one lock.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,18 @@ from shoal.cluster.lab.commands import ControlGroups, LabSite, ruleset
 from shoal.cluster.lab.spec import FrozenModel, LabNode, LabSpec
 from shoal.errors import LabError, UsageError
 
+_LOCK_TIMEOUT_S = 60.0
+_STATE_FILE = "lab.json"
+
 
 class LabOwner(FrozenModel):
-    """The process a lab belongs to. A number alone could by now be somebody else's; with its start time it cannot."""
+    """The process a lab belongs to."""
 
     pid: int
-    started: int
+    started: int  # its start, in kernel ticks since boot: the kernel gives the number alone to other processes later
 
 
 class LabState(FrozenModel):
-    """`cuts` are pairs: what the first sends, the second no longer hears. `ready` is false while it is being built."""
-
     spec: LabSpec
     rootless: bool
     netem: bool
@@ -35,30 +39,30 @@ class LabState(FrozenModel):
     groups: ControlGroups
     notes: tuple[str, ...] = ()
     owner: LabOwner | None = None
-    ready: bool = False
-    cuts: frozenset[tuple[str, str]] = frozenset()
-    firewalls: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
+    ready: bool = False  # False while it is being built
+    cuts: frozenset[tuple[str, str]] = frozenset()  # (sender, receiver): packets of the first do not reach the second
+    firewalls: dict[str, tuple[str, ...]] = Field(default_factory=dict)  # by node: the TCP ports that stay open
+    frozen: frozenset[str] = frozenset()  # names of nodes
 
     def site(self, folder: Path) -> LabSite:
         return LabSite(self.spec.name, folder, self.rootless, self.netem, self.groups)
 
     def rules(self, node: LabNode) -> str:
-        deaf_to = [self.spec.node(sender).address for sender, hearer in self.cuts if hearer == node.name]
-        return ruleset(deaf_to, self.firewalls.get(node.name), 0.0 if self.netem else node.link.loss)
+        cut_from = [self.spec.node(sender).address for sender, receiver in self.cuts if receiver == node.name]
+        return ruleset(cut_from, self.firewalls.get(node.name), 0.0 if self.netem else node.link.loss)
 
     def filtered(self, node: LabNode) -> bool:
         lossy = bool(node.link.loss) and not self.netem
-        return lossy or node.name in self.firewalls or any(hearer == node.name for _, hearer in self.cuts)
+        return lossy or node.name in self.firewalls or any(receiver == node.name for _, receiver in self.cuts)
 
 
 def with_node(state: LabState, node: LabNode) -> LabState:
-    nodes = tuple(node if each.name == node.name else each for each in state.spec.nodes)
+    nodes = tuple(node if old.name == node.name else old for old in state.spec.nodes)
     return state.model_copy(update={"spec": state.spec.model_copy(update={"nodes": nodes})})
 
 
 def cut(state: LabState, one: str, other: str | None, one_way: bool) -> LabState:
-    """Without `other`, from everybody. One way: what `one` sends is lost, and it still hears."""
+    """Cut `one` off from `other`, or from all nodes. With `one_way` only what `one` sends is lost."""
     return state.model_copy(update={"cuts": state.cuts | _pairs(state, one, other, one_way)})
 
 
@@ -71,25 +75,20 @@ def heal(state: LabState, one: str | None, other: str | None) -> LabState:
 def _pairs(state: LabState, one: str, other: str | None, one_way: bool) -> frozenset[tuple[str, str]]:
     state.spec.node(one)
     others = [state.spec.node(other).name] if other else [node.name for node in state.spec.nodes if node.name != one]
-    there = {(one, each) for each in others}
-    return frozenset(there if one_way else there | {(each, one) for each in others})
+    outgoing = {(one, name) for name in others}
+    return frozenset(outgoing if one_way else outgoing | {(name, one) for name in others})
 
 
-# SECTION cluster/lab/registry
-# The labs of this user on this machine: one folder each, under one lock.
-
-
-_LOCK_DEADLINE_S = 60.0
-_STATE_FILE = "lab.json"
+# The labs of this user
 
 
 def runtime_folder() -> Path:
-    """Gone after a reboot, as labs are; /tmp only where the system has no such place for this user."""
+    """Return a folder that a reboot empties, as it ends all labs; in /tmp only where this user has no other."""
     if os.geteuid() == 0:
         return Path("/run/shoal")
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    if given and os.access(given, os.W_OK):
-        return Path(given) / "shoal"
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    if folder and os.access(folder, os.W_OK):
+        return Path(folder) / "shoal"
     return Path(tempfile.gettempdir()) / f"shoal-{os.geteuid()}"
 
 
@@ -104,7 +103,7 @@ def names() -> list[str]:
 
 
 def read_state(name: str) -> LabState | None:
-    """None for a lab whose notes are missing or unreadable: such a one can only be taken down."""
+    """Return None when the state file is missing or unreadable: such a lab can only be removed."""
     try:
         return LabState.model_validate_json((lab_folder(name) / _STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError):
@@ -113,22 +112,23 @@ def read_state(name: str) -> LabState | None:
 
 def write_state(state: LabState) -> None:
     folder = lab_folder(state.spec.name)
-    fresh = folder / f"{_STATE_FILE}.new"
-    fresh.write_text(state.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    fresh.replace(folder / _STATE_FILE)
+    new = folder / f"{_STATE_FILE}.new"
+    new.write_text(state.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    new.replace(folder / _STATE_FILE)
 
 
-def make_folder(name: str) -> Path:
-    folder = lab_folder(name)
-    folder.mkdir(mode=0o700)
-    return folder
+def make_folder(name: str) -> None:
+    lab_folder(name).mkdir(mode=0o700)
 
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """One command at a time changes labs. The lock is on the folder itself and ends with its holder, so a killed one
-    blocks nobody; the folder goes with the last lab."""
-    handle = _lock()
+    """Let one command at a time change labs.
+
+    The lock is on the folder itself and ends with the process that holds it, so a killed command blocks no other. The
+    folder is removed with the last lab.
+    """
+    handle = _await_lock()
     try:
         yield
     finally:
@@ -138,14 +138,14 @@ def locked() -> Iterator[None]:
         os.close(handle)
 
 
-def _lock() -> int:
-    deadline = time.monotonic() + _LOCK_DEADLINE_S
+def _await_lock() -> int:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
             return _try_lock()
         if time.monotonic() > deadline:
             raise LabError(
-                f"another command has been changing labs for {_LOCK_DEADLINE_S:.0f} s",
+                f"another command has been changing labs for {_LOCK_TIMEOUT_S:.0f} s",
                 why=f"it holds the lock on {lab_folder('')}",
                 fix="see which: ps ax | grep 'shoal lab'",
             )
@@ -157,7 +157,7 @@ def _try_lock() -> int:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever held it before may have removed the folder with its last lab; a lock on that one excludes nobody.
+        # The previous holder may have removed the folder with its last lab; a lock on that one excludes no command.
         if os.fstat(handle).st_ino != folder.stat().st_ino:
             raise FileNotFoundError
     except OSError:
@@ -167,12 +167,12 @@ def _try_lock() -> int:
 
 
 def _own_folder(folder: Path) -> Path:
-    """In /tmp anybody can have made it first; keys and pid files are not put into a stranger's folder."""
+    """Make the folder, or check its owner: in /tmp another user may have made it, and keys must not be put there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = [each.lstat() for each in (folder.parent, folder)]
+        stats = [path.lstat() for path in (folder.parent, folder)]
     except FileExistsError:
-        facts = []
+        stats = []
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -181,8 +181,8 @@ def _own_folder(folder: Path) -> Path:
             why="labs are kept there",
             fix="set XDG_RUNTIME_DIR to a folder of yours",
         ) from error
-    if not facts or any(fact.st_uid != os.geteuid() or not stat.S_ISDIR(fact.st_mode) for fact in facts):
+    if not stats or any(status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) for status in stats):
         raise UsageError(
-            f"{folder} is not ours", why="somebody else made it", fix="set XDG_RUNTIME_DIR to a folder of yours"
+            f"{folder} is not ours", why="another user made it", fix="set XDG_RUNTIME_DIR to a folder of yours"
         )
     return folder

@@ -1,8 +1,8 @@
-"""The watcher of a lab that belongs to a run: sleeps until that process ends, then takes the lab down.
+"""Remove the lab of a run when the run's process ends.
 
     python -m shoal.cluster.lab.watch LAB PID START
 
-A process of its own, because whatever ends a run (a crash, SIGKILL) must not end this.
+This is a process of its own, because a crash or SIGKILL that ends the run must not end it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 import select
 import sys
 
-from shoal.cluster.lab.processes import started
+from shoal.host.proc import start_ticks
 
 
-def main(name: str, owner: int, began: int) -> None:
+def main(name: str, owner: int, owner_start_ticks: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        handle = os.pidfd_open(owner)
-        if started(owner) == began:
-            select.select([handle], [], [])
-    # Imported late: it waits for hours with a third of the memory.
+        owner_fd = os.pidfd_open(owner)
+        if start_ticks(owner) == owner_start_ticks:
+            select.select([owner_fd], [], [])
+    # Imported late: this process waits for hours, and needs a third of the memory without it.
     from shoal.cluster.lab.lab import remove
 
     remove(name)
