@@ -114,7 +114,7 @@ def test_an_older_manifest_is_read_without_the_new_fields(tmp_path: Path) -> Non
 
 def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
     page = Page(write_report(parted_run(tmp_path / "run", ABANDONED)).read_text(encoding="utf-8"))
-    for text in ("Who took part", APART, "6 steps of what was given up do not count", "Given up later."):
+    for text in ("Who took part", APART, "6 steps of abandoned lineages do not count", "Given up later."):
         assert text in page.text
     assert "these figures are of steps that two ranks did together" in page.text
     bars = {trace["name"]: trace for trace in page.figures["members"]["data"]}

@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.explain_run import explain_prediction, say_prediction
-from shoal.tools.report.summary import MinMedianMax, RunSummary, summarize
+from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
 from tests.test_profile import measured
@@ -191,8 +191,8 @@ def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> Run
     return replace(
         summarize(all_events()),
         phases=phases,
-        step_s=MinMedianMax(took_s, took_s, took_s),
-        allreduce_s=MinMedianMax(allreduce_s, allreduce_s, allreduce_s),
+        step_s=MeanMedianP95(took_s, took_s, took_s),
+        allreduce_s=MeanMedianP95(allreduce_s, allreduce_s, allreduce_s),
         other_load=load,
     )
 

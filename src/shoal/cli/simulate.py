@@ -401,7 +401,7 @@ def _straggling(text: str) -> Straggling:
 
 def _fitted(folder: Path) -> Straggling:
     from shoal.tools.plan.scenario import fit
-    from shoal.tools.report.rank_log import own_factors
+    from shoal.tools.report.rank_log import step_time_factors
 
     try:
         run = RunFolder.open(folder)
@@ -411,4 +411,4 @@ def _fitted(folder: Path) -> Straggling:
             why=error.seen,
             fix="write for example: --straggler lognormal:0.05, or name a folder of: ls runs/",
         ) from None
-    return fit(own_factors(run.read_all_events()))
+    return fit(step_time_factors(run.read_all_events()))

@@ -10,7 +10,7 @@ from shoal.config.sync_choice import choice_in
 from shoal.events import Event
 from shoal.tools.report.figures import ScalingPoint, efficiency, in_order
 from shoal.tools.report.rank_log import is_number, is_step
-from shoal.tools.report.summary import MinMedianMax, RunSummary
+from shoal.tools.report.summary import MeanMedianP95, RunSummary
 from shoal.units import (
     DISTURBING_CORES,
     count,
@@ -55,7 +55,7 @@ def explain_single(summary: RunSummary) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _speed(summary: RunSummary, step_s: MinMedianMax) -> str:
+def _speed(summary: RunSummary, step_s: MeanMedianP95) -> str:
     where = f"On {ranks(summary.world_size)} a step took {ms(step_s.median)}"
     rate = f", which is {speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
     window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
@@ -71,7 +71,7 @@ def _changed(summary: RunSummary) -> str:
     return f"Who took part changed {times(changes)}; these figures are of steps that {together}."
 
 
-def _split(summary: RunSummary, step_s: MinMedianMax) -> str:
+def _split(summary: RunSummary, step_s: MeanMedianP95) -> str:
     if not summary.phases:
         return "Its phases were not measured (sync.measure=off)."
     named = sorted(_parts(summary, _WORTH_NAMING * step_s.median).items(), key=lambda part: -part[1])
@@ -111,7 +111,7 @@ def _bytes(summary: RunSummary) -> str:
     return f"{sent}, {measured / theory - 1:+.1%} against the {format_si(theory, 'B')} of {of}."
 
 
-def _slowest(summary: RunSummary, step_s: MinMedianMax) -> str:
+def _slowest(summary: RunSummary, step_s: MeanMedianP95) -> str:
     """Who waited least was waited for; said only where the wait is worth naming and the ranks differ in it."""
     waits = {rank: one.phases["wait"].median for rank, one in summary.ranks.items() if "wait" in one.phases}
     if len(waits) < 2:

@@ -28,7 +28,7 @@ from shoal.events import Event, FileMark, has_mark, parse_event
 from shoal.run_folder import RunFolder, may, user_name
 from shoal.tools.report.commit_log import LedgerReport, check_ledger
 from shoal.tools.report.manifest import current_manifest
-from shoal.tools.report.membership import Logs, elsewhere, is_joined, last_members
+from shoal.tools.report.membership import Logs, is_joined, last_members, ranks_elsewhere
 from shoal.tools.report.rank_log import collect, is_step, read_ballot
 from shoal.tools.report.replicas import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
 from shoal.units import format_spans, spans_of
@@ -102,7 +102,7 @@ class _Folder:
     @property
     def members(self) -> list[int]:
         """The ranks of the end whose files belong into this folder."""
-        away = elsewhere(self.logs, self.is_joined)
+        away = ranks_elsewhere(self.logs, self.is_joined)
         return [rank for rank in last_members(self.logs) if rank not in away]
 
     @property
