@@ -116,7 +116,7 @@ def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
     page = Page(write_report(parted_run(tmp_path / "run", ABANDONED)).read_text(encoding="utf-8"))
     for text in ("Who took part", APART, "6 steps of abandoned lineages do not count", "Given up later."):
         assert text in page.text
-    assert "these figures are of steps that two ranks did together" in page.text
+    assert "These figures are of steps that two ranks did together" in page.text
     bars = {trace["name"]: trace for trace in page.figures["members"]["data"]}
     assert bars.keys() == {"lineage 1-0", "lineage 3-0", "lineage 3-1, given up"}
     given_up: dict[str, Any] = bars["lineage 3-1, given up"]

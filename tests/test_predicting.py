@@ -22,7 +22,7 @@ from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
 from shoal.tools.probe.run import assemble
-from shoal.tools.report.explain_run import explain_prediction, say_prediction
+from shoal.tools.report.explain_run import explain_prediction, prediction_line
 from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
@@ -210,9 +210,9 @@ def test_a_good_prediction_is_called_one() -> None:
         (run_of(backward=0.2, load=1.2), "contention: other programs kept 1.2 cores busy"),
         (run_of(backward=0.2), "cores were slower than probed"),
         (run_of(backward=0.08), "cores were faster than probed"),
-        (run_of(exposed=0.15, allreduce_s=0.16), "the wire was slower than probed"),
+        (run_of(exposed=0.15, allreduce_s=0.16), "the link was slower than probed"),
         (run_of(exposed=0.1), "latency and bucketing, backward hid less of it"),
-        (run_of(wait=0.05), "a straggler: rank"),
+        (run_of(wait=0.05), "a straggler: the others waited for rank"),
         (run_of(optimizer=0.05), "the optimizer took 40 ms more"),
     ],
 )
@@ -221,9 +221,9 @@ def test_a_difference_is_named_with_its_cause(run: RunSummary, words: str) -> No
 
 
 def test_before_the_run_it_says_what_to_expect() -> None:
-    said = say_prediction(record())
+    said = prediction_line(record())
     assert "a step takes 262 ms, 1,000 tokens/s" in said
-    assert "communication that shows 50 ms" in said
+    assert "communication that backward did not hide 50 ms" in said
     assert "waiting" not in said
 
 

@@ -169,7 +169,7 @@ def members_verdict(manifest: Manifest) -> str:
 
 def print_scaling(points: list[ScalingPoint]) -> None:
     # Imported here because it brings numpy, which most verbs do without.
-    from shoal.tools.report.explain_run import explain
+    from shoal.tools.report.explain_run import explain_scaling
 
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -179,7 +179,7 @@ def print_scaling(points: list[ScalingPoint]) -> None:
     for point in points:
         table.add_row(*_scaling_row(point, base))
     console.print(table)
-    sys.stdout.write(f"\n{explain(points)}\n")
+    sys.stdout.write(f"\n{explain_scaling(points)}\n")
 
 
 def _scaling_row(point: ScalingPoint, base: ScalingPoint) -> tuple[str, ...]:

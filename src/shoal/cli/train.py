@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from shoal.cli.bench import scaling_config as bench_settings_of
 from shoal.cli.bench import scaling_document
-from shoal.cli.bench import settings_of as bench_settings_of
 from shoal.cli.output import (
     advising_flags,
     command,
@@ -48,7 +48,7 @@ from shoal.runs.manage import end_processes, leftovers, running_runs
 from shoal.runs.start import default_out, refuse_confirm, train_new, train_on
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
-from shoal.tools.report.explain_run import say_prediction
+from shoal.tools.report.explain_run import prediction_line
 
 # SECTION cli/leftovers
 # Before a run starts: what earlier ones left behind is shown, and ended when asked.
@@ -188,7 +188,7 @@ def train(
         run, manifest = train_on(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
-        settings = settings_of(given, name)
+        settings = scaling_config(given, name)
         if dry_run:
             refuse_with_dry_run(given)
             print_plan(settings, out or default_out(name), json)
@@ -207,7 +207,7 @@ def train(
         print_run(run, manifest)
 
 
-def settings_of(given: dict[str, Any], preset: str) -> Config:
+def scaling_config(given: dict[str, Any], preset: str) -> Config:
     """The settings of a new run; a setting of the command line that it would ignore is refused."""
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_twice(named_flags(given), sets)
@@ -241,7 +241,7 @@ def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable
         if settings.sync.mode == "auto":
             typer.echo(store_sync_plan(run, asked) if asked else _offered_sync_plan(run), err=True)
         if asked is not None:
-            typer.echo(say_prediction(store_prediction(run, asked)), err=True)
+            typer.echo(prediction_line(store_prediction(run, asked)), err=True)
 
     return before
 

@@ -24,7 +24,7 @@ from shoal.control.membership.types import Ballot
 from shoal.errors import ShoalError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.explain_run import NAMES, explain, explain_single, phase_errors
+from shoal.tools.report.explain_run import PHASE_TEXTS, explain_scaling, explain_step_time, phase_errors
 from shoal.tools.report.figures import (
     IDEAL,
     LINEAGE_COLOURS,
@@ -102,7 +102,8 @@ def prediction_section(manifest: Manifest, summary: RunSummary) -> str:
     if prediction is None or measured_s is None:
         return ""
     rows = [
-        _compared(NAMES[each.phase], each.predicted_s, each.measured_s) for each in phase_errors(prediction, summary)
+        _compared(PHASE_TEXTS[error.phase], error.predicted_s, error.measured_s)
+        for error in phase_errors(prediction, summary)
     ]
     rows.append(_compared("the whole step", prediction.step_s, measured_s))
     words = f"<p>{escape(manifest.prediction_notes or '')}</p>"
@@ -553,8 +554,8 @@ def _day(created: str | None) -> str:
 
 
 def _lesson(summary: RunSummary, points: list[ScalingPoint]) -> str:
-    texts = [explain(points)] if len(points) > 1 else []
-    return "".join(f'<p class="lesson">{escape(text)}</p>' for text in [*texts, explain_single(summary)])
+    texts = [explain_scaling(points)] if len(points) > 1 else []
+    return "".join(f'<p class="lesson">{escape(text)}</p>' for text in [*texts, explain_step_time(summary)])
 
 
 def _times(summary: RunSummary, figures: dict[str, Figure]) -> str:
