@@ -164,7 +164,7 @@ def test_verify_counts_what_does_not_stand(tmp_path: Path) -> None:
     save_file({"w": np.ones(4, np.float32)}, run.state(4))
     done = shoal("verify", run.path)
     assert "identical: 2 replicas" in done.stdout
-    assert "left out: the state that rank 4 wrote earlier; it took no part in the end" in done.stdout
+    assert "left out: the state that rank 4 wrote earlier; it took no part at the end" in done.stdout
     assert "complete: 60 steps, 1,440 samples" in done.stdout
     assert "6 steps abandoned, 4 generations in 3 lineages" in done.stdout
 
