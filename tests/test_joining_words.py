@@ -159,4 +159,4 @@ def test_a_code_that_is_given_in_two_ways_is_refused(ways: tuple[str, str], tmp_
 def test_a_run_folder_takes_no_code(tmp_path: Path) -> None:
     done = type_join(tmp_path, RIGHT)
     assert done.returncode == 2
-    assert "is a run folder: to come back to a run takes no code" in done.stderr
+    assert "is a run folder: rejoining a run needs no code" in done.stderr

@@ -276,7 +276,7 @@ def test_a_plan_from_a_profile(profile: Profile, tmp_path: Path) -> None:
     write_profile(profile, file)
     done = shoal("plan", "--profile", file, "--nodes", "1,2,4")
     assert done.returncode == 0, done.stderr
-    assert "nodes beyond the 2 measured ones are taken to be like the last of them" in done.stdout
+    assert "nodes beyond the 2 measured ones are assumed to equal the last of them" in done.stdout
     assert "balanced" not in done.stdout
     assert "--on lab:2" in done.stdout
     assert "hosts.toml" not in done.stdout

@@ -102,7 +102,7 @@ def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
 
 
 def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
-    assert [knobs._per_cent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
+    assert [knobs._percent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
         "0.00%",
         "0.00%",
         "-1.20%",
@@ -215,11 +215,11 @@ def test_a_run_that_says_too_little_is_refused(events: list[dict[str, Any]], see
 @pytest.mark.parametrize(
     ("wrong", "seen", "fix"),
     [
-        ({"recovery": "pray"}, "'pray' is none of restart, live and both", "--recovery both"),
+        ({"recovery": "pray"}, "'pray' is not restart, live or both", "--recovery both"),
         ({"scaling": "medium"}, "neither strong nor weak", "--scaling strong"),
-        ({"checkpoint_every": "often"}, "'often' is no number of steps", "--checkpoint-every best"),
+        ({"checkpoint_every": "often"}, "'often' is not a number of steps", "--checkpoint-every best"),
         ({"checkpoint_every": "0"}, "every 0 steps", "--checkpoint-every"),
-        ({"checkpoint_every": "-5"}, "'-5' is no number of steps", "--checkpoint-every best"),
+        ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", "--checkpoint-every best"),
         ({"straggler": "lognormal:much"}, "states no spread", "lognormal:0.05"),
         ({"straggler": "lognormal:-1"}, "sigma of -1", "lognormal:0.05"),
         ({"straggler": "nowhere"}, "neither none, lognormal:SIGMA nor a run folder", "ls runs/"),

@@ -236,7 +236,7 @@ def make_line_printer(console: Console) -> Callable[[LogLine], None]:
 
 
 class LineDisplay:
-    """Print the finished lines of ranks. On a terminal, redraw the unfinished line of each rank (a progress bar) below."""
+    """Print the finished lines of ranks. On a terminal, redraw their unfinished lines (progress bars) below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
