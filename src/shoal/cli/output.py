@@ -22,15 +22,15 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shoal.control.processes import RunProcess
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.logs import LogLine
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable, printable_json, printable_line, raw_stream
 from shoal.units import format_duration, format_si, percent
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
+    from shoal.control.processes import RunProcess
+    from shoal.launch.logs import LogLine
     from shoal.tools.report.figures import ScalingPoint
 
 

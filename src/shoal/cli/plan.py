@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -17,15 +17,17 @@ from shoal.cli import simulate as options
 from shoal.cli.output import advising_flags, command, given_settings, print_json, refuse_given, shown, stdout_console
 from shoal.cli.plan_options import LINK, basis
 from shoal.cli.simulate import run_simulation
-from shoal.config.profile import Profile
 from shoal.cost.buckets import Lever
 from shoal.cost.machines import LINKS, MACHINES, bytes_per_parameter
 from shoal.cost.predict import ClusterModel, Prediction, predict
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain, make_plan
-from shoal.tools.plan.compare import CalibrationResult
 from shoal.units import format_count, format_duration, format_si
+
+if TYPE_CHECKING:
+    from shoal.config.profile import Profile
+    from shoal.tools.plan.compare import CalibrationResult
 
 app = typer.Typer(add_completion=False)
 

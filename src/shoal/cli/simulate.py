@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +15,9 @@ from rich.table import Table
 from shoal.cli.output import print_json, shown, stdout_console
 from shoal.errors import ConfigError, DataError
 from shoal.run_folder import RunFolder
-from shoal.tools.plan.figures import LABELS
-from shoal.tools.plan.scenario import Policy, SimulationScenario, Slowest
-from shoal.tools.plan.simulation import CAUSES, Band, Forecast
 from shoal.units import format_duration, format_si
 
+# Imported inside functions: the simulator imports numpy and matplotlib, and `plan --help` must answer at once.
 if TYPE_CHECKING:
     from shoal.tools.plan.scenario import (
         Checkpoints,
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
         StepTime,
         Straggling,
     )
-    from shoal.tools.plan.simulation import Forecast
+    from shoal.tools.plan.simulation import Band, Forecast
 
 _POLICIES: dict[str, tuple[Policy, ...]] = {
     "both": ("restart", "live"),
@@ -325,6 +323,9 @@ def _forecast_document(forecast: Forecast) -> dict[str, Any]:
 
 
 def _rows(forecasts: dict[Policy, Forecast]) -> list[tuple[str, list[str]]]:
+    from shoal.tools.plan.figures import LABELS
+    from shoal.tools.plan.simulation import CAUSES
+
     values = list(forecasts.values())
     speeds = [_scaled(forecast.of_ideal, forecast.scenario.cluster.ideal_tokens_per_s) for forecast in values]
     rows = [
@@ -352,6 +353,9 @@ def _largest_loss(policy: Policy, forecast: Forecast) -> str:
     Use means over the seeds, because only means add up: the medians of a part and of the whole may be of two seeds. A
     cause that gains time (fewer nodes where the network is the limit) is no loss and is named separately.
     """
+    from shoal.tools.plan.figures import LABELS
+    from shoal.tools.plan.simulation import CAUSES
+
     shares = {cause: forecast.mean_s[cause] / forecast.scenario.horizon_s for cause in CAUSES}
     cause = max(CAUSES, key=lambda name: shares[name])
     lost = sum(max(share, 0.0) for share in shares.values())
@@ -368,6 +372,8 @@ def _describe_failures(scenario: SimulationScenario) -> str:
         failures = "no failures"
     else:
         failures = f"a failure about every {format_duration(scenario.failures.mtbf_s / scenario.cluster.nodes)}"
+    from shoal.tools.plan.scenario import Slowest
+
     ranks = scenario.cluster.nodes * scenario.cluster.ranks_per_node
     slowest = Slowest(scenario.straggling, ranks).mean
     return failures if slowest == 1 else f"{failures}; the slowest of {ranks:,} ranks takes {slowest:.2f}×"
@@ -383,7 +389,7 @@ def _describe_checkpoints(scenario: SimulationScenario) -> str:
 
 
 def _scaled(band: Band, factor: float) -> Band:
-    return Band(band.low * factor, band.median * factor, band.high * factor)
+    return replace(band, low=band.low * factor, median=band.median * factor, high=band.high * factor)
 
 
 def _percent(share: float) -> str:
