@@ -128,7 +128,7 @@ def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
     for words in ((PLACE, RIGHT), (PLACE, *RIGHT.split("-"))):
         done = type_join(*words)
         assert done.returncode == 3, done.stderr
-        assert "other users of this machine can read a code that is given as an argument" in done.stderr
+        assert "other users of this machine can read a code given as an argument" in done.stderr
         assert f"nobody answers at {PLACE}" in done.stderr
     assert "CODE" not in type_join("--help").stdout.partition("Take part")[0]
 
