@@ -130,7 +130,7 @@ def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
         assert done.returncode == 3, done.stderr
         assert "other users of this machine can read a code given as an argument" in done.stderr
         assert f"nobody answers at {PLACE}" in done.stderr
-    assert "CODE" not in type_join("--help").stdout.partition("Take part")[0]
+    assert "CODE" not in type_join("--help").stdout.partition("Join a run")[0]
 
 
 def test_a_code_that_is_too_short_is_refused_before_the_network() -> None:
