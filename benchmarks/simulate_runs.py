@@ -19,7 +19,7 @@ from shoal.run_folder import RunFolder
 from shoal.tools.plan.scenario import Checkpoints, Failures, RecoveryModel, SimulatedCluster, SimulationScenario, fit
 from shoal.tools.plan.simulation import simulate
 from shoal.tools.report.manifest import read_prediction
-from shoal.tools.report.rank_log import own_factors
+from shoal.tools.report.rank_log import step_time_factors
 from shoal.tools.report.summary import summarize
 
 
@@ -46,7 +46,7 @@ def error(run: RunFolder) -> float | None:
     assert prediction is not None
     assert summary.step_s is not None
     try:
-        straggling = fit(own_factors(run.read_all_events()))
+        straggling = fit(step_time_factors(run.read_all_events()))
     except ConfigError:
         return None
     steady_s, tokens = prediction.step_s - prediction.wait_s, prediction.tokens_per_s * prediction.step_s

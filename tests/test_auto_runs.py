@@ -52,7 +52,7 @@ def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str,
     assert (manifest["sync"], manifest["wire"], manifest["byte_equivalent"]) == ("ddp", "fp32", True)
     assert (levers["asked"], levers["every"], levers["choice"]["step"]) == ("auto", 1, CHOSEN_AFTER)
     assert levers["choice"]["why"].startswith("ddp in fp32: a step takes")
-    assert manifest["choice_notes"].startswith(f"After step {CHOSEN_AFTER} the run went on with ddp in fp32")
+    assert manifest["choice_notes"].startswith(f"After step {CHOSEN_AFTER} the run continued with ddp in fp32")
     for rank in range(2):
         [choice] = events_of(folder, "choice", rank)
         assert choice["why"] == levers["choice"]["why"]

@@ -14,8 +14,8 @@ import pytest
 
 from shoal.cli.chaos import parse_every
 from shoal.config.sync_choice import TRAIN_METHODS
+from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
 from shoal.errors import LabError, UsageError
-from shoal.tools.bench.levers import SYNC_MODES
 from shoal.tools.chaos.actions import Action, Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
 from shoal.tools.chaos.damage import connect, corrupt, corrupt_newest, open_ports
 from shoal.tools.chaos.growth import ResourceSample, growth, sample_resources, slope

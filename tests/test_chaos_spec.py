@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.chaos import by_tests_alone, list_document
+from shoal.cli.chaos import list_document, rows_without_scenario
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
 from shoal.tools.chaos.run import chosen
@@ -39,7 +39,7 @@ def test_every_file_is_a_scenario_that_bears_its_name() -> None:
 
 def test_every_row_of_the_table_is_played_or_tested_somewhere() -> None:
     assert [row.number for row in ROWS] == list(range(1, 29))
-    alone = by_tests_alone(all_scenarios())
+    alone = rows_without_scenario(all_scenarios())
     assert {row.number for row in alone} == {17, 20, 21, 25, 28}
     assert all(row.why for row in alone)
     assert all((ROOT / test).is_file() for row in ROWS for test in row.tests)

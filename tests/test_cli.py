@@ -394,7 +394,7 @@ def test_a_running_run_without_a_checkpoint_is_not_called_ended(
     said = call("sample", folder.path)
     assert said.code == 2
     assert "has no checkpoint yet" in said.err
-    assert "it is running, and writes its first checkpoint after step 40" in said.err
+    assert "it is running and writes its first checkpoint after step 40" in said.err
     assert f"logs -f {folder.path}\n" in said.err
 
 

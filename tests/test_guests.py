@@ -275,7 +275,7 @@ def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
     assert f"error: nobody trains in {tmp_path} on this machine" in done.stderr
     assert f"shoal train --resume {tmp_path}" in done.stderr
     given = shoal("host", tmp_path, "--steps", "5")
-    assert "error: a run that goes on keeps its settings" in given.stderr
+    assert "error: a running run keeps its settings" in given.stderr
     (tmp_path / "empty").mkdir()
     assert "is not a run folder" in shoal("host", tmp_path / "empty").stderr
 

@@ -128,9 +128,9 @@ def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
     for words in ((PLACE, RIGHT), (PLACE, *RIGHT.split("-"))):
         done = type_join(*words)
         assert done.returncode == 3, done.stderr
-        assert "other users of this machine can read a code that is given as an argument" in done.stderr
+        assert "other users of this machine can read a code given as an argument" in done.stderr
         assert f"nobody answers at {PLACE}" in done.stderr
-    assert "CODE" not in type_join("--help").stdout.partition("Take part")[0]
+    assert "CODE" not in type_join("--help").stdout.partition("Join a run")[0]
 
 
 def test_a_code_that_is_too_short_is_refused_before_the_network() -> None:
@@ -159,4 +159,4 @@ def test_a_code_that_is_given_in_two_ways_is_refused(ways: tuple[str, str], tmp_
 def test_a_run_folder_takes_no_code(tmp_path: Path) -> None:
     done = type_join(tmp_path, RIGHT)
     assert done.returncode == 2
-    assert "is a run folder: to come back to a run takes no code" in done.stderr
+    assert "is a run folder: rejoining a run needs no code" in done.stderr

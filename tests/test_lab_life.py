@@ -187,7 +187,7 @@ def test_all_labs_but_those_of_running_runs_are_taken_down(
     note_lab("run-77", owner=os.getpid())
     lab_cli.down(name=None, all_=True)
     assert removed == ["mine"]
-    assert "lab 'run-77' is left alone: it belongs to a run that goes on" in capsys.readouterr().err
+    assert "lab 'run-77' is kept: it belongs to a running run" in capsys.readouterr().err
     lab_cli.down(name=None)
     lab_cli.down(name="run-77")
     assert removed == ["mine", "mine", "run-77"]
@@ -225,7 +225,7 @@ def test_the_command_line_from_up_to_down() -> None:
     again = run(*shoal("lab", "up", "3", *name))
     assert (again.returncode, "already up" in again.stderr) == (2, True)
     assert run(*shoal("lab", "cut", "node1", "node2", *name)).returncode == 0
-    assert "node2 no longer hears node1" in run(*shoal("lab", "status", *name)).stdout
+    assert "node2 no longer receives from node1" in run(*shoal("lab", "status", *name)).stdout
     assert run(*shoal("lab", "kill", "node3", *name)).returncode == 0
     assert "dead" in run(*shoal("lab", "status", *name)).stdout
     assert run(*shoal("lab", "down", *name)).returncode == 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from shoal.cli.bench import explain, levers_document, print_levers
+from shoal.cli.bench import explain_levers, levers_document, print_levers
 from shoal.cluster.target import first_node, parse_on
 from shoal.config.load import build_config
 from shoal.errors import UsageError
@@ -137,7 +137,7 @@ def test_a_lever_above_the_ceiling_is_no_success() -> None:
     larger = point("accumulate:4", 200, evaluations=curve(4.0), tokens_per_step=400.0)
     table = compare([point(ONE_NODE, 100), point(CEILING, 180, other_load=0.9), fast, near, larger])
     assert [row.is_plausible for row in table.rows] == [True, True, False, True, True]
-    lines = explain(table)
+    lines = explain_levers(table)
     assert "int8: within 5% of what these nodes compute without any exchange." in lines
     assert any(
         line.startswith("! fp16 (1.27×): not plausible. An exchange takes time, so the run without any was")
@@ -176,7 +176,7 @@ def test_losses_are_compared_after_equal_tokens_and_after_equal_time() -> None:
     assert (table.tokens, table.seconds) == (300, 3.0)
     assert [row.loss_at_tokens for row in table.rows] == [3.0, 3.2]
     assert [row.loss_at_time for row in table.rows] == [4.5, 3.2]
-    assert "Most learned in the same time: diloco." in explain(table)
+    assert "Most learned in the same time: diloco." in explain_levers(table)
 
 
 def test_what_was_not_evaluated_in_time_is_not_said_to_have_learned_less() -> None:
@@ -185,7 +185,7 @@ def test_what_was_not_evaluated_in_time_is_not_said_to_have_learned_less() -> No
     assert table.rows[0].loss_at_time is None
     assert any(
         line.startswith("Most learned in the same time: fp16 (not compared, since not evaluated by then: one node")
-        for line in explain(table)
+        for line in explain_levers(table)
     )
 
 

@@ -114,12 +114,12 @@ def test_an_older_manifest_is_read_without_the_new_fields(tmp_path: Path) -> Non
 
 def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
     page = Page(write_report(parted_run(tmp_path / "run", ABANDONED)).read_text(encoding="utf-8"))
-    for text in ("Who took part", APART, "6 steps of what was given up do not count", "Given up later."):
+    for text in ("Who took part", APART, "6 steps of abandoned lineages do not count", "Abandoned later."):
         assert text in page.text
-    assert "these figures are of steps that two ranks did together" in page.text
+    assert "These figures are of steps that two ranks did together" in page.text
     bars = {trace["name"]: trace for trace in page.figures["members"]["data"]}
-    assert bars.keys() == {"lineage 1-0", "lineage 3-0", "lineage 3-1, given up"}
-    given_up: dict[str, Any] = bars["lineage 3-1, given up"]
+    assert bars.keys() == {"lineage 1-0", "lineage 3-0", "lineage 3-1, abandoned"}
+    given_up: dict[str, Any] = bars["lineage 3-1, abandoned"]
     assert (given_up["y"], given_up["base"], given_up["x"]) == (["rank 1 (here)"], [20], [6])
     assert "pattern" in given_up["marker"]
     stood = bars["lineage 3-0"]
@@ -136,7 +136,7 @@ def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
     first = run.events(0).read_text().replace('"here"', '"<b>here"')
     run.events(0).write_text(first)
     document = opened(write_report(run), tmp_path / "profile")
-    for label in ("lineage 3-1, given up", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
+    for label in ("lineage 3-1, abandoned", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
         assert label in document
 
 
@@ -164,7 +164,7 @@ def test_verify_counts_what_does_not_stand(tmp_path: Path) -> None:
     save_file({"w": np.ones(4, np.float32)}, run.state(4))
     done = shoal("verify", run.path)
     assert "identical: 2 replicas" in done.stdout
-    assert "left out: the state that rank 4 wrote earlier; it took no part in the end" in done.stdout
+    assert "left out: the state that rank 4 wrote earlier; it took no part at the end" in done.stdout
     assert "complete: 60 steps, 1,440 samples" in done.stdout
     assert "6 steps abandoned, 4 generations in 3 lineages" in done.stdout
 

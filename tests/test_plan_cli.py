@@ -313,7 +313,7 @@ def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call
     assert [row["nodes"] for row in plan("--machine", "desktop,laptop")["rows"]] == [1, 2]
     assert [row["nodes"] for row in plan("--machine", "laptop")["rows"]] == list(range(1, 9))
     more = plan("--machine", "desktop,laptop", "--nodes", "4")["notes"]
-    assert "nodes beyond the 2 named ones are taken to be like the last of them" in more
+    assert "nodes beyond the 2 named ones are assumed to equal the last of them" in more
 
 
 @pytest.mark.parametrize("machines", ["laptop,desktop", "desktop,laptop", "laptop,laptop,desktop"])
@@ -438,12 +438,17 @@ def test_a_plain_plan_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("words", "seen", "why", "fix"),
     [
-        (["--nodes", "0"], "--nodes 0 names no numbers of nodes", "from 1 to 16,384", "--nodes 1..8"),
-        (["--nodes", "8..1"], "--nodes 8..1 names no numbers of nodes", "the smaller one first", "--nodes 1..8"),
-        (["--nodes", "-2"], "--nodes -2 names no numbers", "from 1", "--nodes 4"),
-        (["--nodes", "two"], "--nodes two names no numbers", "from 1", "--nodes 1,2,4"),
-        (["--nodes", "1..99999"], "names no numbers", "16,384", "--nodes 1..8"),
-        (["--nodes", "1..1000"], "--nodes 1..1000 are 1000 rows", "64 at most", "--nodes 1,2,4,8"),
+        (["--nodes", "0"], "--nodes 0 is not a list of numbers of nodes", "from 1 to 16,384", "--nodes 1..8"),
+        (
+            ["--nodes", "8..1"],
+            "--nodes 8..1 is not a list of numbers of nodes",
+            "the smaller one first",
+            "--nodes 1..8",
+        ),
+        (["--nodes", "-2"], "--nodes -2 is not a list", "from 1", "--nodes 4"),
+        (["--nodes", "two"], "--nodes two is not a list", "from 1", "--nodes 1,2,4"),
+        (["--nodes", "1..99999"], "is not a list of numbers", "16,384", "--nodes 1..8"),
+        (["--nodes", "1..1000"], "--nodes 1..1000 gives 1000 rows", "at most 64", "--nodes 1,2,4,8"),
         (["--link", "-1gbit"], "'-1gbit' is no link rate", "a number above zero", "100mbit"),
         (["--link", "0gbit"], "'0gbit' is no link rate", "a number above zero", "100mbit"),
         (["--link", "10gb"], "'10gb' is no link rate", "did you mean '10gbe'?", "1gbit"),
@@ -456,9 +461,9 @@ def test_a_plain_plan_loads_nothing_heavy() -> None:
         (["--mfu", "2"], "--mfu 2 is out of range", "1 at most", "--mfu"),
         (["--memory-gb", "0"], "--memory-gb 0 is out of range", "above 0", "--memory-gb"),
         (["gpt2"], "there is no preset 'gpt2'", "did you mean 'gpt2-124m'?", "grammar"),
-        (["--params", "1e6", "gpt2-124m"], "--params does not go with gpt2-124m", "nothing but the size", "leave"),
-        (["--params", "1e6", "--depth", "3"], "--params does not go with --depth", "nothing but the size", "leave"),
-        (["--params", "1e6", "--set", "train.lr=1"], "--params does not go with --set", "nothing but", "leave"),
+        (["--params", "1e6", "gpt2-124m"], "--params does not go with gpt2-124m", "by its size only", "leave"),
+        (["--params", "1e6", "--depth", "3"], "--params does not go with --depth", "by its size only", "leave"),
+        (["--params", "1e6", "--set", "train.lr=1"], "--params does not go with --set", "by its size", "leave"),
         (["--params", "0"], "--params 0 is out of range", "above 0", "--params"),
         (["--params", "-5"], "--params -5 is out of range", "above 0", "--params"),
         (["--params", "nan"], "--params nan is out of range", "above 0", "--params"),
@@ -480,9 +485,9 @@ def test_a_plain_plan_loads_nothing_heavy() -> None:
         (["--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
         (["--params", "1e9", "--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
         (["--sync", "diloco", "--wire", "powersgd"], "sync.wire=powersgd is made for gradients", "command line", "one"),
-        (["--set", "run.weights=1/0.5"], "run.weights has no effect here", "evenly", "--machine desktop,laptop"),
+        (["--set", "run.weights=1/0.5"], "run.weights has no effect here", "equally", "--machine desktop,laptop"),
         (["--scaling", "medium"], "train.scaling='medium'", "'strong' or 'weak'", "--scaling"),
-        (["-o", "plan.pdf"], "plan.pdf is no picture", "writes a PNG", "plan.png"),
+        (["-o", "plan.pdf"], "plan.pdf is not a PNG file", "as PNG", "plan.png"),
         (["-o", "/nowhere/plan.png"], "cannot write /nowhere/plan.png", "where -o says", "df -h"),
     ],
 )

@@ -30,8 +30,8 @@ from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
 from shoal.tools.probe.run import assemble
-from shoal.tools.report.explain_run import explain_prediction, say_prediction
-from shoal.tools.report.summary import MinMedianMax, RunSummary, summarize
+from shoal.tools.report.explain_run import explain_prediction, prediction_line
+from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
 from tests.programs import TINY, set_flags, shoal
 from tests.run_samples import all_events
 from tests.test_profile import measured
@@ -199,8 +199,8 @@ def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> Run
     return replace(
         summarize(all_events()),
         phases=phases,
-        step_s=MinMedianMax(took_s, took_s, took_s),
-        allreduce_s=MinMedianMax(allreduce_s, allreduce_s, allreduce_s),
+        step_s=MeanMedianP95(took_s, took_s, took_s),
+        allreduce_s=MeanMedianP95(allreduce_s, allreduce_s, allreduce_s),
         other_load=load,
     )
 
@@ -218,9 +218,9 @@ def test_a_good_prediction_is_called_one() -> None:
         (run_of(backward=0.2, load=1.2), "contention: other programs kept 1.2 cores busy"),
         (run_of(backward=0.2), "cores were slower than probed"),
         (run_of(backward=0.08), "cores were faster than probed"),
-        (run_of(exposed=0.15, allreduce_s=0.16), "the wire was slower than probed"),
+        (run_of(exposed=0.15, allreduce_s=0.16), "the link was slower than probed"),
         (run_of(exposed=0.1), "latency and bucketing, backward hid less of it"),
-        (run_of(wait=0.05), "a straggler: rank"),
+        (run_of(wait=0.05), "a straggler: the others waited for rank"),
         (run_of(optimizer=0.05), "the optimizer took 40 ms more"),
     ],
 )
@@ -229,9 +229,9 @@ def test_a_difference_is_named_with_its_cause(run: RunSummary, words: str) -> No
 
 
 def test_before_the_run_it_says_what_to_expect() -> None:
-    said = say_prediction(record())
+    said = prediction_line(record())
     assert "a step takes 262 ms, 1,000 tokens/s" in said
-    assert "communication that shows 50 ms" in said
+    assert "communication that backward did not hide 50 ms" in said
     assert "waiting" not in said
 
 
@@ -284,7 +284,7 @@ def test_a_plan_from_a_profile(profile: Profile, tmp_path: Path) -> None:
     write_profile(profile, file)
     done = shoal("plan", "--profile", file, "--nodes", "1,2,4")
     assert done.returncode == 0, done.stderr
-    assert "nodes beyond the 2 measured ones are taken to be like the last of them" in done.stdout
+    assert "nodes beyond the 2 measured ones are assumed to equal the last of them" in done.stdout
     assert "balanced" not in done.stdout
     assert "--on lab:2" in done.stdout
     assert "hosts.toml" not in done.stdout

@@ -217,7 +217,9 @@ def test_the_tables_say_it_all(
     row = next(line for line in said.splitlines() if line.startswith("node1 ") and "→" not in line)
     assert " ".join(row.split()) == "node1 95 3 28 1: 2,000, 2: 3,700 arithmetic"
     lines = verdicts(profile)
-    assert lines[0].startswith("all-reduce of 2 ranks takes 1 ms + bytes × 8.33 ns, 0.96 Gbit/s; held out: 8 MiB")
+    assert lines[0].startswith(
+        "all-reduce of 2 ranks takes 1 ms + bytes × 8.33 ns, 0.96 Gbit/s; test on another size: 8 MiB"
+    )
     assert "stack efficiency" in lines[1]
     assert lines[2].startswith("parallel gloo connections: 4 are enough")
     assert "bound by arithmetic" in lines[3]

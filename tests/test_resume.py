@@ -105,7 +105,7 @@ def test_the_learning_rate_of_a_step_that_will_not_be_done_is_not_named() -> Non
 
 
 @pytest.mark.parametrize(
-    ("every", "promise"), [(1000, "after step 400, its last"), (100, "after step 100, by train.checkpoint_every")]
+    ("every", "promise"), [(1000, "after step 400 (its last)"), (100, "after step 100 (train.checkpoint_every)")]
 )
 def test_the_first_checkpoint_is_promised_within_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, promise: str

@@ -20,7 +20,7 @@ from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simul
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.tools.plan.figures import LABELS, draw_simulation
 from shoal.tools.plan.scenario import MeasuredStraggling, Slowest
-from shoal.tools.report.rank_log import own_factors
+from shoal.tools.report.rank_log import step_time_factors
 from tests.run_samples import all_events, make_run, rank_events
 
 app = typer.Typer()
@@ -102,7 +102,7 @@ def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
 
 
 def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
-    assert [knobs._per_cent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
+    assert [knobs._percent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
         "0.00%",
         "0.00%",
         "-1.20%",
@@ -187,13 +187,13 @@ def test_own_times_leave_out_the_wait_and_what_a_rank_always_is() -> None:
             wait_s = (3.0 if number == 70 else 2.0) - own_s
             record = {"event": "step", "rank": rank, "step": number, "step_s": own_s + wait_s, "wait_s": wait_s}
             events.append(record)
-    found = np.sort(own_factors(events))
+    found = np.sort(step_time_factors(events))
     assert (len(found), found[0], found[-2], found[-1]) == (80, 1.0, 1.0, 3.0)
 
 
 def test_a_single_rank_waits_for_nobody() -> None:
     events = [{**event, "wait_s": None} for event in rank_events(0, world_size=1)]
-    assert len(own_factors(events)) == 50
+    assert len(step_time_factors(events)) == 50
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_single_rank_waits_for_nobody() -> None:
 )
 def test_a_run_that_says_too_little_is_refused(events: list[dict[str, Any]], seen: str) -> None:
     with pytest.raises(DataError, match=seen) as refused:
-        own_factors(events)
+        step_time_factors(events)
     assert "--straggler lognormal" in refused.value.fix
 
 
@@ -215,11 +215,11 @@ def test_a_run_that_says_too_little_is_refused(events: list[dict[str, Any]], see
 @pytest.mark.parametrize(
     ("wrong", "seen", "fix"),
     [
-        ({"recovery": "pray"}, "'pray' is none of restart, live and both", "--recovery both"),
+        ({"recovery": "pray"}, "'pray' is not restart, live or both", "--recovery both"),
         ({"scaling": "medium"}, "neither strong nor weak", "--scaling strong"),
-        ({"checkpoint_every": "often"}, "'often' is no number of steps", "--checkpoint-every best"),
+        ({"checkpoint_every": "often"}, "'often' is not a number of steps", "--checkpoint-every best"),
         ({"checkpoint_every": "0"}, "every 0 steps", "--checkpoint-every"),
-        ({"checkpoint_every": "-5"}, "'-5' is no number of steps", "--checkpoint-every best"),
+        ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", "--checkpoint-every best"),
         ({"straggler": "lognormal:much"}, "states no spread", "lognormal:0.05"),
         ({"straggler": "lognormal:-1"}, "sigma of -1", "lognormal:0.05"),
         ({"straggler": "nowhere"}, "neither none, lognormal:SIGMA nor a run folder", "ls runs/"),

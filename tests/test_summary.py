@@ -16,7 +16,7 @@ from shoal.config.manifest import Manifest
 from shoal.cost.network import payload_factor, ring_bytes
 from shoal.events import Event
 from shoal.runs.start import command_line
-from shoal.tools.report.explain_run import explain_single
+from shoal.tools.report.explain_run import explain_step_time
 from shoal.tools.report.manifest import carry_over, current_manifest, finish, main, read_manifest
 from shoal.tools.report.replicas import ReplicaReport
 from shoal.tools.report.summary import summarize, timing_rows
@@ -60,7 +60,7 @@ def test_a_median_step_of_no_duration_has_no_phases() -> None:
     events = [start(rank, world_size=3) for rank in range(3)]
     events += [step(number, rank, step_s=0.1 if rank == 0 else 0.0) for rank in range(3) for number in range(1, 9)]
     assert summarize(events).phases == {}
-    assert "a step took 0 ms" in explain_single(summarize(events))
+    assert "a step took 0 ms" in explain_step_time(summarize(events))
 
 
 def test_a_step_whose_phases_were_not_recorded_is_not_everything_else() -> None:

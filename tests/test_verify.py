@@ -61,7 +61,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wait_until(lambda: not parts_of(folder), 20)
     verdict = judge(folder)
     assert verdict.exit_code == 0, f"killed, and not yet resumed: {verdict.output}"
-    assert "unfinished: verified so far" in verdict.output
+    assert "unfinished: verified up to step" in verdict.output
     # So that some steps are surely done again.
     shutil.rmtree(newest_checkpoint(folder))
     last = read_jsonl(folder / "commits.jsonl")[-1]["step"]
@@ -79,7 +79,7 @@ def _generations(folder: Path) -> set[str]:
 
 
 def judge(folder: Path) -> Result:
-    return CliRunner().invoke(app, [str(folder)])
+    return CliRunner().invoke(app, ["verify", str(folder)])
 
 
 # Ways to damage a run folder. Each returns the file that the message has to name.

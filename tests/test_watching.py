@@ -70,7 +70,7 @@ def test_the_bar_says_that_it_waits() -> None:
     display = BarDisplay(shown, 9, "tiny")
     display([start(0, 2), step(1), {"event": "lost", "rank": 0, "generation": "1-0", "step": 2, "why": "closed"}])
     display.close()
-    assert "agreeing on who goes on" in said(shown)
+    assert "agreeing on the members" in said(shown)
 
 
 def test_ranks_that_come_later_are_followed_from_their_first_word(tmp_path: Path) -> None:

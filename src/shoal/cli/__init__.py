@@ -1,1 +1,1 @@
-"""One verb, one module."""
+"""The command line: one function per verb, grouped into modules."""

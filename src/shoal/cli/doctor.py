@@ -1,4 +1,4 @@
-"""`shoal doctor`: check machines and network before a run."""
+"""`shoal doctor`: check machines and network before a run. `shoal explain`: explain an error log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.run_folder import RunFolder
 from shoal.tools.doctor.checks import CHECK_IDS_CHECKS
 from shoal.tools.doctor.facts import Finding, Severity
 from shoal.tools.doctor.run import Diagnosis, examine
-from shoal.tools.explain.explain import Evidence, Explanation, Findings, explain_file, explain_run, explain_stream
+from shoal.tools.explain.explain import Evidence, Findings, explain_file, explain_run, explain_stream
 from shoal.tools.explain.pattern import CauseOrder
 
 app = typer.Typer(add_completion=False)
@@ -27,15 +27,17 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "c
 
 @app.command()
 def doctor(
-    on: Annotated[str, typer.Option(help="Where a run would be: local:N, lab[:N], or a hosts file.")] = "local:2",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="A port that the run will use, if you fixed one.")] = 0,
-    fix_commands: Annotated[bool, typer.Option("--fix-commands", help="Print only the commands that fix.")] = False,
-    no_proof: Annotated[bool, typer.Option("--no-proof", help="Leave out the real gloo exchange at the end.")] = False,
+    on: Annotated[str, typer.Option(help="Where the run will be: local:N, lab[:N], or a hosts file.")] = "local:2",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port that the run will use, if you chose one.")] = 0,
+    fix_commands: Annotated[
+        bool, typer.Option("--fix-commands", help="Print only the commands that fix the problems.")
+    ] = False,
+    no_proof: Annotated[bool, typer.Option("--no-proof", help="Skip the real gloo exchange at the end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on stdout.")] = False,
 ) -> None:
-    """Check machines and network before a run; every finding comes with what it means and the command that fixes it.
+    """Check machines and network before a run. Every finding comes with its meaning and the command that fixes it.
 
-    Exit code 1 when something would stop a run or slow it badly.
+    Exit code 1: something would stop a run or make it much slower.
     """
     if json and fix_commands:
         raise UsageError(
@@ -43,46 +45,46 @@ def doctor(
         )
     status = make_console(stderr=True)
     with status.status("") as spinner:
-        found = examine(on, lambda text: spinner.update(escape(text)), port, prove=not no_proof)
+        diagnosis = examine(on, lambda text: spinner.update(escape(text)), port, prove=not no_proof)
     if json:
-        print_json(as_json(found))
+        print_json(_doctor_document(diagnosis))
     elif fix_commands:
-        fixes = dict.fromkeys((place_of(finding), finding.fix) for finding in found.findings if finding.fix)
+        fixes = dict.fromkeys((place_of(finding), finding.fix) for finding in diagnosis.findings if finding.fix)
         sys.stdout.write("".join(f"# {place}\n{fix}\n" for place, fix in fixes))
     else:
-        print_findings(found)
-    raise typer.Exit(0 if found.healthy else 1)
+        _print_diagnosis(diagnosis)
+    raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
 def place_of(finding: Finding) -> str:
-    """Where the command is typed. A machine that cannot be reached, or has no shoal, is helped from here."""
+    """Return where to type the fix. A machine that is unreachable or has no shoal is fixed from here."""
     from_here = finding.id == "reach.host" or finding.fix.startswith("shoal setup ")
     return "on this machine" if from_here else f"on {finding.node}"
 
 
-def as_json(found: Diagnosis) -> dict[str, object]:
+def _doctor_document(diagnosis: Diagnosis) -> dict[str, object]:
     return {
-        "healthy": found.healthy,
-        "proved": found.proved,
-        "took_s": round(found.took_s, 2),
-        "nodes": [node.name for node in found.scene.nodes],
-        "findings": [finding.as_dict() for finding in found.findings],
+        "healthy": diagnosis.healthy,
+        "proved": diagnosis.proved,
+        "took_s": round(diagnosis.took_s, 2),
+        "nodes": [node.name for node in diagnosis.scene.nodes],
+        "findings": [finding.as_dict() for finding in diagnosis.findings],
     }
 
 
-def print_findings(found: Diagnosis) -> None:
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
     console = stdout_console()
-    for finding in found.findings:
-        _print_one(console, finding)
-    names = escape(", ".join(node.name for node in found.scene.nodes))
-    failed = any(finding.id.startswith("proof.") for finding in found.findings)
-    went = "gloo failed" if failed else "gloo exchanged between every pair"
-    proof = went if found.proved else "gloo was not tried"
-    verdict = "[green]ready[/]" if found.healthy else "[red]not ready[/]"
-    console.print(f"{verdict}: {names}; {proof} ({found.took_s:.1f} s)", soft_wrap=True)
+    for finding in diagnosis.findings:
+        _print_finding(console, finding)
+    names = escape(", ".join(node.name for node in diagnosis.scene.nodes))
+    failed = any(finding.id.startswith("proof.") for finding in diagnosis.findings)
+    result = "gloo failed" if failed else "gloo exchanged between every pair"
+    proof = result if diagnosis.proved else "gloo was not tried"
+    verdict = "[green]ready[/]" if diagnosis.healthy else "[red]not ready[/]"
+    console.print(f"{verdict}: {names}; {proof} ({diagnosis.took_s:.1f} s)", soft_wrap=True)
 
 
-def _print_one(console: Console, finding: Finding) -> None:
+def _print_finding(console: Console, finding: Finding) -> None:
     colour = _COLOURS[finding.severity]
     where = f" on {escape(finding.node)}" if finding.node else ""
     console.print(f"[{colour}]{finding.severity}[/] {finding.id}{where}: {escape(finding.evidence)}", soft_wrap=True)
@@ -90,10 +92,6 @@ def _print_one(console: Console, finding: Finding) -> None:
     for label, text in (("fix", finding.fix), ("again", finding.retest)):
         if text:
             console.print(f"  {label + ':':6} {escape(text)}", soft_wrap=True)
-
-
-# SECTION cli/explain
-# `shoal explain`: what an error log means.
 
 
 _STDIN = Path("-")
@@ -109,20 +107,20 @@ _TITLES = {
 @app.command()
 def explain(
     log: Annotated[
-        Path, typer.Argument(help="A log, a run folder, or - for what is piped in.", readable=False)
+        Path, typer.Argument(help="A log file, a run folder, or - for standard input.", readable=False)
     ] = _STDIN,
     json: Annotated[bool, typer.Option("--json", help="Print the explanations as JSON on stdout.")] = False,
 ) -> None:
-    """Turn an error log of torch, gloo, torchrun, ssh or shoal into cause and fix.
+    """Explain an error log of torch, gloo, torchrun, ssh or shoal: cause and fix.
 
-    Exit code 0 when something was recognised, 1 when nothing was.
+    Exit code 0: an error was recognised. Exit code 1: none was.
     """
-    found = _read(log)
+    findings = _read(log)
     if json:
-        print_json(as_document(found))
+        print_json(_explain_document(findings))
     else:
-        typer.echo("\n".join(as_lines(found)))
-    if not found.explanations:
+        typer.echo("\n".join(as_lines(findings)))
+    if not findings.explanations:
         raise typer.Exit(1)
 
 
@@ -138,41 +136,38 @@ def _read(log: Path) -> Findings:
     return explain_run(RunFolder.find(log)) if log.is_dir() else explain_file(log)
 
 
-def as_document(found: Findings) -> dict[str, object]:
-    error = _unknown(found)
+def _explain_document(findings: Findings) -> dict[str, object]:
+    error = _unknown_error(findings)
     return {
-        "explanations": [each.as_dict() for each in found.explanations],
+        "explanations": [explanation.as_dict() for explanation in findings.explanations],
         "first_error": error and {"text": error.text, "line": error.line, "source": error.source},
     }
 
 
-def as_lines(found: Findings) -> Iterator[str]:
-    """The answer in full, and what only follows from it in a line each."""
-    if error := _unknown(found):
+def as_lines(findings: Findings) -> Iterator[str]:
+    """Yield causes in full and consequences in one line each."""
+    if error := _unknown_error(findings):
         yield f"first error that shoal does not know: {_place(error)}"
         yield f"  {error.text}"
-    elif not found.explanations:
-        yield "nothing here looks like an error that shoal knows, or like any other"
-    for number, each in enumerate(found.explanations):
-        if number == 0 or each.weight <= CauseOrder.LIKELY:
-            yield from _in_full(each)
-        else:
-            yield f"{_TITLES[each.weight]}: {each.id}, {_place(each.evidence)}: {each.cause.partition('. ')[0]}"
+    elif not findings.explanations:
+        yield "no line here looks like an error, known to shoal or not"
+    for number, explanation in enumerate(findings.explanations):
+        title, place = _TITLES[explanation.weight], _place(explanation.evidence)
+        if number > 0 and explanation.weight > CauseOrder.LIKELY:
+            yield f"{title}: {explanation.id}, {place}: {explanation.cause.partition('. ')[0]}"
+            continue
+        times = f" (and {explanation.count - 1} more)" if explanation.count > 1 else ""
+        yield f"{title}: {explanation.id}"
+        yield f"  means:  {explanation.cause}"
+        yield f"  seen:   {place}{times}: {explanation.evidence.text}"
+        yield f"  fix:    {explanation.fix}"
+        if explanation.check:
+            yield f"  before: shoal doctor checks this as {explanation.check}: {CHECK_IDS_CHECKS[explanation.check]}"
 
 
-def _unknown(found: Findings) -> Evidence | None:
-    """Not where a line was found that names the cause: the rest follows from that."""
-    return None if found.best and found.best.weight == CauseOrder.CAUSE else found.unknown
-
-
-def _in_full(each: Explanation) -> Iterator[str]:
-    times = f" (and {each.count - 1} more)" if each.count > 1 else ""
-    yield f"{_TITLES[each.weight]}: {each.id}"
-    yield f"  means:  {each.cause}"
-    yield f"  seen:   {_place(each.evidence)}{times}: {each.evidence.text}"
-    yield f"  fix:    {each.fix}"
-    if each.check:
-        yield f"  before: shoal doctor checks this as {each.check}: {CHECK_IDS_CHECKS[each.check]}"
+def _unknown_error(findings: Findings) -> Evidence | None:
+    """Return the first unknown error, unless a line names the cause: then the unknown one follows from it."""
+    return None if findings.best and findings.best.weight == CauseOrder.CAUSE else findings.unknown
 
 
 def _place(evidence: Evidence) -> str:

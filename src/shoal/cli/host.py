@@ -1,4 +1,4 @@
-"""`shoal host`: train with machines that join by themselves, without SSH."""
+"""`shoal host`, `shoal join` and `shoal setup`: add machines to a run, without and with SSH."""
 
 from __future__ import annotations
 
@@ -47,39 +47,47 @@ from shoal.runs.start import TrainDisplay, default_out, refuse_confirm, train_ne
 
 app = typer.Typer(add_completion=False)
 
+CODE_VARIABLE = "SHOAL_JOIN_CODE"
+_MOST_CODE_BYTES = 1024
+# A code from a pipe or a file arrives within this time, and no note is needed.
+_QUIET_S = 0.5
+
+Results = Mapping[str, SetupResult | ShoalError]
+_COLOURS = {"made": "green", "updated": "green"}
+
 
 @app.command()
 def host(
     context: typer.Context,
     preset: Annotated[
         str | None,
-        typer.Argument(help=f"{PRESET_NAMES}; or the folder of a run that goes on.", show_default="grammar"),
+        typer.Argument(help=f"{PRESET_NAMES}; or the folder of a running run.", show_default="grammar"),
     ] = None,
     machines: Annotated[
-        int | None, typer.Option(min=2, help="How many take part, this one included.", show_default="2")
+        int | None, typer.Option(min=2, help="How many machines take part, this one included.", show_default="2")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Ours, by which the others reach us.", show_default="found")
+        str | None, typer.Option(help="The address at which the others reach this machine.", show_default="found")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to wait for them.", show_default="a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.", show_default="a free one")] = 0,
     data: Annotated[
-        Path | None, typer.Option(help="A text file or a folder of them; it is sent to the others.")
+        Path | None, typer.Option(help="A text file, or a folder of text files; it is sent to the others.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Ask here, y or n, before a machine that joins gets anything.")
+        bool, typer.Option("--confirm", help="Ask here, y or n, before a joining machine receives anything.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
-    """Train with machines that join by themselves: prints for each what to type there, and a code that works once.
+    """Train with machines that join without SSH. Prints for each the command to type there, and a one-time code.
 
-    The same as shoal train --on join:N, which takes every other flag of a training. Into a run that goes on, one more
-    machine is invited on any that takes part: shoal host RUN-FOLDER.
+    It is the same as shoal train --on join:N, which has all other options of a training. To invite one more machine
+    into a running run, type on any of its machines: shoal host RUN-FOLDER.
     """
     name = preset or DEFAULT_PRESET
     if name not in PRESETS and Path(name).is_dir():
@@ -99,8 +107,8 @@ def host(
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
             "--set run.on does not go with shoal host",
-            why="shoal host trains with machines that join by themselves",
-            fix="say how many: --machines N; or train elsewhere: shoal train --on …",
+            why="shoal host trains with machines that join it",
+            fix="give their number: --machines N; or train elsewhere: shoal train --on …",
         )
     settings = build_config(name, config, flags, sets)
     refuse_without_effect(settings, typed_settings(None, sets))
@@ -116,53 +124,45 @@ def host(
 def _refuse_settings(*given: object) -> None:
     if any(given):
         raise UsageError(
-            "a run that goes on keeps its settings",
-            why="with a run folder, shoal host takes --address, --port and --confirm only",
+            "a running run keeps its settings",
+            why="with a run folder, shoal host has only --address, --port and --confirm",
             fix="leave the others out",
         )
 
 
-# SECTION cli/join
-# `shoal join`: take part in a run that another machine hosts, without SSH; or again, after our agent died.
-
-
-CODE_VARIABLE = "SHOAL_JOIN_CODE"
-_MOST_CODE_BYTES = 1024
-# A code in a pipe or a file is there by then, and no note is needed.
-_QUIET_S = 0.5
-
-
-# A code after the address is an extra argument, which no help page shows.
+# A code after the address is an extra argument that the help page does not show.
 @app.command(context_settings={"allow_extra_args": True})
 def join(
     context: typer.Context,
     invitation: Annotated[
-        str, typer.Argument(help="ADDRESS:PORT, as shoal host printed it; or the folder of a run to come back to.")
+        str, typer.Argument(help="ADDRESS:PORT, as shoal host printed it; or the folder of a run to rejoin.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="This machine's run folder.", show_default="runs/joined-TIME")
     ] = None,
     code_file: Annotated[
         Path | None,
-        typer.Option(help="A file with the code, which only you can read.", show_default="the code is asked for"),
+        typer.Option(help="A file with the code that only you can read.", show_default="the code is asked for"),
     ] = None,
-    node: Annotated[str | None, typer.Option(help="With a run folder: which node, where it has several.")] = None,
+    node: Annotated[
+        str | None, typer.Option(help="With a run folder that has several nodes: the node to restart.")
+    ] = None,
 ) -> None:
-    """Take part in a run that another machine hosts: type there `shoal host`, and here what it prints.
+    """Join a run that another machine hosts. Type `shoal host` there, and here the command that it prints.
 
-    The code is asked for. Scripts give it on standard input, in the variable SHOAL_JOIN_CODE or with --code-file; as
-    ADDRESS:PORT#CODE, other users of this machine can read it in the list of processes.
+    shoal asks for the code. Scripts give it on standard input, in the variable SHOAL_JOIN_CODE or with --code-file. As
+    ADDRESS:PORT#CODE, other users of this machine could read it in the process list.
 
-    A machine whose agent was killed comes back to a run that goes on elsewhere: shoal join RUN-FOLDER.
+    A machine whose agent was killed rejoins its run, if that continues elsewhere, with: shoal join RUN-FOLDER.
     """
     code = " ".join(context.args) if context.args else None
     if Path(invitation).is_dir():
         if code is not None or code_file is not None:
-            raise UsageError(f"{invitation} is a run folder: to come back to a run takes no code")
+            raise UsageError(f"{invitation} is a run folder: rejoining a run needs no code")
         if out is not None:
             raise UsageError(
                 "--out does not go with a run folder",
-                why=f"this machine comes back to the run in {invitation}",
+                why=f"this machine rejoins the run in {invitation}",
                 fix=f"leave it out: shoal join {invitation}",
             )
         sys.stdout.write(f"{rejoin(Path(invitation), node)}\n")
@@ -170,48 +170,49 @@ def join(
     if node is not None:
         raise UsageError(
             "--node goes with a run folder",
-            why="it says as which node a machine comes back; one that joins is given its name",
+            why="it selects the node that rejoins; a machine that joins gets a new name",
             fix=f"leave it out: shoal join {invitation}",
         )
     invited = parse_invitation(invitation)
-    # Also when the code comes another way: no process that is started here inherits it.
-    from_environment = take_code_from_environment()
+    # Also when the code is given in another way: no process started here may inherit it.
+    from_environment = _take_code_from_environment()
     ways = {
         f"{invited.place}#CODE": invited.code,
         "a second argument": code,
         "--code-file": code_file,
         CODE_VARIABLE: from_environment,
     }
-    refuse_two_codes([way for way, given in ways.items() if given not in (None, "")])
+    _refuse_two_codes([way for way, given in ways.items() if given not in (None, "")])
     if code is not None:
         invited = invited.with_code(code)
     if invited.code:
         print_note(
-            "other users of this machine can read a code that is given as an argument, in the list of processes; "
-            f"better: shoal join {invited.place}, and the code when it is asked for"
+            "other users of this machine can read a code given as an argument, in the process list; "
+            f"better: shoal join {invited.place}, then type the code when asked"
         )
     else:
-        invited = invited.with_code(read_code(code_file, from_environment))
+        invited = invited.with_code(_read_code(code_file, from_environment))
     show = LocalRankDisplay()
     try:
         joined = take_part(invited, out or default_out("joined"), print_note, show)
     finally:
         show.close()
-    sys.stdout.write(f"the run has ended; its results are on the host, our part is in {shown(joined.run.path)}\n")
+    sys.stdout.write(
+        f"the run has ended; its results are on the host, this machine's part is in {shown(joined.run.path)}\n"
+    )
 
 
-def refuse_two_codes(ways: list[str]) -> None:
-    """One of them would be ignored, and may be the right one."""
+def _refuse_two_codes(ways: list[str]) -> None:
     if len(ways) > 1:
         raise UsageError(
             f"the code is given in two ways: {' and '.join(ways)}",
-            why="only one of them can be meant",
+            why="only one of them can be right",
             fix=f"leave one out{f'; remove the variable: unset {CODE_VARIABLE}' if CODE_VARIABLE in ways else ''}",
         )
 
 
-def read_code(file: Path | None, from_environment: str | None) -> str:
-    """The code of an invitation, from the file, the environment, the terminal or standard input."""
+def _read_code(file: Path | None, from_environment: str | None) -> str:
+    """Read the code from the file, the environment, the terminal or standard input."""
     if file is not None:
         return read_code_file(file)
     if from_environment:
@@ -221,11 +222,6 @@ def read_code(file: Path | None, from_environment: str | None) -> str:
             return getpass.getpass("code: ")
         except EOFError:
             return ""
-    return read_code_from_input()
-
-
-def read_code_from_input() -> str:
-    """A line of standard input, which is no terminal. While none comes, a note says what is waited for."""
     line = ""
     # Python has no `stdin` when it was started without one.
     if sys.stdin is not None:
@@ -235,23 +231,25 @@ def read_code_from_input() -> str:
     if not line:
         raise UsageError(
             "there is no code: standard input was empty",
-            why="without a terminal the code cannot be asked for",
+            why="without a terminal shoal cannot ask for the code",
             fix=f"give it with --code-file FILE, or in the variable {CODE_VARIABLE}",
         )
     return line
 
 
-def take_code_from_environment() -> str | None:
-    """The variable's value, which is removed: ranks and agents do not inherit it, and `/proc/PID/environ` of this
-    process does not show it any longer."""
+def _take_code_from_environment() -> str | None:
+    """Return the variable's value and remove the variable.
+
+    Ranks and agents do not inherit it then, and `/proc/PID/environ` of this process no longer shows it.
+    """
     code = os.environ.get(CODE_VARIABLE)
     if code is None:
         return None
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
-    if place := libc.getenv(CODE_VARIABLE.encode()):
+    if address := libc.getenv(CODE_VARIABLE.encode()):
         # Removing a variable leaves its bytes where the kernel shows them.
-        ctypes.memset(place, ord("x"), len(os.fsencode(code)))
+        ctypes.memset(address, ord("x"), len(os.fsencode(code)))
     del os.environ[CODE_VARIABLE]
     return code
 
@@ -263,7 +261,7 @@ def read_code_file(file: Path) -> str:
             if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
                 raise UsageError(
                     f"other users can read or change the code in {file}",
-                    why=f"its mode is {stat.S_IMODE(status.st_mode):04o}, and the first machine to use a code gets in",
+                    why=f"its mode is {stat.S_IMODE(status.st_mode):04o}, and the first user of a code may join",
                     fix=f"chmod 600 {file}; and ask the host for a new code; or: shoal join ADDRESS:PORT < {file}",
                 )
             return opened.read(_MOST_CODE_BYTES).decode(errors="replace")
@@ -274,22 +272,22 @@ def read_code_file(file: Path) -> str:
 
 
 class LocalRankDisplay:
-    """Progress of the rank on this machine, by its own number, as a host shows that of rank 0."""
+    """Show the progress of this machine's rank, as the host shows that of rank 0."""
 
     def __init__(self) -> None:
         self._display: TrainDisplay | None = None
         self._tail: EventTail | None = None
-        self._gone = False
+        self._is_closed = False  # the terminal is gone
 
     def __call__(self, run: RunFolder) -> None:
         try:
             self._show(run)
         except OSError:
-            # The terminal is gone; our part of the run is not.
-            self._gone = True
+            # The terminal is gone; this machine's part of the run continues.
+            self._is_closed = True
 
     def _show(self, run: RunFolder) -> None:
-        if self._gone:
+        if self._is_closed:
             return
         if self._tail is None and (files := run.event_files()):
             rank, path = next(iter(files.items()))
@@ -304,29 +302,21 @@ class LocalRankDisplay:
                 self._display.close()
 
 
-# SECTION cli/setup
-# `shoal setup`: make the machines of a hosts file ready, over SSH.
-
-
-Results = Mapping[str, SetupResult | ShoalError]
-_COLOURS = {"made": "green", "updated": "green"}
-
-
 @app.command()
 def setup(
-    hosts: Annotated[Path, typer.Argument(help="A cluster file in TOML, or an MPI or DeepSpeed hostfile.")],
+    hosts: Annotated[Path, typer.Argument(help="A hosts file in TOML, or an MPI or DeepSpeed hostfile.")],
     project: Annotated[
         Path | None, typer.Option(help="The folder to copy.", show_default="the git project you are in")
     ] = None,
     no_project: Annotated[bool, typer.Option("--no-project", help="Copy no project.")] = False,
     wheels: Annotated[
-        Path | None, typer.Option(help="Install from this folder of wheels: for hosts without Internet.")
+        Path | None, typer.Option(help="Install from this folder of wheels, for hosts without Internet.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON on stdout.")] = False,
 ) -> None:
     """Prepare machines over SSH: environment, shoal and your project; safe to repeat.
 
-    Each host gets the Python packages in the versions used here, in a folder of shoal's own; what is there stays.
+    Each host gets the Python packages in the versions used here, in shoal's own folder. Nothing else is changed.
     """
     if no_project and project is not None:
         raise UsageError(
@@ -336,17 +326,17 @@ def setup(
     order = make_order(None if no_project else project or project_of(Path.cwd()), wheels)
     if order.project is not None and (left_out := say_left_out(order.project)):
         print_note(left_out)
-    with _display(spec) as say:
-        results = on_each(spec.hosts, lambda host: set_up(host, spec, order, lambda text: say(host, text)))
+    with _setup_progress(spec) as show:
+        results = on_each(spec.hosts, lambda host: set_up(host, spec, order, lambda text: show(host, text)))
     if json:
-        print_json(document(results))
+        print_json(_setup_document(results))
     else:
-        _print(spec, results)
+        _print_setup(spec, results)
     values_or_raise(results)
 
 
-def document(results: Results) -> dict[str, Any]:
-    """For scripts; a host that failed has only its error."""
+def _setup_document(results: Results) -> dict[str, Any]:
+    """Return the results as JSON. A host that failed has only its error."""
     return {
         "changed": _changed(results),
         "hosts": [
@@ -360,7 +350,7 @@ def _changed(results: Results) -> bool:
     return any(isinstance(result, SetupResult) and result.changed for result in results.values())
 
 
-def _print(spec: HostsSpec, results: Results) -> None:
+def _print_setup(spec: HostsSpec, results: Results) -> None:
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for title in ("host", "environment", "shoal", "project", "python"):
@@ -384,8 +374,8 @@ def _cells(result: SetupResult | ShoalError) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _display(spec: HostsSpec) -> Iterator[Callable[[Host, str], None]]:
-    """A line for each host on a terminal, rewritten as it goes; elsewhere a line for each thing that is done."""
+def _setup_progress(spec: HostsSpec) -> Iterator[Callable[[Host, str], None]]:
+    """Show one changing line per host on a terminal, and one line per action elsewhere."""
     console = make_console(stderr=True)
     if not console.is_terminal:
         yield lambda host, text: console.print(escape(f"{host.name}: {text}"), soft_wrap=True)

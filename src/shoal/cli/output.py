@@ -1,4 +1,4 @@
-"""Results on stdout: a JSON document for scripts, a small table for people."""
+"""What all verbs share: safe consoles, results as text or JSON, lines of ranks, and checks of given options."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shoal.control.processes import RunProcess
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.logs import LogLine
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable, printable_json, printable_line, raw_stream
-from shoal.units import format_duration, format_si
+from shoal.units import format_duration, format_si, percent
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
+    from shoal.control.processes import RunProcess
+    from shoal.launch.logs import LogLine
     from shoal.tools.report.figures import ScalingPoint
 
+
+# A note may come from another machine's journal.
+_LONGEST_NOTE = 4_000
+_REDRAW_S = 0.1
+# Show the current lines of at most so many ranks.
+_MOST_CURRENT = 8
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 # The only tags that are markup here. Any other, such as a link, is text.
 _STYLES = {"bold", "dim", "red", "green", "yellow", "cyan"}
@@ -40,14 +47,15 @@ _TAG = re.compile(r"(?<!\\)\[([a-z#/@][^\[]*?)\]")
 
 
 class SafeConsole(Console):
-    """A console on which foreign text stays text: its control sequences are removed before our own styles are added.
+    """A console that removes control sequences from text before it adds shoal's own styles.
 
-    Text that is known to be foreign goes through `rich.markup.escape` all the same: a forgotten one costs a colour.
+    Text from logs, files or other machines still goes through `rich.markup.escape`; if that is forgotten, the text
+    can at most change a colour.
     """
 
     @property
     def file(self) -> IO[str]:
-        """Behind the protection of stdout and stderr, which would remove our own styles too."""
+        """Return the unprotected stream: the protection of stdout and stderr would remove our own styles too."""
         stream: IO[str] = raw_stream(Console.file.fget(self))  # type: ignore[attr-defined]
         return stream
 
@@ -60,12 +68,12 @@ class SafeConsole(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        # Before rich takes single characters out of a sequence.
+        # Before rich, which would remove single characters of a control sequence.
         text = printable(text)
         try:
             return super().render_str(_TAG.sub(_keep_own_tag, text), **options)
         except MarkupError:
-            # A foreign `[/]` that closes nothing.
+            # The text contains a `[/]` that closes nothing.
             return super().render_str(text, **{**options, "markup": False})
 
 
@@ -74,7 +82,7 @@ def _keep_own_tag(tag: re.Match[str]) -> str:
 
 
 def make_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
-    """The only way to make a console, which a test checks."""
+    """Make a console. A test checks that all consoles are made here."""
     return SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, emoji=False)
 
 
@@ -87,7 +95,7 @@ def print_json(document: Any) -> None:
 
 
 def shown(path: Path) -> str:
-    """As short as it can be typed from here."""
+    """Return the path relative to the current folder, where possible."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -95,7 +103,7 @@ def shown(path: Path) -> str:
 
 
 def command(*words: str) -> str:
-    """A shoal command as it can be pasted here: by its path where `shoal` alone would not be found."""
+    """Return a shoal command that can be pasted here, with its path where `shoal` is not on PATH."""
     started = Path(sys.argv[0])
     if shutil.which("shoal"):
         return shlex.join(["shoal", *words])
@@ -113,13 +121,13 @@ def print_run(run: RunFolder, manifest: Manifest) -> None:
     folder = shown(run.path)
     nexts = "   ".join(command(verb, folder) for verb in ("report", "sample"))
     # Not through rich: a folder named `[x]` is not markup.
-    said = (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes)
-    notes = "\n\n".join(text for text in said if text)
+    texts = (manifest.choice_notes, manifest.lesson_notes, manifest.prediction_notes)
+    notes = "\n\n".join(text for text in texts if text)
     sys.stdout.write(f"\n{notes}\n\nrun folder: {folder}\nnext: {nexts}\n")
 
 
 def print_detached(run: RunFolder, json: bool) -> None:
-    """What to type next for a run that goes on without us."""
+    """Print the next commands for a run in the background."""
     if json:
         print_json({"run": str(run.path)})
         return
@@ -137,14 +145,14 @@ def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
         rows += [
             ("all-reduce", _allreduce(manifest)),
             ("on the wire", f"{_wire(manifest)} a rank and step"),
-            ("replicas", replica_verdict(manifest)),
+            ("replicas", _replica_verdict(manifest)),
         ]
     if manifest.recoveries:
-        rows.append(("members", members_verdict(manifest)))
+        rows.append(("members", _members_verdict(manifest)))
     return rows
 
 
-def replica_verdict(manifest: Manifest) -> str:
+def _replica_verdict(manifest: Manifest) -> str:
     if manifest.byte_equivalent is None:
         return "not compared"
     if manifest.byte_equivalent:
@@ -152,15 +160,11 @@ def replica_verdict(manifest: Manifest) -> str:
     return f"they DIFFER, by up to {_number(manifest.max_abs_diff, '.3g')}"
 
 
-def members_verdict(manifest: Manifest) -> str:
-    """How often it changed who took part, and what that cost."""
-    changes, known = (
-        len(manifest.recoveries),
-        [each.seconds for each in manifest.recoveries if each.seconds is not None],
-    )
+def _members_verdict(manifest: Manifest) -> str:
+    seconds = [recovery.seconds for recovery in manifest.recoveries if recovery.seconds is not None]
     parts = [
-        f"changed {changes}×, {len(manifest.members)} at the end",
-        f"at most {max(known):.1f} s to the next commit" if known else "",
+        f"changed {len(manifest.recoveries)}×, {len(manifest.members)} at the end",
+        f"at most {max(seconds):.1f} s to the next commit" if seconds else "",
         f"{manifest.redone_steps} steps redone" if manifest.redone_steps else "",
         f"{manifest.abandoned_steps} steps abandoned" if manifest.abandoned_steps else "",
     ]
@@ -168,8 +172,9 @@ def members_verdict(manifest: Manifest) -> str:
 
 
 def print_scaling(points: list[ScalingPoint]) -> None:
-    # Imported here because it brings numpy, which most verbs do without.
-    from shoal.tools.report.explain_run import explain
+    # Imported here because they import numpy, which most verbs do without.
+    from shoal.tools.report.explain_run import explain_scaling
+    from shoal.tools.report.figures import efficiency
 
     console = stdout_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -177,25 +182,19 @@ def print_scaling(points: list[ScalingPoint]) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     base = points[0]
     for point in points:
-        table.add_row(*_scaling_row(point, base))
+        waiting_s = point.phases.get("exposed", 0.0) + point.phases.get("wait", 0.0)
+        table.add_row(
+            str(point.ranks),
+            str(point.threads or "–"),
+            f"{point.tokens_per_s:,.0f}",
+            f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
+            percent(efficiency(point, base)),
+            f"{1e3 * point.step_s:.0f} ms",
+            f"{1e3 * point.allreduce_s:.1f} ms" if point.ranks > 1 and point.allreduce_s is not None else "–",
+            f"{1e3 * waiting_s:.1f} ms" if point.ranks > 1 else "–",
+        )
     console.print(table)
-    sys.stdout.write(f"\n{explain(points)}\n")
-
-
-def _scaling_row(point: ScalingPoint, base: ScalingPoint) -> tuple[str, ...]:
-    from shoal.tools.report.figures import efficiency
-
-    waiting = point.phases.get("exposed", 0.0) + point.phases.get("wait", 0.0)
-    return (
-        str(point.ranks),
-        str(point.threads or "–"),
-        f"{point.tokens_per_s:,.0f}",
-        f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
-        f"{100 * efficiency(point, base):.0f}%",
-        f"{1e3 * point.step_s:.0f} ms",
-        f"{1e3 * point.allreduce_s:.1f} ms" if point.ranks > 1 and point.allreduce_s is not None else "–",
-        f"{1e3 * waiting:.1f} ms" if point.ranks > 1 else "–",
-    )
+    sys.stdout.write(f"\n{explain_scaling(points)}\n")
 
 
 def _allreduce(manifest: Manifest) -> str:
@@ -207,40 +206,28 @@ def _allreduce(manifest: Manifest) -> str:
 def _wire(manifest: Manifest) -> str:
     if manifest.wire_bytes_per_step is None or manifest.theoretical_bytes_per_step is None:
         return "not counted"
-    sent, theory = (
-        format_si(each, "B") for each in (manifest.wire_bytes_per_step, manifest.theoretical_bytes_per_step)
-    )
+    sent, theory = format_si(manifest.wire_bytes_per_step, "B"), format_si(manifest.theoretical_bytes_per_step, "B")
     if manifest.inside == "gloo":
         return f"{sent} (2(N-1)/N of the gradients is {theory})"
-    return f"{sent} (of the gradients, which a machine's ranks share in memory: {theory})"
+    return f"{sent} ({theory} of gradients; ranks of one machine share them in memory)"
 
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-# SECTION cli/lines
-# Lines that ranks printed, on the terminal: coloured by rank, whole, in order.
-
-
-# A note may come from another machine's journal.
-_LONGEST_NOTE = 4_000
-_REDRAW_S = 0.1
-# Of a large world, the current lines of so many ranks.
-_MOST_CURRENT = 8
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-
-
 def make_line_printer(console: Console) -> Callable[[LogLine], None]:
+    """Return a function that prints a rank's line with a coloured label."""
+
     @cache
     def label(node: str, rank: int | None) -> str:
-        words = Text(f"[{node if rank is None else rank}] ", style=_COLOURS[(rank or 0) % len(_COLOURS)])
+        text = Text(f"[{node if rank is None else rank}] ", style=_COLOURS[(rank or 0) % len(_COLOURS)])
         with console.capture() as drawn:
-            console.print(words, end="")
+            console.print(text, end="")
         return drawn.get()
 
     def show(line: LogLine) -> None:
-        # Past rich, which would turn tabs into spaces and take ten times as long.
+        # Not through rich, which would turn tabs into spaces and take ten times as long.
         for part in printable(line.text).splitlines() or [""]:
             console.file.write(f"{label(line.node, line.rank)}{part}\n")
         console.file.flush()
@@ -249,16 +236,14 @@ def make_line_printer(console: Console) -> Callable[[LogLine], None]:
 
 
 class LineDisplay:
-    """Prints the lines of ranks as they are finished. On a terminal, the unfinished line of each rank (a progress bar)
-    stands below them and is drawn anew."""
+    """Print the finished lines of ranks. On a terminal, redraw their unfinished lines (progress bars) below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._show = make_line_printer(console)
-        # FORCE_COLOR makes rich take a pipe for a terminal.
+        # With FORCE_COLOR rich treats a pipe as a terminal.
         self.is_live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
-        # The current lines as they stand on the screen, and when they were drawn.
-        self._drawn: list[str] = []
+        self._drawn: list[str] = []  # the unfinished lines on the screen
         self._drawn_at = 0.0
 
     def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None:
@@ -274,13 +259,13 @@ class LineDisplay:
     def note(self, text: str) -> None:
         self.beside(lambda: print_note(text))
 
-    def beside(self, say: Callable[[], None]) -> None:
-        """Lets `say` print to the same terminal, above the current lines."""
+    def beside(self, print_text: Callable[[], None]) -> None:
+        """Call `print_text`, which prints to the same terminal, above the current lines."""
         below = self._drawn
         self._erase()
         # It may print to stderr, which is another stream.
         self._console.file.flush()
-        say()
+        print_text()
         self._draw(below)
 
     def close(self) -> None:
@@ -288,7 +273,7 @@ class LineDisplay:
         self._console.file.flush()
 
     def _below(self, current: Sequence[LogLine]) -> list[str]:
-        """Cut to the width of the terminal: a line that wraps could not be drawn anew."""
+        """Return the current lines, cut to the width of the terminal: a wrapped line could not be redrawn."""
         most = max(1, min(_MOST_CURRENT, self._console.height // 3))
         shown = list(current) if len(current) <= most else list(current[: most - 1])
         below = [self._cut(line) for line in shown]
@@ -313,9 +298,9 @@ class LineDisplay:
 
 
 def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
-    for found in processes:
-        age = format_duration(found.age_s)
-        yield f"{found.pid:>8}  {found.part:<8}  {found.node:<8}  {age:>8}  {found.command}"
+    for process in processes:
+        age = format_duration(process.age_s)
+        yield f"{process.pid:>8}  {process.part:<8}  {process.node:<8}  {age:>8}  {process.command}"
 
 
 def print_note(text: str) -> None:
@@ -324,28 +309,24 @@ def print_note(text: str) -> None:
     )
 
 
-# SECTION cli/given
-# Which options the command line has, and which of them contradict each other.
-
-
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the parameter of this name stands on the command line; a default does not count."""
+    """Return whether the command line has the parameter; a default does not count."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def flag_of(name: str) -> str:
-    """The flag of a parameter: `--step-s` of `step_s`, `--set` of `set_`."""
+    """Return the flag of a parameter: `--step-s` for `step_s`, `--set` for `set_`."""
     return "--" + name.rstrip("_").replace("_", "-")
 
 
 def given_settings(context: typer.Context, settings: dict[str, str]) -> dict[str, str]:
-    """The flags that the command line has, by the setting each stands for; `settings` are by parameter."""
+    """Return the given flags by setting. `settings` maps a parameter to its setting."""
     return {key: flag_of(name) for name, key in settings.items() if is_given(context, name)}
 
 
 def refuse_given(context: typer.Context, names: Iterable[str], beside: str, why: str, fix: str) -> None:
-    """Refuse the first of these parameters that the command line has, since it would have no effect."""
+    """Refuse the first of these parameters that is given, because it would have no effect."""
     for name in names:
         if is_given(context, name):
             raise UsageError(f"{flag_of(name)} has no effect {beside}", why=why, fix=fix)
@@ -353,9 +334,9 @@ def refuse_given(context: typer.Context, names: Iterable[str], beside: str, why:
 
 @contextlib.contextmanager
 def advising_flags(flags: Mapping[str, str]) -> Iterator[None]:
-    """Errors advise the flag instead of `--set` for a setting that the command line gives with its flag.
+    """Make errors suggest a flag instead of `--set` where the command line has that flag.
 
-    With both the setting would be given twice, and refused. `flags` are those that are given, by setting.
+    With both, the setting would be given twice and be refused. `flags` are the given flags, by setting.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`shoal plan`: predict before anything is started."""
+"""`shoal plan`: predict step time and speed without starting anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -18,7 +18,6 @@ from shoal.cli.output import advising_flags, command, given_settings, print_json
 from shoal.cli.plan_options import LINK, basis
 from shoal.cli.simulate import run_simulation
 from shoal.config.presets import PRESET_NAMES
-from shoal.config.profile import Profile
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
 from shoal.cost.predict import ClusterModel, Prediction, predict
@@ -26,25 +25,232 @@ from shoal.cost.strategy import Lever, bytes_per_parameter
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain, make_plan
-from shoal.tools.plan.compare import CalibrationResult
 from shoal.units import format_count, format_duration, format_si
 
-# SECTION cli/plantext
-# A plan as a table and sentences for people, and as a document for programs.
+if TYPE_CHECKING:
+    from shoal.config.profile import Profile
+    from shoal.tools.plan.compare import CalibrationResult
 
+app = typer.Typer(add_completion=False)
 
 Commands = Mapping[Lever, str | None]
 
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
 _OPTION_TITLES = ("lever", "tokens/s", "speed-up", "what it costs")
 _LEAST_WIDTH = 100
-_A_MINUTE_S = 60
+
+DEFAULTS = options.SimulateOptions
+# Options that plans and simulations share.
+_SHARED = ("nodes", "scaling", "ranks_per_node")
 
 
-def print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
+@app.command()
+def plan(
+    context: typer.Context,
+    preset: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"{PRESET_NAMES}; with --calibrate: runs.", show_default="grammar"),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of nodes: 4, 1..8 or 1,2,4.", show_default="1..8, or the machines named or measured"
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help=f"Link between nodes: {', '.join(LINKS)}, or a rate such as 300mbit.", show_default=LINK),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Plan for the machines that shoal probe measured.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the profile's constants to past runs, and save it.")
+    ] = False,
+    latency: Annotated[str | None, typer.Option(help="Latency of a message, software included, such as 0.5ms.")] = None,
+    efficiency: Annotated[float | None, typer.Option(help="Part of the link's rate that gradients reach.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(MACHINES)}; several kinds: desktop,laptop.", show_default="by link"),
+    ] = None,
+    flops: Annotated[float | None, typer.Option(help="The machine's peak FLOP/s, such as 2e12.")] = None,
+    mfu: Annotated[float | None, typer.Option(help="The part of --flops that training reaches.")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="The machine's memory in GB.")] = None,
+    ranks_per_node: Annotated[int, typer.Option(min=1, max=64, help="Ranks per node, such as its GPUs.")] = 1,
+    params: Annotated[
+        float | None, typer.Option(help="A model with this many parameters instead of a preset, such as 760e6.")
+    ] = None,
+    grad_dtype: Annotated[str, typer.Option(help="Gradients are computed in fp32 or bf16.")] = "fp32",
+    tokens: Annotated[float | None, typer.Option(help="Tokens per step, over all ranks.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="strong: fixed global batch; weak: fixed batch per rank.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Multiply the batch between two exchanges by this.", show_default="1")
+    ] = None,
+    wire: Annotated[str | None, typer.Option(help=f"Number format of sent gradients: {join_or(WIRE_USAGES)}.")] = None,
+    sync: Annotated[str | None, typer.Option(help=f"{', '.join(PLAN_USAGES)}.")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the printed command would run; shoal plan does not look there.", show_default="hosts.toml"
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write a figure (PNG).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
+    simulate: options.Simulate = False,
+    hours: options.Hours = DEFAULTS.hours,
+    step_s: options.StepS = None,
+    tokens_per_step: options.TokensPerStep = None,
+    mtbf_hours: options.MtbfHours = DEFAULTS.mtbf_hours,
+    all_share: options.AllShare = DEFAULTS.all_share,
+    recovery: options.RecoveryKind = DEFAULTS.recovery,
+    checkpoint_every: options.CheckpointEvery = DEFAULTS.checkpoint_every,
+    checkpoint_s: options.CheckpointS = DEFAULTS.checkpoint_s,
+    hidden_checkpoints: options.HiddenCheckpoints = DEFAULTS.hidden_checkpoints,
+    detect_s: options.DetectS = DEFAULTS.detect_s,
+    restart_s: options.RestartS = DEFAULTS.restart_s,
+    regroup_s: options.RegroupS = DEFAULTS.regroup_s,
+    rejoin_s: options.RejoinS = DEFAULTS.rejoin_s,
+    repair_minutes: options.RepairMinutes = DEFAULTS.repair_minutes,
+    straggler: options.Straggler = DEFAULTS.straggler,
+    min_nodes: options.MinNodes = DEFAULTS.min_nodes,
+    spares: options.Spares = DEFAULTS.spares,
+    seeds: options.Seeds = DEFAULTS.seeds,
+    seed: options.Seed = DEFAULTS.seed,
+) -> None:
+    """Predict step time and speed on 1, 2, 3 … machines, and which sync method ("lever") helps. Starts nothing.
+
+    With --simulate: the effect of failures, stragglers and checkpoints over hours or months.
+    """
+    given = locals()
+    _refuse_without_effect(context, calibrate, simulate)
+    if calibrate:
+        _calibrate(preset or [], profile, json)
+        return
+    given["preset"] = plan_options.one_preset(preset)
+    if output is not None:
+        plan_options.check_picture(output)
+    flags = given_settings(context, plan_options.SETTINGS)
+    plan_options.refuse_conflicts(flags, given)
+    made_from = basis(given)
+    given["on"] = made_from.on
+    counts = plan_options.parse_nodes(nodes or made_from.nodes)
+    # --tokens sets the global batch in another unit.
+    advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
+    with advising_flags(advised):
+        workload, lever, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
+    if simulate:
+        run_simulation(_simulate_options(given, workload, lever, made_from.setting, max(counts)), json, output)
+        return
+    try:
+        with advising_flags(advised):
+            made = make_plan(workload, lever, made_from.setting, counts)
+    except ConfigError as error:
+        # The error suggests --set, but a model given by --params has flags only.
+        fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
+        raise ConfigError(error.seen, why=error.why, fix=fix) from None
+    if made_from.known and max(counts) > made_from.known:
+        notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are assumed to equal the last of them")
+    if len(set(made.setting.node_names)) > 1:
+        base = made.rows[-1]
+        notes.append(f"speed-ups are against {base.base} alone, which trains {base.base_tokens_per_s:,.0f} tokens/s")
+    _show(made, [made_from.note, *notes], given)
+
+
+def _refuse_without_effect(context: typer.Context, calibrate: bool, simulate: bool) -> None:
+    """Refuse an option that has no effect together with the others."""
+    names = [name for name in context.params if name not in ("preset", "profile", "json", "calibrate")]
+    if calibrate:
+        fix = "write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml"
+        refuse_given(context, names, "with --calibrate", "it fits a profile to past runs and plans nothing", fix)
+    own = ({field.name for field in fields(options.SimulateOptions)} & set(names)) - {*_SHARED}
+    if not simulate:
+        refuse_given(
+            context,
+            [name for name in names if name in own],
+            "without --simulate",
+            "it is an option of the simulation of failures, stragglers and checkpoints",
+            "add --simulate, or leave it out",
+        )
+        return
+    refuse_given(context, ["on"], "with --simulate", "a simulation prints no command to paste", "leave it out")
+    chosen = context.params
+    if chosen["checkpoint_every"] == "never":
+        why = "checkpoints are never written"
+        refuse_given(
+            context, ["checkpoint_s", "hidden_checkpoints"], "with --checkpoint-every never", why, "leave it out"
+        )
+    if chosen["recovery"] == "restart":
+        why = "all ranks are restarted from a checkpoint"
+        refuse_given(context, ["regroup_s", "rejoin_s"], "with --recovery restart", why, "use --recovery both")
+
+
+def _simulate_options(
+    given: dict[str, Any], workload: Workload, lever: Lever, setting: ClusterModel, nodes: int
+) -> options.SimulateOptions:
+    """Return the simulator's options, with the plan's prediction for every number of remaining nodes."""
+    own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
+    values = {name: given[name] for name in own} | {"ranks_per_node": setting.ranks_per_node}
+
+    @cache
+    def planned(count: int) -> Prediction:
+        return predict(workload, lever, setting, count * setting.ranks_per_node)
+
+    step_s = (lambda count: planned(count).step.step_s) if given["step_s"] is None else given["step_s"]
+    tokens = planned(nodes).tokens if given["tokens_per_step"] is None else given["tokens_per_step"]
+    scaling = workload.train.scaling
+    return options.SimulateOptions(nodes=nodes, step_s=step_s, tokens_per_step=tokens, scaling=scaling, **values)
+
+
+def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
+    if not runs or profile is None:
+        raise UsageError(
+            "--calibrate needs runs to learn from and a profile to write into",
+            fix="write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml",
+        )
+    from shoal.config.load import write_profile
+    from shoal.tools.plan.compare import calibrated
+
+    fitted, results = calibrated(profile, [Path(run) for run in runs])
+    write_profile(fitted, profile)
+    if json:
+        print_json(_calibration_document(fitted, results))
+    else:
+        _print_calibration(fitted, results, profile)
+
+
+def _show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
+    advice = advise(made)
+    choices = (*advice.options, advice.best, advice.other_training)
+    commands = {option.lever: _command(given, made, option) for option in choices if option is not None}
+    if given["output"] is not None:
+        from shoal.tools.plan.figures import plot_plan
+
+        plot_plan(made, given["output"])
+    if given["json"]:
+        print_json(_plan_document(made, advice, notes, commands))
+        return
+    _print_plan(made, advice, notes, commands)
+    if given["output"] is not None:
+        typer.echo(f"\npicture: {shown(given['output'])}")
+
+
+def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | None:
+    """Return the command, or None for what shoal cannot do: a planned sync method, or a model that is no preset."""
+    if given["params"] is not None or not option.is_possible:
+        return None
+    return command(*plan_options.train_words(given, made, option))
+
+
+def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
     console = stdout_console()
     console.width = max(console.width, _LEAST_WIDTH)
-    for line in (describe(plan.workload, plan.lever, plan.rows[-1]), *notes):
+    for line in (_describe(plan.workload, plan.lever, plan.rows[-1]), *notes):
         console.print(escape(line), style="dim")
     console.print()
     console.print(_rows(plan))
@@ -57,10 +263,14 @@ def print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comma
         console.print(escape(line), style="bold" if number == 0 else None)
     if has_options and any(not option.lever.is_available for option in advice.options):
         console.print("* not in shoal yet", style="dim")
-    _print_commands(console.print, advice, commands)
+    for label, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
+        if option is not None and (text := commands.get(option.lever)):
+            hosts = " (hosts.toml lists your machines)" if "hosts.toml" in text else ""
+            console.print(f"\n{label}{hosts}:", style="dim")
+            console.print(f"  {escape(text)}", soft_wrap=True)
 
 
-def plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
+def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> dict[str, Any]:
     workload = plan.workload
     return {
         "workload": {
@@ -84,8 +294,8 @@ def plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: Co
     }
 
 
-def describe(workload: Workload, lever: Lever, last: PlanRow) -> str:
-    """`gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
+def _describe(workload: Workload, lever: Lever, last: PlanRow) -> str:
+    """Return for example `gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
     sent = bytes_per_parameter(lever, workload) * workload.parameters
     sequences = last.prediction.deal.global_batch
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
@@ -130,7 +340,6 @@ def _options(advice: Advice) -> Table:
 
 
 def _option_row(option: PlanOption) -> tuple[str, ...]:
-    """What cannot be done today is told from what is merely slow."""
     name = str(option.lever) + ("" if option.lever.is_available else " *")
     return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
 
@@ -150,13 +359,6 @@ def _option_document(option: PlanOption, commands: Commands) -> dict[str, Any]:
     }
 
 
-def _print_commands(say: Any, advice: Advice, commands: Commands) -> None:
-    for words, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
-        if option is not None and (line := commands.get(option.lever)):
-            say(f"\n{words}{' (hosts.toml lists your machines)' if 'hosts.toml' in line else ''}:", style="dim")
-            say(f"  {escape(line)}", soft_wrap=True)
-
-
 def _table(titles: Sequence[str], right: Sequence[int]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(titles):
@@ -166,256 +368,38 @@ def _table(titles: Sequence[str], right: Sequence[int]) -> Table:
 
 
 def _time(seconds: float) -> str:
-    """In one unit: minutes and seconds would make a column too wide."""
-    if seconds >= _A_MINUTE_S:
+    """Format in one unit: minutes and seconds would make a column too wide."""
+    if seconds >= 60:
         return f"{seconds:,.0f} s"
     return format_duration(seconds) if seconds else "–"
 
 
-# SECTION cli/lessonstext
-# What a profile learned from runs, for people and for scripts.
-
-
-def print_lessons(profile: Profile, lessons: Sequence[CalibrationResult], path: Path) -> None:
-    learned = profile.calibration
-    assert learned is not None  # noqa: S101 - it has just been fitted
+def _print_calibration(profile: Profile, results: Sequence[CalibrationResult], path: Path) -> None:
+    fitted = profile.calibration
+    assert fitted is not None  # noqa: S101 - it has just been fitted
     console = stdout_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("run", "measured", "predicted", "error", "now", "error"):
         table.add_column(title, justify="left" if title == "run" else "right")
-    for each in lessons:
-        table.add_row(escape(shown(each.run)), *_cells(each))
+    for result in results:
+        predictions = (
+            (format_duration(seconds), f"{seconds / result.measured_s - 1:+.1%}")
+            for seconds in (result.before_s, result.after_s)
+        )
+        cells = [cell for pair in predictions for cell in pair]
+        table.add_row(escape(shown(result.run)), format_duration(result.measured_s), *cells)
     console.print(table)
     console.print(
-        f"\ncomputing × {learned.compute:.3f}, optimizer × {learned.optimizer:.3f}, exchange × {learned.comm:.3f}, "
-        f"everything else {format_duration(learned.other_s)} a step; medians over {learned.runs} runs",
+        f"\ncomputing × {fitted.compute:.3f}, optimizer × {fitted.optimizer:.3f}, exchange × {fitted.comm:.3f}, "
+        f"everything else {format_duration(fitted.other_s)} a step; medians over {fitted.runs} runs",
         soft_wrap=True,
     )
     console.print(f"saved: {escape(shown(path))}", soft_wrap=True)
 
 
-def _cells(each: CalibrationResult) -> list[str]:
-    said = ((format_duration(seconds), f"{seconds / each.measured_s - 1:+.1%}") for seconds in _said(each))
-    return [format_duration(each.measured_s), *(cell for pair in said for cell in pair)]
-
-
-def _said(each: CalibrationResult) -> tuple[float, float]:
-    return each.before_s, each.after_s
-
-
-def lessons_document(profile: Profile, lessons: Sequence[CalibrationResult]) -> dict[str, Any]:
-    learned = profile.calibration
+def _calibration_document(profile: Profile, results: Sequence[CalibrationResult]) -> dict[str, Any]:
+    fitted = profile.calibration
     return {
-        "calibration": learned.model_dump(mode="json") if learned else None,
-        "runs": [{**asdict(each), "run": str(each.run)} for each in lessons],
+        "calibration": fitted.model_dump(mode="json") if fitted else None,
+        "runs": [{**asdict(result), "run": str(result.run)} for result in results],
     }
-
-
-app = typer.Typer(add_completion=False)
-
-DEFAULTS = options.SimulateOptions
-# Options of a plan that a simulation has too.
-_SHARED = ("nodes", "scaling", "ranks_per_node")
-
-
-@app.command()
-def plan(
-    context: typer.Context,
-    preset: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"{PRESET_NAMES}; with --calibrate: runs.", show_default="grammar"),
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of nodes: 4, 1..8 or 1,2,4.", show_default="1..8, or the machines named or measured"
-        ),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help=f"Between nodes: {', '.join(LINKS)}, or a rate as 300mbit.", show_default=LINK),
-    ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Plan for machines as measured by shoal probe.")] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the profile's constants to past runs, and save it.")
-    ] = False,
-    latency: Annotated[str | None, typer.Option(help="What a message waits, software included, as 0.5ms.")] = None,
-    efficiency: Annotated[float | None, typer.Option(help="Part of the link's rate that gradients get.")] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(MACHINES)}; unequal ones as desktop,laptop.", show_default="by link"),
-    ] = None,
-    flops: Annotated[float | None, typer.Option(help="The machine's matrix peak, as 2e12.")] = None,
-    mfu: Annotated[float | None, typer.Option(help="The part of that which training reaches.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="The machine's memory.")] = None,
-    ranks_per_node: Annotated[int, typer.Option(min=1, max=64, help="Ranks on each node, as GPUs in it.")] = 1,
-    params: Annotated[float | None, typer.Option(help="A model of this size instead of a preset, as 760e6.")] = None,
-    grad_dtype: Annotated[str, typer.Option(help="Gradients are computed in fp32 or bf16.")] = "fp32",
-    tokens: Annotated[float | None, typer.Option(help="Tokens in a step of the whole world.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
-    ] = None,
-    depth: Annotated[int | None, typer.Option(help="One dial for the model's size; 12 is GPT-2.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step of the whole world.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank computes at once.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(help="So many times the batch between two exchanges.", show_default="1")
-    ] = None,
-    wire: Annotated[str | None, typer.Option(help=f"{join_or(WIRE_USAGES)}.")] = None,
-    sync: Annotated[str | None, typer.Option(help=f"{', '.join(PLAN_USAGES)}.")] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(help="Where the command to paste would run; nothing is looked at.", show_default="hosts.toml"),
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A picture to write (PNG).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on stdout.")] = False,
-    simulate: options.Simulate = False,
-    hours: options.Hours = DEFAULTS.hours,
-    step_s: options.StepS = None,
-    tokens_per_step: options.TokensPerStep = None,
-    mtbf_hours: options.MtbfHours = DEFAULTS.mtbf_hours,
-    all_share: options.AllShare = DEFAULTS.all_share,
-    recovery: options.RecoveryKind = DEFAULTS.recovery,
-    checkpoint_every: options.CheckpointEvery = DEFAULTS.checkpoint_every,
-    checkpoint_s: options.CheckpointS = DEFAULTS.checkpoint_s,
-    hidden_checkpoints: options.HiddenCheckpoints = DEFAULTS.hidden_checkpoints,
-    detect_s: options.DetectS = DEFAULTS.detect_s,
-    restart_s: options.RestartS = DEFAULTS.restart_s,
-    regroup_s: options.RegroupS = DEFAULTS.regroup_s,
-    rejoin_s: options.RejoinS = DEFAULTS.rejoin_s,
-    repair_minutes: options.RepairMinutes = DEFAULTS.repair_minutes,
-    straggler: options.Straggler = DEFAULTS.straggler,
-    min_nodes: options.MinNodes = DEFAULTS.min_nodes,
-    spares: options.Spares = DEFAULTS.spares,
-    seeds: options.Seeds = DEFAULTS.seeds,
-    seed: options.Seed = DEFAULTS.seed,
-) -> None:
-    """Predict step time and speed on 1, 2, 3 … machines, and say which lever helps. Starts nothing.
-
-    With --simulate: what failures, stragglers and checkpoints make of it over hours or months.
-    """
-    given = locals()
-    refuse_idle(context, calibrate, simulate)
-    if calibrate:
-        learn(preset or [], profile, json)
-        return
-    given["preset"] = plan_options.one_preset(preset)
-    if output is not None:
-        plan_options.check_picture(output)
-    flags = given_settings(context, plan_options.SETTINGS)
-    plan_options.refuse_conflicts(flags, given)
-    made_from = basis(given)
-    given["on"] = made_from.on
-    counts = plan_options.parse_nodes(nodes or made_from.nodes)
-    # The same setting in another unit.
-    advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
-    with advising_flags(advised):
-        workload, lever, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
-    if simulate:
-        run_simulation(foretell(given, workload, lever, made_from.setting, max(counts)), json, output)
-        return
-    try:
-        with advising_flags(advised):
-            made = make_plan(workload, lever, made_from.setting, counts)
-    except ConfigError as error:
-        # What `--set` would change; a bare model takes flags only.
-        fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
-        raise ConfigError(error.seen, why=error.why, fix=fix) from None
-    if made_from.known and max(counts) > made_from.known:
-        notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are taken to be like the last of them")
-    if len(set(made.setting.node_names)) > 1:
-        base = made.rows[-1]
-        notes.append(f"speed-ups are against {base.base} alone, which trains {base.base_tokens_per_s:,.0f} tokens/s")
-    show(made, [made_from.note, *notes], given)
-
-
-def refuse_idle(context: typer.Context, calibrate: bool, simulate: bool) -> None:
-    """Refuse an option that has no effect beside the others."""
-    names = [name for name in context.params if name not in ("preset", "profile", "json", "calibrate")]
-    if calibrate:
-        fix = "write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml"
-        refuse_given(context, names, "with --calibrate", "it fits a profile to past runs, and plans nothing", fix)
-    own = ({field.name for field in fields(options.SimulateOptions)} & set(names)) - {*_SHARED}
-    if not simulate:
-        refuse_given(
-            context,
-            [name for name in names if name in own],
-            "without --simulate",
-            "it is one of the simulation's: failures, stragglers and checkpoints over hours or months",
-            "add --simulate, or leave it out",
-        )
-        return
-    refuse_given(context, ["on"], "with --simulate", "a simulation prints no command to paste", "leave it out")
-    chosen = context.params
-    if chosen["checkpoint_every"] == "never":
-        why = "checkpoints are never written"
-        refuse_given(
-            context, ["checkpoint_s", "hidden_checkpoints"], "with --checkpoint-every never", why, "leave it out"
-        )
-    if chosen["recovery"] == "restart":
-        why = "all ranks are restarted from a checkpoint"
-        refuse_given(context, ["regroup_s", "rejoin_s"], "with --recovery restart", why, "use --recovery both")
-
-
-def foretell(
-    given: dict[str, Any], workload: Workload, lever: Lever, setting: ClusterModel, nodes: int
-) -> options.SimulateOptions:
-    """The simulator's knobs, with the plan's own prediction for every number of nodes that are left."""
-    own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
-    knobs = {name: given[name] for name in own} | {"ranks_per_node": setting.ranks_per_node}
-
-    @cache
-    def planned(count: int) -> Prediction:
-        return predict(workload, lever, setting, count * setting.ranks_per_node)
-
-    step_s = (lambda count: planned(count).step.step_s) if given["step_s"] is None else given["step_s"]
-    tokens = planned(nodes).tokens if given["tokens_per_step"] is None else given["tokens_per_step"]
-    scaling = workload.train.scaling
-    return options.SimulateOptions(nodes=nodes, step_s=step_s, tokens_per_step=tokens, scaling=scaling, **knobs)
-
-
-def learn(runs: list[str], profile: Path | None, json: bool) -> None:
-    if not runs or profile is None:
-        raise UsageError(
-            "--calibrate needs runs to learn from and a profile to write into",
-            fix="write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml",
-        )
-    from shoal.config.load import write_profile
-    from shoal.tools.plan.compare import calibrated
-
-    learned, lessons = calibrated(profile, [Path(run) for run in runs])
-    write_profile(learned, profile)
-    if json:
-        print_json(lessons_document(learned, lessons))
-    else:
-        print_lessons(learned, lessons, profile)
-
-
-def show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
-    """`notes` say what the plan was made from."""
-    advice = advise(made)
-    commands = {option.lever: _command(given, made, option) for option in _named(advice)}
-    if given["output"] is not None:
-        from shoal.tools.plan.figures import plot_plan
-
-        plot_plan(made, given["output"])
-    if given["json"]:
-        print_json(plan_document(made, advice, notes, commands))
-        return
-    print_plan(made, advice, notes, commands)
-    if given["output"] is not None:
-        typer.echo(f"\npicture: {shown(given['output'])}")
-
-
-def _named(advice: Advice) -> list[PlanOption]:
-    return [option for option in (*advice.options, advice.best, advice.other_training) if option is not None]
-
-
-def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | None:
-    """None for what shoal cannot do: a lever of tomorrow, or a model that is no preset."""
-    if given["params"] is not None or not option.is_possible:
-        return None
-    return command(*plan_options.train_words(given, made, option))

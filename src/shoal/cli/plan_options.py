@@ -1,4 +1,8 @@
-"""What the words of `shoal plan` mean: which nodes, which workload, which lever."""
+"""Turn the options of `shoal plan` into what is planned.
+
+That is the nodes, the workload, the sync method ("lever"), and the cluster: from data sheets, a measured profile, or
+measured machines over another link.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.output import flag_of
 from shoal.config.load import build_config, parse_set, refuse_twice, refuse_without_effect, typed_settings
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.schema import Config, TrainConfig
 from shoal.config.sync_choice import PLAN_METHODS, SYNC_METHODS, WIRE_FORMATS
-from shoal.cost.data_sheets import SheetOverrides as Data_sheetsOverrides
-from shoal.cost.data_sheets import describe, find_link, find_machines, make_setting, positive, ring, stack_of
+from shoal.cost.data_sheets import (
+    SheetOverrides,
+    describe,
+    find_link,
+    find_machines,
+    make_setting,
+    positive,
+    ring,
+    stack_of,
+)
 from shoal.cost.predict import ClusterModel, speeds
 from shoal.cost.strategy import Lever, lever_of
 from shoal.cost.workload import GRADIENT_BYTES, Workload, bare_workload, workload_of
@@ -29,7 +42,11 @@ MOST_ROWS = 64
 _RANGE = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
 _WITH_NUMBER = re.compile(r"([a-z0-9]+)(?::(\d{1,9}))?")
 
-# A bare model is planned with what GPT-2 had, and a batch that a few machines can share.
+LINK = "1gbe"
+NODES = "1..8"
+HOSTS = "hosts.toml"
+
+# A model given by --params alone has GPT-2's sequence length and a batch that a few machines can share.
 BARE_SEQ_LEN = 1024
 BARE_BATCH = 16
 
@@ -39,7 +56,7 @@ _FLAGS = {
     "scaling": "train.scaling",
     "seq_len": "model.seq_len",
 }
-# Which setting each flag stands for, also where a plan reads the flag in another way than a training.
+# The setting of each flag, also where a plan reads the flag differently from a training.
 SETTINGS = _FLAGS | {
     "tokens": "train.global_batch",
     "accumulate": "sync.accumulate",
@@ -47,29 +64,33 @@ SETTINGS = _FLAGS | {
     "sync": "sync.mode",
     "on": "run.on",
 }
-# What a bare model has no place for.
+# Options that do not apply to a model given by --params.
 _NOT_BARE = ("preset", "config", "depth", "set_", "seq_len")
 # Settings that a plan decides itself.
-_OURS = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.on")
+_PLANNED = ("train.global_batch", "sync.mode", "sync.every", "sync.accumulate", "sync.wire", "run.on")
 
 
 def parse_nodes(text: str) -> list[int]:
-    """`3`, `1..8`, `1,2,4` or `1,2,4..8`."""
-    found: list[int] = []
+    """Parse `3`, `1..8`, `1,2,4` or `1,2,4..8`."""
+    counts: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else 0
         if not 1 <= first <= last <= MOST_NODES:
-            raise _no_nodes(text)
-        found += range(first, last + 1)
-    if len(found) > MOST_ROWS:
+            raise UsageError(
+                f"--nodes {text} is not a list of numbers of nodes",
+                why=f"they count from 1 to {MOST_NODES:,}, the smaller one first",
+                fix="write for example: --nodes 1..8, --nodes 4 or --nodes 1,2,4",
+            )
+        counts += range(first, last + 1)
+    if len(counts) > MOST_ROWS:
         raise UsageError(
-            f"--nodes {text} are {len(found)} rows",
-            why=f"a plan has {MOST_ROWS} at most",
-            fix="name those that matter: --nodes 1,2,4,8,16,32,64",
+            f"--nodes {text} gives {len(counts)} rows",
+            why=f"a plan has at most {MOST_ROWS} rows",
+            fix="choose fewer: --nodes 1,2,4,8,16,32,64",
         )
-    return sorted(set(found))
+    return sorted(set(counts))
 
 
 def one_preset(words: list[str] | None) -> str | None:
@@ -82,30 +103,22 @@ def one_preset(words: list[str] | None) -> str | None:
     return words[0] if words else None
 
 
-def _no_nodes(text: str) -> UsageError:
-    return UsageError(
-        f"--nodes {text} names no numbers of nodes",
-        why=f"they count from 1 to {MOST_NODES:,}, the smaller one first",
-        fix="write for example: --nodes 1..8, --nodes 4 or --nodes 1,2,4",
-    )
-
-
 def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Lever, list[str]]:
-    """And what has to be said about it."""
-    asked = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
+    """Return the workload, the sync method and notes for the user."""
+    requested = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
     lever = parse_lever(given)
-    workload = fit_batch(asked, most_ranks, is_batch_stated(asked, given))
+    workload = fit_batch(requested, most_ranks, is_batch_stated(requested, given))
     notes = []
-    if workload != asked:
+    if workload != requested:
         notes.append(
-            f"global batch {workload.train.global_batch} instead of {asked.train.global_batch}: each of {most_ranks} "
-            "ranks needs a sequence"
+            f"global batch {workload.train.global_batch} instead of {requested.train.global_batch}: each of "
+            f"{most_ranks} ranks needs a sequence"
         )
     return workload, lever, notes
 
 
 def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
-    """Refuse a setting that is given twice, or that no plan follows; `flags` are those that are given, by setting."""
+    """Refuse a setting that is given twice or has no effect on a plan. `flags` are the given flags, by setting."""
     sets = given["set_"] or []
     if ":" in (given["sync"] or ""):
         flags = flags | {"sync.every": f"--sync {given['sync']}"}
@@ -113,13 +126,13 @@ def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
     if "run.weights" in typed_settings(None, sets):
         raise UsageError(
             "run.weights has no effect here",
-            why="a plan deals a batch evenly, and offers to deal it by the speeds of the machines",
+            why="a plan divides the batch equally, and also shows it divided by the speed of the machines",
             fix="leave it out, or name unequal machines: --machine desktop,laptop",
         )
 
 
 def make_config(given: dict[str, Any]) -> Config:
-    """The settings that are planned; one of the command line that they ignore is refused."""
+    """Build the settings to plan. Refuse a given setting that has no effect."""
     overrides = depth_overrides(given["depth"]) if given["depth"] is not None else {}
     for flag, key in _FLAGS.items():
         if given[flag] is not None:
@@ -133,12 +146,12 @@ def make_config(given: dict[str, Any]) -> Config:
 
 
 def bare(given: dict[str, Any]) -> Workload:
-    """Of `--params` alone; `--tokens` is what a step of the whole world computes."""
+    """Return the workload of a model given by `--params` alone; `--tokens` are per step, over all ranks."""
     if (extra := next((name for name in _NOT_BARE if given[name]), None)) is not None:
-        named = given["preset"] if extra == "preset" else "--" + extra.rstrip("_").replace("_", "-")
+        named = given["preset"] if extra == "preset" else flag_of(extra)
         raise UsageError(
             f"--params does not go with {named}",
-            why="it stands for a model of which nothing but the size is known",
+            why="it describes a model by its size only",
             fix="leave one of them out",
         )
     _refuse_two_batches(given)
@@ -163,7 +176,7 @@ def _refuse_two_batches(given: dict[str, Any]) -> None:
     if given["tokens"] is not None and given["global_batch"] is not None:
         raise UsageError(
             "--tokens does not go with --global-batch",
-            why="both say how large a step of the whole world is",
+            why="both set the size of a step over all ranks",
             fix="leave one of them out",
         )
 
@@ -173,23 +186,23 @@ def _sequences(tokens: float, seq_len: int) -> int:
 
 
 def fit_batch(workload: Workload, ranks: int, is_stated: bool) -> Workload:
-    """A preset's own batch grows until every rank has a micro-batch; one that was asked for stays, and is refused."""
+    """Enlarge a preset's batch until every rank has a micro-batch. A given batch stays, and may be refused later."""
     train = workload.train
-    each = train.micro_batch or 1
-    if is_stated or train.scaling == "weak" or train.global_batch >= each * ranks:
+    smallest = (train.micro_batch or 1) * ranks
+    if is_stated or train.scaling == "weak" or train.global_batch >= smallest:
         return workload
-    return workload.with_batch(each * ranks)
+    return workload.with_batch(smallest)
 
 
 def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
-    """By a flag, a setting or a file; saying the preset's own number again does not count."""
+    """Return whether a flag, a setting or a file gives a batch other than the preset's."""
     if given["params"] is not None:
         return given["global_batch"] is not None or given["tokens"] is not None
     return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
 
 
 def parse_lever(given: dict[str, Any]) -> Lever:
-    """From all settings, because some depend on each other; `sharded` is one that no training can have yet."""
+    """Return the sync method of all settings together; `sharded` is one that shoal cannot train with yet."""
     if given["params"] is None:
         config = make_config(given)
     else:
@@ -201,7 +214,7 @@ def parse_lever(given: dict[str, Any]) -> Lever:
 
 
 def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of section `sync` that the flags stand for."""
+    """Return the settings of section `sync` that the flags set."""
     overrides: dict[str, Any] = {}
     if given["accumulate"] is not None:
         overrides["accumulate"] = round(positive("--accumulate", given["accumulate"], 1e6))
@@ -210,7 +223,7 @@ def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
         overrides["wire"] = f"{name}:{number}" if number else name
     if given["sync"] is not None:
         name, number = _named("--sync", given["sync"], PLAN_METHODS)
-        # Sharded exchanges in every step, as ddp does.
+        # `sharded` exchanges in every step, as ddp does.
         overrides["mode"] = "ddp" if name == "sharded" else name
         overrides |= {"every": number} if number else {}
     return overrides
@@ -240,12 +253,12 @@ def gradient_type(text: str) -> Any:
 
 
 def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[str]:
-    """The command that does what was planned; every flag of the plan that a training has too is in it.
+    """Return the command that trains as planned, with every flag of the plan that a training has too.
 
-    A file with settings may hold any of those that the plan decided. Then all of them are in the command.
+    A file with settings may contain settings that the plan decided. Then the command sets all of them.
     """
     lever, has_file = option.lever, given["config"] is not None
-    settings = [setting for setting in given["set_"] or [] if _key(setting) not in _OURS]
+    settings = [setting for setting in given["set_"] or [] if _key(setting) not in _PLANNED]
     on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
     words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"]])]
     for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
@@ -277,46 +290,38 @@ def _preset_batch(given: dict[str, Any]) -> int:
 
 def check_picture(path: Path) -> None:
     if path.suffix != ".png":
-        raise UsageError(f"{path} is no picture", why="-o writes a PNG", fix=f"write -o {path.with_suffix('.png')}")
-
-
-# SECTION cli/planbasis
-# What a plan is made from: the catalogue, a measured profile, or measured machines over another link.
-
-
-LINK = "1gbe"
-NODES = "1..8"
-HOSTS = "hosts.toml"
+        raise UsageError(
+            f"{path} is not a PNG file", why="-o writes a figure as PNG", fix=f"write -o {path.with_suffix('.png')}"
+        )
 
 
 @dataclass(frozen=True)
 class Basis:
-    """`nodes` are those of interest unless the user names others, `on` is where the command to paste would run.
-    `known` is how many nodes are known one by one, `how` from where: measured or named. 0: all are alike."""
+    """The cluster that is planned for."""
 
     setting: ClusterModel
     note: str
-    nodes: str
-    on: str
-    known: int = 0
-    how: str = "measured"
+    nodes: str  # default of --nodes
+    on: str  # where the printed command would run
+    known: int = 0  # how many nodes are known one by one; 0: all are alike
+    how: str = "measured"  # or "named"
 
 
 def basis(given: dict[str, Any]) -> Basis:
-    overrides = Data_sheetsOverrides(*(given[name] for name in ("efficiency", "latency", "flops", "mfu", "memory_gb")))
+    overrides = SheetOverrides(*(given[name] for name in ("efficiency", "latency", "flops", "mfu", "memory_gb")))
     if given["profile"] is None:
-        wired = find_link(given["link"] or LINK)
-        machines = find_machines(given["machine"], wired)
-        setting = make_setting(wired, machines, given["ranks_per_node"], overrides)
-        note = f"{describe(wired, machines, setting)}; measure yours with shoal probe"
+        link = find_link(given["link"] or LINK)
+        machines = find_machines(given["machine"], link)
+        setting = make_setting(link, machines, given["ranks_per_node"], overrides)
+        note = f"{describe(link, machines, setting)}; measure yours with shoal probe"
         named = len(machines) if len(machines) > 1 else 0
         return Basis(setting, note, f"1..{named}" if named else NODES, given["on"] or HOSTS, named, "named")
     _refuse_beside_profile(given)
     return _measured(given["profile"], given["link"], given["on"], overrides)
 
 
-def _measured(path: Path, link: str | None, on: str | None, overrides: Data_sheetsOverrides) -> Basis:
-    # A plan without a profile must not pay for reading one: its schema takes a tenth of the whole answer.
+def _measured(path: Path, link: str | None, on: str | None, overrides: SheetOverrides) -> Basis:
+    # Imported here: a plan without a profile would spend a tenth of its time on importing the schema.
     from shoal.config.load import read_profile
     from shoal.cost.measured import setting_of
 
@@ -324,10 +329,10 @@ def _measured(path: Path, link: str | None, on: str | None, overrides: Data_shee
     setting = replace(setting_of(profile), ranks_per_node=_ranks_per_node(profile))
     note = f"as measured by {path} on {profile.on}, {profile.created}"
     if link is not None:
-        wired = find_link(link)
-        sheet = ring(wired, stack_of(()), overrides)
+        other_link = find_link(link)
+        sheet = ring(other_link, stack_of(()), overrides)
         setting = replace(setting, network=sheet)
-        note += f"; but over {wired.name} by data sheet, {format_si(sheet.bytes_per_s, 'B/s')}"
+        note += f"; but over {other_link.name} by data sheet, {format_si(sheet.bytes_per_s, 'B/s')}"
     if profile.calibration is not None:
         note += f"; learned from {profile.calibration.runs} runs"
     last = len(profile.nodes)
@@ -339,21 +344,21 @@ def _ranks_per_node(profile: Profile) -> int:
     if len(counts) > 1:
         raise UsageError(
             "the profile's nodes have different numbers of ranks",
-            why="rows of a plan are nodes of one kind",
+            why="a plan adds nodes that have the same number of ranks",
             fix=f"predict the run itself: shoal train --on {profile.on} --plan --profile …",
         )
     return counts.pop()
 
 
 def _refuse_beside_profile(given: dict[str, Any]) -> None:
-    """A profile knows the machines; a flag that it would quietly overrule must not pass."""
+    """Refuse flags that a profile overrides: it describes the machines."""
     extra = [name for name in ("machine", "flops", "mfu", "memory_gb") if given[name] is not None]
     extra += ["ranks_per_node"] if given["ranks_per_node"] != 1 else []
     extra += [name for name in ("efficiency", "latency") if given[name] is not None and given["link"] is None]
     if extra:
-        flag = "--" + extra[0].replace("_", "-")
+        flag = flag_of(extra[0])
         raise UsageError(
             f"{flag} does not go with --profile",
-            why="the profile says how fast these machines and their links are",
-            fix=f"leave {flag} out; to look at another link beside it: --link 10gbe",
+            why="the profile has the speed of these machines and their links",
+            fix=f"leave {flag} out; to plan with another link: --link 10gbe",
         )

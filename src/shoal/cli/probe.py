@@ -1,4 +1,4 @@
-"""`shoal probe`: measure a cluster."""
+"""`shoal probe`: measure links, gloo and machines of a cluster, and print the profile."""
 
 from __future__ import annotations
 
@@ -23,18 +23,72 @@ from shoal.tools.probe.figure import plot_probe
 from shoal.tools.probe.run import probe as measure
 from shoal.units import format_duration, format_number, format_si
 
-# SECTION cli/probetext
-# A profile as tables for people.
-
+app = typer.Typer(add_completion=False)
 
 _LEAST_WIDTH = 120
 
 
+@app.command()
+def probe(
+    on: Annotated[str, typer.Option(help="What to measure: local:N, lab[:N], or a hosts file.")] = "local:2",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("profile.toml"),
+    budget: Annotated[
+        float, typer.Option(min=5, help="Seconds it may take; slow links are measured with smaller messages.")
+    ] = 60.0,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Also time this model: a preset, or depth:N; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
+) -> None:
+    """Measure links, gloo and machines. Writes a profile, and a figure of the same name beside it."""
+    check_writable(output)
+    picture = picture_of(output)
+    models = {name: _find_model(name) for name in model or []}
+    console = make_console(stderr=True)
+    with console.status("") as spinner:
+        profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
+    write_profile(profile, output)
+    plot_probe(profile, picture)
+    if json:
+        print_json(profile.model_dump(mode="json"))
+        return
+    print_profile(profile)
+    typer.echo(f"\nprofile: {shown(output)}\npicture: {shown(picture)}")
+
+
+def picture_of(profile: Path) -> Path:
+    """Return the figure's path: the profile's name with .png, so that two profiles have two figures."""
+    if profile.suffix == ".png":
+        raise UsageError(
+            f"{profile} is the name of a picture",
+            why="-o names the profile, a TOML file; its picture gets the same name with .png",
+            fix=f"write -o {profile.with_suffix('.toml')}",
+        )
+    picture = profile.with_suffix(".png")
+    if picture.exists() and not profile.exists():
+        raise DataError(
+            f"{picture} is there already, and there is no profile {profile} that it would belong to",
+            why="only the picture of an older profile is replaced",
+            fix="choose another file: -o FILE",
+        )
+    return picture
+
+
+def _find_model(name: str) -> ModelConfig:
+    """Return a preset's model or, for `depth:6`, the demo's with another depth; its text sets the vocabulary."""
+    preset, _, depth = name.partition(":")
+    if depth and (preset != "depth" or not depth.isdigit()):
+        raise UsageError(f"--model {name}: no such model", fix="write a preset, such as gpt2-124m, or depth:6")
+    overrides = depth_overrides(int(depth)) if depth else {}
+    config = build_config("grammar" if depth else preset, None, overrides, [])
+    return workload_of(config).shape
+
+
 def print_profile(profile: Profile) -> None:
     console = stdout_console()
-    # A long name makes a line break on a narrow terminal, rather than lose its figures.
+    # On a narrow terminal break long lines instead of losing figures.
     console.width = max(console.width, _LEAST_WIDTH)
-    for table in tables(profile):
+    for table in _tables(profile):
         console.print(table)
         console.print()
     for line in verdicts(profile):
@@ -43,19 +97,19 @@ def print_profile(profile: Profile) -> None:
         console.print(f"[yellow]note[/]: {escape(note)}", soft_wrap=True)
 
 
-def tables(profile: Profile) -> list[Table]:
-    found = []
+def _tables(profile: Profile) -> list[Table]:
+    tables = []
     titles: tuple[str, ...]
     if profile.links:
         titles = (f"link, by {profile.links[0].tool}", "round trip", "one stream", "four streams", "all links at once")
-        found.append(_table(titles, [_link_row(link) for link in profile.links]))
+        tables.append(_table(titles, [_link_row(link) for link in profile.links]))
     if profile.collectives:
         titles = ("over gloo", "size", "time", "algorithm", "bus bandwidth", "")
         rows = [row for entry in profile.collectives for row in _collective_rows(entry)]
-        found.append(_table(titles, rows))
+        tables.append(_table(titles, rows))
     titles = ("node", "fp32 GFLOP/s", "bf16", "memory GB/s", "tokens/s by threads", "bound by")
-    found.append(_table(titles, [_node_row(node) for node in profile.nodes]))
-    return found
+    tables.append(_table(titles, [_node_row(node) for node in profile.nodes]))
+    return tables
 
 
 def verdicts(profile: Profile) -> list[str]:
@@ -65,11 +119,11 @@ def verdicts(profile: Profile) -> list[str]:
         lines.append(_fit_line(reduce_))
     if summary.stack_efficiency is not None and summary.bus_gbps and summary.wire_gbps:
         lines.append(
-            f"stack efficiency {summary.stack_efficiency:.0%}: gloo moves {_gbps(summary.bus_gbps)} where the wire "
+            f"stack efficiency {summary.stack_efficiency:.0%}: gloo moves {_gbps(summary.bus_gbps)} where the link "
             f"gives {_gbps(summary.wire_gbps)}"
         )
     if summary.connections is not None:
-        tried = ", ".join(f"{each.connections}: {format_duration(each.seconds)}" for each in profile.connections)
+        tried = ", ".join(f"{trial.connections}: {format_duration(trial.seconds)}" for trial in profile.connections)
         enough = f"{summary.connections} {'is' if summary.connections == 1 else 'are'} enough"
         lines.append(f"parallel gloo connections: {enough} (four all-reduces at once over {tried})")
     lines += [explain(node.name, node.compute) for node in profile.nodes]
@@ -82,12 +136,11 @@ def _fit_line(entry: CollectiveProfile) -> str:
         f"{entry.op} of {entry.world_size} ranks takes {format_duration(entry.alpha_s)} + bytes × "
         f"{1e9 * entry.beta_s_per_byte:.3g} ns{gbps}"
     )
-    if entry.held_out is None:
+    if (test := entry.held_out) is None:
         return line
-    held = entry.held_out
     return (
-        f"{line}; held out: {size_text(held.bytes)} should take {format_duration(held.predicted_s)}, "
-        f"took {format_duration(held.measured_s)} ({held.error:+.1%})"
+        f"{line}; test on another size: {size_text(test.bytes)} should take {format_duration(test.predicted_s)}, "
+        f"took {format_duration(test.measured_s)} ({test.error:+.1%})"
     )
 
 
@@ -95,13 +148,7 @@ def _link_row(link: LinkProfile) -> tuple[str, ...]:
     name = "loopback" if link.source == link.target else f"{link.source} → {link.target}"
     ratio = link.together_ratio
     together = "–" if link.together_gbps is None else f"{_gbps(link.together_gbps)} ({ratio:.0%})"
-    return (
-        name,
-        format_duration(link.latency_s),
-        _gbps(link.gbps),
-        _gbps(link.gbps_4_streams),
-        together,
-    )
+    return name, format_duration(link.latency_s), _gbps(link.gbps), _gbps(link.gbps_4_streams), together
 
 
 def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
@@ -135,8 +182,8 @@ def _node_row(node: NodeProfile) -> tuple[str, ...]:
 def _table(titles: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for number, title in enumerate(titles):
-        text = number == 0 or title in ("", "bound by")
-        table.add_column(title, justify="left" if text else "right", no_wrap=True)
+        is_text = number == 0 or title in ("", "bound by")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
     return table
@@ -144,60 +191,3 @@ def _table(titles: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
 
 def _gbps(value: float) -> str:
     return format_si(1e9 * value, "bit/s")
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def probe(
-    on: Annotated[str, typer.Option(help="What to measure: local:N, lab[:N], or a hosts file.")] = "local:2",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = Path("profile.toml"),
-    budget: Annotated[float, typer.Option(min=5, help="Seconds it may take; slow links get smaller sizes.")] = 60.0,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Time this model too: a preset, or depth:N; may be repeated.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
-) -> None:
-    """Measure links, gloo and machines; writes a profile, and a picture of the same name beside it."""
-    check_writable(output)
-    picture = picture_of(output)
-    models = {name: model_called(name) for name in model or []}
-    console = make_console(stderr=True)
-    with console.status("") as spinner:
-        profile = measure(on, budget, lambda text: spinner.update(escape(text)), models)
-    write_profile(profile, output)
-    plot_probe(profile, picture)
-    if json:
-        print_json(profile.model_dump(mode="json"))
-        return
-    print_profile(profile)
-    typer.echo(f"\nprofile: {shown(output)}\npicture: {shown(picture)}")
-
-
-def picture_of(profile: Path) -> Path:
-    """Of the same name, so that a second profile does not take the picture of the first."""
-    if profile.suffix == ".png":
-        raise UsageError(
-            f"{profile} is the name of a picture",
-            why="-o names the profile, a TOML file; its picture gets the same name with .png",
-            fix=f"write -o {profile.with_suffix('.toml')}",
-        )
-    picture = profile.with_suffix(".png")
-    if picture.exists() and not profile.exists():
-        raise DataError(
-            f"{picture} is there already, and there is no profile {profile} that it would belong to",
-            why="only the picture of an older profile is replaced",
-            fix="choose another file: -o FILE",
-        )
-    return picture
-
-
-def model_called(name: str) -> ModelConfig:
-    """A preset's, or for `depth:6` the demo's with another depth; the vocabulary is what its text will come to."""
-    preset, _, depth = name.partition(":")
-    if depth and (preset != "depth" or not depth.isdigit()):
-        raise UsageError(f"--model {name}: no such model", fix="write a preset, such as gpt2-124m, or depth:6")
-    deep = depth_overrides(int(depth)) if depth else {}
-    config = build_config("grammar" if depth else preset, None, deep, [])
-    return workload_of(config).shape

@@ -1,4 +1,4 @@
-"""Live progress of a training: a bar on a terminal, plain lines elsewhere. On stderr, so stdout stays the result's."""
+"""Show the progress of a training on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.control.membership.types import NEVER
 from shoal.events import Event
 from shoal.runs.start import TrainDisplay
 from shoal.tools.report.rank_log import read_entered
-from shoal.units import format_count, format_duration, format_share
+from shoal.units import count, format_count, format_duration, format_share
 
 _PLAIN_EVERY_S = 10.0
 
 
 class StepLine:
-    """What one line says of the training so far; rates are smoothed so that they can be read."""
+    """The text of a progress line. Rates are smoothed so that they can be read."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -38,8 +38,7 @@ class StepLine:
         )
 
     def _waiting(self, event: Event, step_s: float) -> str:
-        """The part of a step in which the rank waits for gradients or for slower ranks; empty where it is not measured
-        (`sync.measure=off`)."""
+        """Return the share of a step spent waiting for gradients or slower ranks; empty with `sync.measure=off`."""
         if "exposed_s" not in event or step_s <= 0:
             return ""
         self._share = _smooth(self._share, (float(event["exposed_s"]) + float(event.get("wait_s", 0.0))) / step_s)
@@ -51,19 +50,19 @@ def _smooth(before: float | None, value: float) -> float:
 
 
 class PlainDisplay:
-    """For logs and pipes: a line now and then, none of them rewritten."""
+    """Progress for logs and pipes: a line every few seconds, none of them rewritten."""
 
     def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._console = console
         self._line = StepLine(steps)
-        self._teller = EventPrinter(title, rank)
-        self._said_at: float | None = None
+        self._printer = EventPrinter(title, rank)
+        self._printed_at: float | None = None
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
-            for text in self._teller.announce(event):
+            for text in self._printer.announce(event):
                 self._console.print(text, soft_wrap=True)
-            if self._teller.leads(event, "step"):
+            if self._printer.leads(event, "step"):
                 self._step(event)
 
     def close(self) -> None:
@@ -72,16 +71,16 @@ class PlainDisplay:
     def _step(self, event: Event) -> None:
         text = self._line.update(event)
         last, now = event["step"] == self._line.steps, time.monotonic()
-        # The first one that is seen, which is a later one of a run that was resumed or is watched from the middle.
-        if last or self._said_at is None or now - self._said_at > _PLAIN_EVERY_S:
-            self._said_at = now
+        # Always print the first event seen; in a resumed or attached run that is not step 1.
+        if last or self._printed_at is None or now - self._printed_at > _PLAIN_EVERY_S:
+            self._printed_at = now
             self._console.print(f"step {event['step']}/{self._line.steps}  {text}", soft_wrap=True)
 
 
 class BarDisplay:
     def __init__(self, console: Console, steps: int, title: str, rank: int | None = None) -> None:
         self._line = StepLine(steps)
-        self._teller = EventPrinter(title, rank)
+        self._printer = EventPrinter(title, rank)
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -92,12 +91,12 @@ class BarDisplay:
 
     def __call__(self, events: list[Event]) -> None:
         for event in events:
-            for text in self._teller.announce(event):
+            for text in self._printer.announce(event):
                 self._progress.console.print(text, soft_wrap=True)
-            if self._teller.leads(event, "step"):
+            if self._printer.leads(event, "step"):
                 self._step(event)
-            elif self._teller.leads(event, "lost") and self._task is not None:
-                self._progress.update(self._task, description="between two generations: agreeing on who goes on")
+            elif self._printer.leads(event, "lost") and self._task is not None:
+                self._progress.update(self._task, description="between two generations: agreeing on the members")
 
     def close(self) -> None:
         self._progress.stop()
@@ -110,21 +109,21 @@ class BarDisplay:
 
 
 def make_plain_display(config: Config) -> TrainDisplay:
-    """Lines even on a terminal, for a command that prints other lines between them."""
+    """Return plain lines even on a terminal, for a command that prints other lines between them."""
     return PlainDisplay(make_console(stderr=True), config.train.steps, config.run.preset)
 
 
 def make_display(config: Config, quiet: bool = False, rank: int | None = None) -> TrainDisplay:
-    """`rank`: whose steps are shown; without it those of the first rank that takes part."""
+    """Return the display for this terminal. It shows the steps of `rank` or, without it, of the first member."""
     console = make_console(stderr=True, quiet=quiet)
     kind = BarDisplay if console.is_terminal else PlainDisplay
     return kind(console, config.train.steps, config.run.preset, rank)
 
 
 class EventPrinter:
-    """Says what happens beside the steps, and whose steps are shown.
+    """Turn events other than steps into lines, and decide which rank's steps are shown.
 
-    These are the steps of `rank`, or of the first rank of the newest generation: rank 0 as long as it does not leave.
+    That is `rank` or, without it, the first rank of the newest generation: rank 0 until it leaves.
     """
 
     def __init__(self, title: str, rank: int | None = None) -> None:
@@ -132,8 +131,8 @@ class EventPrinter:
         self._is_fixed = rank is not None
         self._lead = rank or 0
         self._newest = NEVER
-        self._started = False
-        self._dealt: set[int] = set()
+        self._has_started = False
+        self._ranks_with_shard: set[int] = set()
 
     def leads(self, event: Event, kind: str) -> bool:
         return bool(event["event"] == kind and event["rank"] == self._lead)
@@ -141,15 +140,17 @@ class EventPrinter:
     def announce(self, event: Event) -> Iterator[str]:
         match event["event"]:
             case "membership":
-                self._follow(event)
-            case "start" if event["rank"] == self._lead and not self._started:
-                self._started = True
-                yield start_line(event, self._title)
+                entered = read_entered(event)
+                if not self._is_fixed and entered is not None and entered.generation > self._newest:
+                    self._newest, self._lead = entered.generation, entered.ids[0]
+            case "start" if event["rank"] == self._lead and not self._has_started:
+                self._has_started = True
+                yield _start_line(event, self._title)
                 if event["resumed_from"]:
                     yield f"going on after step {event['resumed_from']}"
-            case "shard" if event["rank"] not in self._dealt:
-                # A rank that is started again has the same part.
-                self._dealt.add(event["rank"])
+            case "shard" if event["rank"] not in self._ranks_with_shard:
+                # A restarted rank has the same shard.
+                self._ranks_with_shard.add(event["rank"])
                 yield (
                     f"rank {event['rank']}: {event['size']:,} of {event['total']:,} samples, "
                     f"first: {escape(event['first'])}"
@@ -163,17 +164,11 @@ class EventPrinter:
             case "warning":
                 yield f"[yellow]warning[/]: {escape(event['seen'])} ({escape(event['fix'])})"
 
-    def _follow(self, event: Event) -> None:
-        entered = read_entered(event)
-        if not self._is_fixed and entered is not None and entered.generation > self._newest:
-            self._newest, self._lead = entered.generation, entered.ids[0]
 
-
-def start_line(event: Event, title: str) -> str:
-    ranks = event["world_size"]
+def _start_line(event: Event, title: str) -> str:
     return (
         f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
-        f"{ranks} {'rank' if ranks == 1 else 'ranks'} × {event['threads']} "
-        f"{'thread' if event['threads'] == 1 else 'threads'} ({event['device']}, {event['backend']}); "
+        f"{count(event['world_size'], 'rank')} × {count(event['threads'], 'thread')} "
+        f"({event['device']}, {event['backend']}); "
         f"{event['tokens_per_step']:,} tokens a step in micro-batches of {event['micro_batch']}"
     )

@@ -1,18 +1,18 @@
-"""`shoal run`: anybody's torchrun-style script on the cluster."""
+"""`shoal run`: start a torchrun-style script on the cluster. `shoal emit`: write a training for other launchers."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shoal import __version__
 from shoal.cli.main import load_verb
 from shoal.cli.output import LineDisplay, make_console, print_detached, print_json
-from shoal.cli.train import clear_leftovers
+from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
 from shoal.cluster.cluster import planned_nodes
 from shoal.config.load import build_config, validate
 from shoal.config.presets import PRESETS, Overrides, did_you_mean
@@ -22,6 +22,7 @@ from shoal.launch.emit import (
     DEFAULT_CLAIM,
     DEFAULT_MEMORY,
     MOUNT,
+    EmitJob,
     Pods,
     k8s_name,
     k8s_text,
@@ -31,7 +32,6 @@ from shoal.launch.emit import (
     torchrun_commands,
     torchrun_text,
 )
-from shoal.launch.emit import EmitJob as EmitJob
 from shoal.launch.launcher import GRACE_S
 from shoal.run_folder import RunFolder
 from shoal.runs.start import default_out, run_anything
@@ -47,12 +47,10 @@ def run(
     script: Annotated[list[str], typer.Argument(help="A Python script, or -m MODULE, and its own arguments.")],
     on: Annotated[str, typer.Option(help="Where to run: local:N, lab:N[,link=1gbit,…] or a hosts file.")] = "local:2",
     out: Annotated[Path | None, typer.Option(help="The folder for logs.", show_default="runs/NAME-TIME")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads a rank.", show_default="cores / ranks")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads per rank.", show_default="cores / ranks")] = None,
     port: Annotated[
         int,
-        typer.Option(
-            min=0, max=65535, help="MASTER_PORT, when a firewall lets only one through.", show_default="a free one"
-        ),
+        typer.Option(min=0, max=65535, help="MASTER_PORT, if a firewall allows only one.", show_default="a free one"),
     ] = 0,
     python: Annotated[
         str, typer.Option(help="The Python that runs it.", show_default="the activated environment's, or shoal's own")
@@ -60,23 +58,23 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that ranks have to end after Ctrl-C or shoal stop.")
     ] = GRACE_S,
-    clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
+        bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
     ] = False,
 ) -> None:
-    """Start anybody's torchrun-style script on every slot of the cluster.
+    """Start your own torchrun-style script on every slot of the cluster.
 
-    It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. Ends with the script's exit code.
-    On this machine, rank 0 reads the standard input.
-    Modules come from the script's own folder first; with -m from the current folder, unless others can write to it.
+    The script gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the rest as under torchrun. The exit code is the
+    script's. On this machine, rank 0 reads the standard input.
+    Modules are imported from the script's folder first; with -m from the current folder, unless others can write to it.
     """
     argv, name = script_command(script)
     validate({"run": {"on": on, "threads": threads}}, "the command line")
     if not grace <= _LONGEST_GRACE_S:
         raise UsageError(
-            f"--grace {grace:g} is no time that ranks can be given",
-            why="after it they are ended, so it must come",
+            f"--grace {grace:g} is not a usable time",
+            why="ranks are ended after it, so it must be finite",
             fix=f"write seconds, up to a day: --grace {_LONGEST_GRACE_S:.0f}",
         )
     clear_leftovers(clean)
@@ -88,7 +86,7 @@ def run(
 
 
 def script_command(words: list[str]) -> tuple[list[str], str]:
-    """What to start, and a name for its folder."""
+    """Return the command to start and a name for its folder."""
     if words[0] == "-m":
         if len(words) < 2:
             raise UsageError("-m without a module", fix="write for example: shoal run -m my.training --epochs 3")
@@ -103,20 +101,14 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
     if not script.is_file():
         raise UsageError(
             f"there is no script {script}",
-            why="the first word that is no option of shoal run is the script to start",
+            why="the first word that is not an option of shoal run is the script to start",
             fix=f"check the path: ls {script.parent}",
         )
     return [str(script.resolve()), *words[1:]], script.stem
 
 
-# SECTION cli/emit
-# `shoal emit`: the same training as commands or files for other people's launchers.
-
-
 emit_app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.add_typer(emit_app, name="emit")
-
-DEFAULT_PRESET = "grammar"
 
 RunConfig = Annotated[
     str | None,
@@ -129,13 +121,13 @@ On = Annotated[
     typer.Option(help="Nodes and ranks: local:N, lab:N, lab.", show_default="the configuration's"),
 ]
 Set = Annotated[list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")]
-Python = Annotated[str, typer.Option(help="The Python with shoal in it, on the machines that train.")]
-Json = Annotated[bool, typer.Option("--json", help="Print it as JSON on stdout.")]
+Python = Annotated[str, typer.Option(help="The Python that has shoal, on the training machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
 @emit_app.callback()
 def emit() -> None:
-    """The same training for launchers that are not shoal's: commands for torchrun, files for Slurm and Kubernetes."""
+    """Write the training for other launchers: torchrun commands, a Slurm script, a Kubernetes manifest."""
 
 
 @emit_app.command()
@@ -144,15 +136,15 @@ def torchrun(
     on: On = None,
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="The run folder.", show_default="runs/NAME-TIME")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="Where the ranks meet on the first node.")] = 29500,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="Rendezvous port on the first node.")] = 29500,
     python: Python = sys.executable,
     json: Json = False,
 ) -> None:
-    """Print one torchrun command for each node, to be typed there."""
+    """Print one torchrun command for each node; type it there."""
     config = _config(runconfig, on, set_)
     job = _job(config, out or default_out(slug(config.run.preset)), python)
     if json:
-        print_json({"format": "torchrun", "commands": [asdict(each) for each in torchrun_commands(job, port)]})
+        print_json({"format": "torchrun", "commands": [asdict(command) for command in torchrun_commands(job, port)]})
     else:
         sys.stdout.write(torchrun_text(job, port))
 
@@ -166,7 +158,7 @@ def slurm(
     python: Python = sys.executable,
     json: Json = False,
 ) -> None:
-    """Print an sbatch script: one task a node, each a torchrun."""
+    """Print an sbatch script: one task per node, each a torchrun."""
     config = _config(runconfig, on, set_)
     job = _job(config, out or Path("runs") / slug(config.run.preset), python)
     _print_file("slurm", f"shoal-{slug(config.run.preset)}.sbatch", slurm_text(job, new_folder=out is None), json)
@@ -180,13 +172,13 @@ def k8s(
     out: Annotated[
         Path | None, typer.Option(help="The run folder, on the volume; names the Job.", show_default="runs/NAME")
     ] = None,
-    image: Annotated[str, typer.Option(help="A container image with shoal in it.")] = f"shoal:{__version__}",
+    image: Annotated[str, typer.Option(help="A container image that has shoal.")] = f"shoal:{__version__}",
     claim: Annotated[str, typer.Option(help=f"The volume claim that the pods share at {MOUNT}.")] = DEFAULT_CLAIM,
-    memory: Annotated[str, typer.Option(help="Memory of a pod.")] = DEFAULT_MEMORY,
-    python: Annotated[str, typer.Option(help="The Python with shoal in it, in the image.")] = "python3",
+    memory: Annotated[str, typer.Option(help="Memory per pod.")] = DEFAULT_MEMORY,
+    python: Annotated[str, typer.Option(help="The Python that has shoal, in the image.")] = "python3",
     json: Json = False,
 ) -> None:
-    """Print a Kubernetes manifest: an indexed Job, one pod a node, and a headless Service."""
+    """Print a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service."""
     config = _config(runconfig, on, set_)
     job = _job(config, out or Path("runs") / slug(config.run.preset), python)
     _print_file("k8s", f"{k8s_name(job)}.yaml", k8s_text(job, Pods(image, claim, memory)), json)
@@ -199,7 +191,7 @@ def _config(runconfig: str | None, on: str | None, sets: list[str] | None) -> Co
 
 
 def find_config(name: str) -> tuple[str, Path | None]:
-    """A preset and the file with settings on top of it. A preset's name means the preset, `./NAME` the file."""
+    """Return a preset and a file with settings for it. A preset's name means the preset, `./NAME` the file."""
     if name in PRESETS:
         return name, None
     path = Path(name)
@@ -208,8 +200,8 @@ def find_config(name: str) -> tuple[str, Path | None]:
     if path.exists():
         return DEFAULT_PRESET, path
     raise UsageError(
-        f"{name!r} is no preset, and there is no such file or run folder",
-        why=did_you_mean(name, PRESETS) or "what to train is a preset, a TOML file with settings or a run folder",
+        f"{name!r} is not a preset, and there is no such file or run folder",
+        why=did_you_mean(name, PRESETS) or "RUNCONFIG is a preset, a TOML file with settings or a run folder",
         fix=f"use one of: {', '.join(PRESETS)}; or look for runs: ls runs/",
     )
 
@@ -219,8 +211,7 @@ def _job(config: Config, out: Path, python: str) -> EmitJob:
 
 
 def _print_file(form: str, name: str, text: str, json: bool) -> None:
-    document: dict[str, Any] = {"format": form, "files": {name: text}}
     if json:
-        print_json(document)
+        print_json({"format": form, "files": {name: text}})
     else:
         sys.stdout.write(text)

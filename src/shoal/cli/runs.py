@@ -1,4 +1,4 @@
-"""`shoal ps`: the runs that go on, with or without a terminal."""
+"""`shoal ps`, `logs`, `attach` and `stop`: manage running runs."""
 
 from __future__ import annotations
 
@@ -54,19 +54,21 @@ from shoal.units import format_duration
 app = typer.Typer(add_completion=False)
 
 _WIDE = 1000
+# Outcomes of a stop on several machines: the last of these that any machine reports counts.
+_STOP_ORDER = ("not_running", "stopped", "ended")
 
 
 @app.command()
 def ps(
     on: Annotated[
-        Path | None, typer.Option(help="A hosts file: the runs on those machines.", show_default="here")
+        Path | None, typer.Option(help="A hosts file: list the runs on those machines.", show_default="here")
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="Every process, with its command.")] = False,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Also list every process with its command.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Which runs are going on, where their ranks are, and what earlier ones left behind."""
+    """List the runs, their ranks, and processes left over from earlier runs."""
     if on is not None:
-        print_elsewhere(runs_on(read_hosts(on)), json)
+        _print_hosts(runs_on(read_hosts(on)), json)
         return
     states = running_runs()
     if json:
@@ -74,12 +76,12 @@ def ps(
     elif not states:
         sys.stdout.write("no run is going on here\n")
     else:
-        print_runs(states)
+        _print_runs(states)
         if all_:
-            print_processes(states)
+            _print_processes(states)
 
 
-def print_runs(states: list[RunState]) -> None:
+def _print_runs(states: list[RunState]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("run", "what", "on", "state", "step", "for", "processes"):
         table.add_column(title, overflow="fold")
@@ -90,17 +92,18 @@ def print_runs(states: list[RunState]) -> None:
         table.add_row(*map(escape, texts))
     console = stdout_console()
     if not console.is_terminal:
-        # A folder's name is one word for whoever reads the pipe.
+        # Do not wrap names: a program may read the pipe.
         console.width = _WIDE
     console.print(table)
 
 
-def print_elsewhere(found: dict[str, list[dict[str, Any]] | ShoalError], json: bool) -> None:
-    """A host that cannot be asked is said so, beside what the others answered."""
+def _print_hosts(replies: dict[str, list[dict[str, Any]] | ShoalError], json: bool) -> None:
+    """Print the runs of each host, or why the host could not be asked."""
     if json:
-        print_json({"hosts": {name: _or_error(said) for name, said in found.items()}})
+        hosts = {name: reply.as_dict() if isinstance(reply, ShoalError) else reply for name, reply in replies.items()}
+        print_json({"hosts": hosts})
         return
-    for name, runs in found.items():
+    for name, runs in replies.items():
         if isinstance(runs, ShoalError):
             sys.stdout.write(f"{name}: {runs.seen}\n")
             continue
@@ -112,67 +115,59 @@ def print_elsewhere(found: dict[str, list[dict[str, Any]] | ShoalError], json: b
                 sys.stdout.write(f"    {process['pid']:>8}  {process['part']:<8}  {process['command']}\n")
 
 
-def _or_error(said: list[dict[str, Any]] | ShoalError) -> Any:
-    return said.as_dict() if isinstance(said, ShoalError) else said
-
-
-def print_processes(states: list[RunState]) -> None:
-    """Not a table: a command is long, and cut short it is of no use."""
+def _print_processes(states: list[RunState]) -> None:
+    """Print every process in full: in a table, long commands would be cut."""
     for state in states:
         sys.stdout.write(f"\n{shown(state.run)}\n")
         for line in process_lines(state.processes):
             sys.stdout.write(f"  {line}\n")
 
 
-# SECTION cli/logs
-# `shoal logs`: what the ranks of a run printed, as one.
-
-
 @app.command()
 def logs(
     run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
-    rank: Annotated[int | None, typer.Option(min=0, help="Of this rank only.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Print only this rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
-    """What the ranks printed, stderr included: merged in order, line by line, coloured by rank.
+    """Print the output of all ranks, stderr included: in order, line by line, coloured by rank.
 
-    While it follows, what happens goes to stderr: of a training its steps, losses and warnings, as shoal train shows
-    them (not with --rank), and of any run who left, who came and how it ended.
+    With --follow, progress goes to stderr: steps, losses and warnings of a training (not with --rank), and for any run
+    which members left or joined and how it ended.
     """
     folder = RunFolder.find(run)
     display = LineDisplay(make_console(soft_wrap=True))
     follower = LogFollower(folder, rank, shows_current=display.is_live)
-    happenings = RunEventPrinter(folder, display, with_progress=rank is None) if follow else None
+    events = RunEventPrinter(folder, display, with_progress=rank is None) if follow else None
     count = 0
     with contextlib.closing(display):
         while True:
-            over = not follow or not find(folder.path)
+            is_over = not follow or not find(folder.path)
             lines = follower.poll()
             count += len(lines)
             display.lines(lines, follower.current() if follow else ())
-            if happenings is not None:
-                happenings.show()
-            if over:
+            if events is not None:
+                events.show()
+            if is_over:
                 break
             time.sleep(0.2)
         lines = follower.last_words()
         count += len(lines)
         display.lines(lines)
-    if happenings is not None:
-        happenings.show_end()
+    if events is not None:
+        events.show_end()
     if folder.is_removed():
         raise folder.removed()
     if not count and rank is not None:
-        there = ", ".join(path.name for path in sorted(folder.path.glob("logs/*/*.log")))
+        names = ", ".join(path.name for path in sorted(folder.path.glob("logs/*/*.log")))
         raise UsageError(
             f"rank {rank} of {run} has printed nothing",
-            why=f"logs there are: {there or 'none'}",
+            why=f"logs there are: {names or 'none'}",
             fix=f"shoal logs {run}",
         )
 
 
 class RunEventPrinter:
-    """Prints on stderr what happens to a run: the supervisor's notes, and of a training what its ranks' events say."""
+    """Print on stderr what happens to a run: the supervisor's notes and, for a training, its ranks' events."""
 
     def __init__(self, run: RunFolder, lines: LineDisplay, with_progress: bool) -> None:
         self._keeping = SupervisorLog.from_now(run)
@@ -181,7 +176,7 @@ class RunEventPrinter:
         self._display = None
         if with_progress and run.config.is_file():
             self._display = make_plain_display(load_config(run.config))
-            # Each rank prints its own part of the data.
+            # Without `shard`: each rank prints its own part of the data.
             self._display([event for event in opening(run) if event["event"] != "shard"])
 
     def show(self) -> None:
@@ -190,20 +185,16 @@ class RunEventPrinter:
             for note in notes:
                 self._lines.note(note["text"])
             return
-        happened = [*notes, *(event for event in self._news.poll() if event["event"] != "shard")]
-        if happened:
-            self._lines.beside(lambda: progress(happened))
+        events = [*notes, *(event for event in self._news.poll() if event["event"] != "shard")]
+        if events:
+            self._lines.beside(lambda: progress(events))
 
     def show_end(self) -> None:
-        """How the run ended, where that was while we followed."""
+        """Print how the run ended, if it ended while we followed."""
         self.show()
         if self._keeping.ended is not None:
             failed = self._keeping.ended["code"]
             print_note(f"the run has ended: {self._keeping.ended.get('seen')}" if failed else "the run has ended well")
-
-
-# SECTION cli/attach
-# `shoal attach`: watch a run that goes on without a terminal, from wherever it is.
 
 
 @app.command()
@@ -211,21 +202,21 @@ def attach(
     run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON on stdout.")] = False,
 ) -> None:
-    """Watch a run as if it had been started here, to the same end. Ctrl-C leaves it running; shoal stop ends it."""
+    """Watch a run as if it had been started here. Ctrl-C leaves it running; shoal stop ends it."""
     folder = RunFolder.find(run)
     try:
         if not folder.config.is_file():
             if json:
                 raise UsageError(
                     "--json does not go with the run of a script",
-                    why="it prints the manifest of a training, and a script has none",
+                    why="it prints the manifest of a training; a script has none",
                     fix=f"leave it out: shoal attach {run}",
                 )
             attach_script(folder, LineDisplay(make_console(soft_wrap=True)))
             return
         attach_training(folder, make_display)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nthe run goes on; to end it: {command('stop', shown(folder.path))}\n")
+        sys.stderr.write(f"\nthe run continues; to stop it: {command('stop', shown(folder.path))}\n")
         return
     manifest = the_manifest(folder)
     if json:
@@ -234,38 +225,31 @@ def attach(
         print_run(folder, manifest)
 
 
-# SECTION cli/stop
-# `shoal stop`: end a run in good order.
-
-
-_FINALITY = ("not_running", "stopped", "ended")
-
-
 @app.command()
 def stop(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="The run folder.", readable=False)],
-    now: Annotated[bool, typer.Option("--now", help="Don't wait for the step and the checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the current step and the checkpoint.")] = False,
     wait_s: Annotated[
         float | None,
         typer.Option(
             "--wait",
             min=0,
-            help="Seconds it may take to stop by itself.",
+            help="Seconds that it has to stop by itself.",
             show_default=f"{ASK_S:.0f}, or more for a script with a longer --grace",
         ),
     ] = None,
     here: Annotated[bool, typer.Option("--here", hidden=True, help="On this machine only.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Ask a run to finish its step and save; end exactly its own processes if it doesn't."""
+    """Ask a run to finish its step and save. If it does not, end its own processes and no others."""
     if now and is_given(context, "wait_s"):
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
     folder = RunFolder(run.resolve()) if find(run.resolve()) else RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
     if not here and outcome is StopResult.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
-        # Nobody keeps it here, but its agents may well go on there.
-        outcome = StopResult[max(stop_on(hosts, folder, now).values(), key=_FINALITY.index).upper()]
+        # It has no supervisor here, but its agents may still run on the hosts.
+        outcome = StopResult[max(stop_on(hosts, folder, now).values(), key=_STOP_ORDER.index).upper()]
     if outcome is StopResult.NOT_RUNNING and folder.path.stat().st_uid != os.geteuid() and folder.is_held():
         owner = user_name(folder.path.stat().st_uid)
         raise UsageError(
@@ -276,7 +260,7 @@ def stop(
     if json:
         print_json({"run": str(folder.path), "outcome": outcome.name.lower()})
         return
-    sys.stdout.write(f"{shown(folder.path)} {_words(outcome, folder)}\n")
+    sys.stdout.write(f"{shown(folder.path)} {_outcome_text(outcome, folder)}\n")
     if not folder.supervisor.exists() and outcome is not StopResult.NOT_RUNNING:
         sys.stdout.write("its run folder was removed while the run was writing to it: nothing is saved\n")
         return
@@ -284,7 +268,7 @@ def stop(
         sys.stdout.write(f"next: {command('train', '--resume', shown(folder.path))}\n")
 
 
-def _words(outcome: StopResult, run: RunFolder) -> str:
-    """Of a script nothing is known but that its ranks ended by themselves; only a training has a configuration."""
+def _outcome_text(outcome: StopResult, run: RunFolder) -> str:
+    """Describe the outcome. Of a script, which has no configuration, only its exit is known, not that it saved."""
     is_script = run.job.is_file() and not run.config.is_file()
     return "stopped when it was asked to" if is_script and outcome is StopResult.STOPPED else outcome.value

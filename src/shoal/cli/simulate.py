@@ -1,10 +1,10 @@
-"""`shoal plan --simulate`: from options to scenarios, simulated, drawn and printed."""
+"""`shoal plan --simulate`: turn options into scenarios, simulate them, and print or draw the result."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +15,9 @@ from rich.table import Table
 from shoal.cli.output import print_json, shown, stdout_console
 from shoal.errors import ConfigError, DataError
 from shoal.run_folder import RunFolder
-from shoal.tools.plan.figures import LABELS
-from shoal.tools.plan.scenario import Policy, SimulationScenario, Slowest
-from shoal.tools.plan.simulation import CAUSES, Band, Forecast
 from shoal.units import format_duration, format_si
 
+# Imported inside functions: the simulator imports numpy and matplotlib, and `plan --help` must answer at once.
 if TYPE_CHECKING:
     from shoal.tools.plan.scenario import (
         Checkpoints,
@@ -31,63 +29,70 @@ if TYPE_CHECKING:
         StepTime,
         Straggling,
     )
-    from shoal.tools.plan.simulation import Forecast
+    from shoal.tools.plan.simulation import Band, Forecast
 
-
-# SECTION cli/simulateoptions
-# The knobs of `shoal plan --simulate`: what each is called, what it means, and where its default comes from.
-#
-# `plan` declares its options with the annotations below and hands the values over as `SimulateOptions`.
-
-
+_POLICIES: dict[str, tuple[Policy, ...]] = {
+    "both": ("restart", "live"),
+    "restart": ("restart",),
+    "live": ("live",),
+}
+_LEAST_SHARE = 5e-5
+_LEAST_WIDTH = 100
+# Below this part of the ideal a training makes no progress, and a ratio to it means nothing.
+_NOWHERE = 0.02
 _PANEL = "Simulation (--simulate)"
 
 
 def _option(flag: str, text: str) -> typer.models.OptionInfo:
-    found: typer.models.OptionInfo = typer.Option(flag, help=text, rich_help_panel=_PANEL)
-    return found
+    option: typer.models.OptionInfo = typer.Option(flag, help=text, rich_help_panel=_PANEL)
+    return option
 
 
-Simulate = Annotated[bool, _option("--simulate", "Simulate training over time: stragglers, failures, recovery.")]
-Hours = Annotated[float, _option("--hours", "How long to train, in simulated hours.")]
-RanksPerNode = Annotated[int, _option("--ranks-per-node", "Ranks on each node; the slowest of all ends a step.")]
-StepS = Annotated[float | None, _option("--step-s", "Seconds an undisturbed step takes; otherwise as planned.")]
-TokensPerStep = Annotated[float | None, _option("--tokens-per-step", "Tokens in a step; otherwise as planned.")]
-MtbfHours = Annotated[float, _option("--mtbf-hours", "Mean time between failures of one node; inf: never.")]
-AllShare = Annotated[float, _option("--all-share", "Part of the failures that stop every node, such as a switch's.")]
+# `plan` declares its options with these annotations and passes the values on as `SimulateOptions`.
+Simulate = Annotated[
+    bool, _option("--simulate", "Simulate training over time, with stragglers, failures and recovery.")
+]
+Hours = Annotated[float, _option("--hours", "Simulated hours of training.")]
+RanksPerNode = Annotated[int, _option("--ranks-per-node", "Ranks per node; the slowest of all ranks ends a step.")]
+StepS = Annotated[float | None, _option("--step-s", "Seconds of an undisturbed step; default: the plan's.")]
+TokensPerStep = Annotated[float | None, _option("--tokens-per-step", "Tokens per step; default: the plan's.")]
+MtbfHours = Annotated[float, _option("--mtbf-hours", "Mean time between failures of one node, in hours; inf: never.")]
+AllShare = Annotated[
+    float, _option("--all-share", "Part of the failures that stop every node, such as a switch failure.")
+]
 RecoveryKind = Annotated[
-    str, _option("--recovery", "restart from a checkpoint as torchrun does, live: regroup without, or both.")
+    str, _option("--recovery", "restart: from a checkpoint, as torchrun does; live: survivors regroup; or both.")
 ]
 CheckpointEvery = Annotated[
-    str, _option("--checkpoint-every", "Steps between checkpoints; best: by Young and Daly; never.")
+    str, _option("--checkpoint-every", "Steps between checkpoints; best: by Young and Daly's formula; never.")
 ]
 CheckpointS = Annotated[float, _option("--checkpoint-s", "Seconds a checkpoint takes.")]
-HiddenCheckpoints = Annotated[bool, _option("--hidden-checkpoints", "Checkpoints are written while training goes on.")]
-DetectS = Annotated[float, _option("--detect-s", "Seconds until a lost node is noticed.")]
-RestartS = Annotated[float, _option("--restart-s", "Seconds from then to the next step, when everybody is restarted.")]
-RegroupS = Annotated[float, _option("--regroup-s", "Seconds from then to the next step, when survivors regroup.")]
-RejoinS = Annotated[float, _option("--rejoin-s", "Seconds that all wait while a node that joins copies the state.")]
+HiddenCheckpoints = Annotated[
+    bool, _option("--hidden-checkpoints", "Checkpoints are written while training continues.")
+]
+DetectS = Annotated[float, _option("--detect-s", "Seconds until a lost node is detected.")]
+RestartS = Annotated[float, _option("--restart-s", "Seconds from then to the next step, if all ranks are restarted.")]
+RegroupS = Annotated[float, _option("--regroup-s", "Seconds from then to the next step, if survivors regroup.")]
+RejoinS = Annotated[float, _option("--rejoin-s", "Seconds that all nodes wait while a joining node copies the state.")]
 RepairMinutes = Annotated[float, _option("--repair-minutes", "Minutes until a lost node is back.")]
 Straggler = Annotated[
-    str, _option("--straggler", "none, lognormal:SIGMA, or a run folder to fit the spread of its steps to.")
+    str, _option("--straggler", "Spread of step times: none, lognormal:SIGMA, or a run folder to fit it to.")
 ]
-MinNodes = Annotated[int, _option("--min-nodes", "With fewer nodes than this everybody waits.")]
-Spares = Annotated[int, _option("--spares", "Nodes that stand by and take the place of lost ones.")]
-Seeds = Annotated[int, _option("--seeds", "How many trainings are simulated; the bands are over them.")]
+MinNodes = Annotated[int, _option("--min-nodes", "With fewer nodes than this, training waits.")]
+Spares = Annotated[int, _option("--spares", "Standby nodes that replace lost ones.")]
+Seeds = Annotated[int, _option("--seeds", "Number of simulated trainings; percentiles are taken over them.")]
 Seed = Annotated[int, _option("--seed", "The same seed gives the same figures.")]
 
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """`step_s` may be a number, or plan's own prediction by number of nodes."""
-
     nodes: int
-    step_s: float | StepTime
+    step_s: float | StepTime  # a number, or the plan's prediction by number of nodes
     tokens_per_step: float
     hours: float = 24.0
     ranks_per_node: int = 1
     scaling: str = "strong"
-    # Meta's research cluster: a failure every 7.9 h on 128 nodes (arXiv 2410.21680). Laptops that sleep do far worse.
+    # Meta's research cluster: a failure every 7.9 h on 128 nodes (arXiv 2410.21680). Laptops that sleep fail far more.
     mtbf_hours: float = 1000.0
     all_share: float = 0.0
     recovery: str = "both"
@@ -95,15 +100,15 @@ class SimulateOptions:
     # 124M parameters and their moments are 1.5 GB; SHA-256 alone takes 1.4 s for 496 MB on one core.
     checkpoint_s: float = 5.0
     hidden_checkpoints: bool = False
-    # After 20 s without a sign of life a run that cannot go on is ended; one that can notices after 2.5 s.
+    # A run that cannot continue ends after 20 s without a heartbeat; one that can continue reacts after 2.5 s.
     detect_s: float = 20.0
-    # torchrun took 82 s from a killed node to the next step, noticing included (three emulated nodes, torch 2.13).
+    # torchrun took 82 s from a killed node to the next step, detection included (three emulated nodes, torch 2.13).
     restart_s: float = 62.0
-    # Kill of a rank to the survivors' next step with DDP wrapped again: 0.5 s (three ranks, torch 2.13).
+    # From the kill of a rank to the survivors' next step with DDP wrapped again: 0.5 s (three ranks, torch 2.13).
     regroup_s: float = 0.5
     # The same 1.5 GB over gloo at 0.95 Gbit/s.
     rejoin_s: float = 12.5
-    # A machine that reboots, or somebody who walks over: an assumption.
+    # An assumption: a machine reboots, or its user restarts it.
     repair_minutes: float = 10.0
     straggler: str = "none"
     min_nodes: int = 1
@@ -112,180 +117,7 @@ class SimulateOptions:
     seed: int = 0
 
 
-# SECTION cli/simulatetext
-# A simulation as a table for people and as a document for scripts.
-
-
-_LEAST_SHARE = 5e-5
-_LEAST_WIDTH = 100
-# Below this part of the ideal a training gets nowhere, whatever the ratio to another that does too.
-_NOWHERE = 0.02
-
-
-def print_simulation(forecasts: dict[Policy, Forecast], options: SimulateOptions, picture: str | None) -> None:
-    console = stdout_console()
-    # The table breaks its lines on a narrow terminal, rather than lose its figures.
-    console.width = max(console.width, _LEAST_WIDTH)
-    console.print(escape(headline(forecasts, options)), soft_wrap=True)
-    console.print()
-    console.print(table(forecasts))
-    console.print()
-    for line in verdicts(forecasts):
-        console.print(escape(line), soft_wrap=True)
-    if picture is not None:
-        console.print(f"picture: {escape(picture)}", soft_wrap=True)
-
-
-def headline(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> str:
-    scenario = next(iter(forecasts.values())).scenario
-    cluster = scenario.cluster
-    ranks = f" × {cluster.ranks_per_node} ranks" if cluster.ranks_per_node > 1 else ""
-    return (
-        f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''}{ranks}, {options.hours:g} h, {options.seeds} seeds; "
-        f"a step of {format_duration(cluster.step_s(cluster.nodes))}; {_failing(scenario)}; {_saving(scenario)}"
-    )
-
-
-def table(forecasts: dict[Policy, Forecast]) -> Table:
-    """Medians, with the 5th and 95th percentile."""
-    found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    found.add_column("", no_wrap=True)
-    for policy in forecasts:
-        found.add_column(policy, justify="right", no_wrap=True)
-        found.add_column("5–95%", justify="right", no_wrap=True)
-    for label, cells in _rows(forecasts):
-        found.add_row(label, *cells)
-    return found
-
-
-def verdicts(forecasts: dict[Policy, Forecast]) -> list[str]:
-    lines = [_why(policy, found) for policy, found in forecasts.items()]
-    if {"restart", "live"} <= forecasts.keys():
-        restart, live = forecasts["restart"], forecasts["live"]
-        if restart.of_ideal.median < _NOWHERE:
-            lines.append("restarting makes no progress here: failures come before the next checkpoint is written")
-        else:
-            ratio = live.tokens.median / restart.tokens.median
-            lines.append(f"regrouping live trains {ratio:.2f}× as many tokens as restarting")
-    return lines
-
-
-def as_json(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> dict[str, Any]:
-    scenario = next(iter(forecasts.values())).scenario
-    cluster = scenario.cluster
-    asked = {name: _finite(value) for name, value in vars(options).items() if not callable(value)}
-    return {
-        "options": asked,
-        "step_s": cluster.step_s(cluster.nodes),
-        "ideal_tokens_per_s": cluster.ideal_tokens_per_s,
-        "checkpoint_every": scenario.checkpoints.every,
-        "cluster_mtbf_s": _finite(scenario.failures.mtbf_s / cluster.nodes),
-        "policies": {policy: _document(found) for policy, found in forecasts.items()},
-    }
-
-
-def _document(found: Forecast) -> dict[str, Any]:
-    low, median, high = (curve.tolist() for curve in found.tokens_per_s)
-    return {
-        "goodput": vars(found.goodput),
-        "of_ideal": vars(found.of_ideal),
-        "tokens": vars(found.tokens),
-        "failures": vars(found.failures),
-        "lost_s": {cause: vars(each) for cause, each in found.lost_s.items()},
-        "mean_s": found.mean_s,
-        "curve": {"edges_s": found.edges_s.tolist(), "low": low, "median": median, "high": high},
-    }
-
-
-def _rows(forecasts: dict[Policy, Forecast]) -> list[tuple[str, list[str]]]:
-    every = list(forecasts.values())
-    rows = [
-        ("tokens/s", _cells([_scaled(each.of_ideal, _ideal(each)) for each in every], _rate)),
-        ("of an undisturbed cluster", _cells([each.of_ideal for each in every], _per_cent)),
-        ("goodput (time in steps that counted)", _cells([each.goodput for each in every], _per_cent)),
-        ("failures", _cells([each.failures for each in every], lambda count: f"{count:,.0f}")),
-    ]
-    for cause in CAUSES:
-        shares = [_scaled(each.lost_s[cause], 1 / each.scenario.horizon_s) for each in every]
-        if any(abs(share.high) >= _LEAST_SHARE or abs(share.low) >= _LEAST_SHARE for share in shares):
-            # Fewer nodes gain time where the network is the limit.
-            gains = " (below 0: gained)" if any(share.low <= -_LEAST_SHARE for share in shares) else ""
-            rows.append((f"lost: {LABELS[cause]}{gains}", _cells(shares, _per_cent)))
-    return rows
-
-
-def _cells(bands: list[Band], form: Callable[[float], str]) -> list[str]:
-    return [cell for band in bands for cell in (form(band.median), f"{form(band.low)} – {form(band.high)}")]
-
-
-def _why(policy: Policy, found: Forecast) -> str:
-    """The largest loss by name. Means over the seeds, because only they add up: medians of a part and of the whole are
-    of two seeds. A cause that gains time (fewer nodes where the network is the limit) is no loss and named apart."""
-    shares = {cause: found.mean_s[cause] / found.scenario.horizon_s for cause in CAUSES}
-    cause = max(CAUSES, key=lambda name: shares[name])
-    lost = sum(max(share, 0.0) for share in shares.values())
-    if shares[cause] < _LEAST_SHARE:
-        return f"{policy}: nothing is lost"
-    part = "most of it" if shares[cause] > lost / 2 else "the largest part"
-    text = f"{policy}: {_per_cent(lost)} is lost on average, {part} to {LABELS[cause]} ({_per_cent(shares[cause])})"
-    gained = {name: -share for name, share in shares.items() if share <= -_LEAST_SHARE}
-    return text + "".join(f"; {LABELS[name]}: {_per_cent(share)} gained" for name, share in gained.items())
-
-
-def _failing(scenario: SimulationScenario) -> str:
-    if _finite(scenario.failures.mtbf_s) is None:
-        failing = "no failures"
-    else:
-        failing = f"a failure about every {format_duration(scenario.failures.mtbf_s / scenario.cluster.nodes)}"
-    ranks = scenario.cluster.nodes * scenario.cluster.ranks_per_node
-    slowest = Slowest(scenario.straggling, ranks).mean
-    return failing if slowest == 1 else f"{failing}; the slowest of {ranks:,} ranks takes {slowest:.2f}×"
-
-
-def _saving(scenario: SimulationScenario) -> str:
-    every = scenario.checkpoints.every
-    if every is None:
-        return "no checkpoints"
-    seconds = every * scenario.cluster.step_s(scenario.cluster.nodes)
-    hidden = "hidden " if scenario.checkpoints.hidden else ""
-    return f"{hidden}checkpoints every {every:,} steps ({format_duration(seconds)})"
-
-
-def _scaled(band: Band, factor: float) -> Band:
-    return Band(band.low * factor, band.median * factor, band.high * factor)
-
-
-def _ideal(found: Forecast) -> float:
-    return found.scenario.cluster.ideal_tokens_per_s
-
-
-def _per_cent(share: float) -> str:
-    """Two digits behind the point below 10%; what rounds to zero has no sign."""
-    text = f"{share:.2%}" if abs(share) < 0.1 else f"{share:.1%}"
-    return text.removeprefix("-") if float(text[:-1]) == 0 else text
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.0f}" if tokens_per_s < 1e6 else format_si(tokens_per_s)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    return None if value == math.inf else value
-
-
-__all__ = ["PICTURE", "SimulateOptions", "run_simulation", "scenarios", "simulate"]
-
-PICTURE = "simulation.png"
-_POLICIES: dict[str, tuple[Policy, ...]] = {
-    "both": ("restart", "live"),
-    "restart": ("restart",),
-    "live": ("live",),
-}
-
-
 def run_simulation(options: SimulateOptions, json: bool, picture: Path | None) -> None:
-    """Everything that `shoal plan --simulate` does."""
     forecasts = simulate(options)
     if picture is not None:
         from shoal.tools.plan.figures import plot_simulation
@@ -299,7 +131,7 @@ def run_simulation(options: SimulateOptions, json: bool, picture: Path | None) -
 
 
 def simulate(options: SimulateOptions) -> dict[Policy, Forecast]:
-    """By policy, in the order they are shown."""
+    """Return the forecasts by policy, in the order they are shown."""
     from shoal.tools.plan.simulation import simulate as forecast
 
     return {policy: forecast(scenario, options.seeds, options.seed) for policy, scenario in scenarios(options).items()}
@@ -310,8 +142,8 @@ def scenarios(options: SimulateOptions) -> dict[Policy, SimulationScenario]:
 
     if options.recovery not in _POLICIES:
         raise ConfigError(
-            f"--recovery {options.recovery!r} is none of restart, live and both",
-            why="restart goes back to the last checkpoint, live lets the survivors go on",
+            f"--recovery {options.recovery!r} is not restart, live or both",
+            why="restart goes back to the last checkpoint; with live the survivors continue",
             fix="use --recovery both to compare them",
         )
     straggling, cluster = _straggling(options.straggler), _cluster(options)
@@ -368,14 +200,14 @@ def _checkpoints(
     if text == "never":
         return Checkpoints(None, options.checkpoint_s)
     if text == "best":
-        asked = Checkpoints(1, options.checkpoint_s, options.hidden_checkpoints)
-        every = best_every(cluster, failures, straggling, asked)
+        template = Checkpoints(1, options.checkpoint_s, options.hidden_checkpoints)
+        every = best_every(cluster, failures, straggling, template)
     elif text.isdecimal():
         every = int(text)
     else:
         raise ConfigError(
-            f"--checkpoint-every {text!r} is no number of steps",
-            why="it is a number above zero, `best` (by Young and Daly) or `never`",
+            f"--checkpoint-every {text!r} is not a number of steps",
+            why="it is a number above zero, `best` (Young and Daly's formula) or `never`",
             fix="use --checkpoint-every best",
         )
     return Checkpoints(every, options.checkpoint_s, options.hidden_checkpoints)
@@ -401,7 +233,7 @@ def _straggling(text: str) -> Straggling:
 
 def _fitted(folder: Path) -> Straggling:
     from shoal.tools.plan.scenario import fit
-    from shoal.tools.report.rank_log import own_factors
+    from shoal.tools.report.rank_log import step_time_factors
 
     try:
         run = RunFolder.open(folder)
@@ -411,4 +243,165 @@ def _fitted(folder: Path) -> Straggling:
             why=error.seen,
             fix="write for example: --straggler lognormal:0.05, or name a folder of: ls runs/",
         ) from None
-    return fit(own_factors(run.read_all_events()))
+    return fit(step_time_factors(run.read_all_events()))
+
+
+def print_simulation(forecasts: dict[Policy, Forecast], options: SimulateOptions, picture: str | None) -> None:
+    console = stdout_console()
+    # On a narrow terminal break long lines instead of losing figures.
+    console.width = max(console.width, _LEAST_WIDTH)
+    console.print(escape(_headline(forecasts, options)), soft_wrap=True)
+    console.print()
+    console.print(_table(forecasts))
+    console.print()
+    for line in _verdicts(forecasts):
+        console.print(escape(line), soft_wrap=True)
+    if picture is not None:
+        console.print(f"picture: {escape(picture)}", soft_wrap=True)
+
+
+def _headline(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> str:
+    scenario = next(iter(forecasts.values())).scenario
+    cluster = scenario.cluster
+    ranks = f" × {cluster.ranks_per_node} ranks" if cluster.ranks_per_node > 1 else ""
+    return (
+        f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''}{ranks}, {options.hours:g} h, {options.seeds} seeds; "
+        f"a step of {format_duration(cluster.step_s(cluster.nodes))}; "
+        f"{_describe_failures(scenario)}; {_describe_checkpoints(scenario)}"
+    )
+
+
+def _table(forecasts: dict[Policy, Forecast]) -> Table:
+    """Return medians with the 5th and 95th percentile."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for policy in forecasts:
+        table.add_column(policy, justify="right", no_wrap=True)
+        table.add_column("5–95%", justify="right", no_wrap=True)
+    for label, cells in _rows(forecasts):
+        table.add_row(label, *cells)
+    return table
+
+
+def _verdicts(forecasts: dict[Policy, Forecast]) -> list[str]:
+    lines = [_largest_loss(policy, forecast) for policy, forecast in forecasts.items()]
+    if {"restart", "live"} <= forecasts.keys():
+        restart, live = forecasts["restart"], forecasts["live"]
+        if restart.of_ideal.median < _NOWHERE:
+            lines.append("restarting makes no progress here: nodes fail before the next checkpoint is written")
+        else:
+            ratio = live.tokens.median / restart.tokens.median
+            lines.append(f"regrouping live trains {ratio:.2f}× as many tokens as restarting")
+    return lines
+
+
+def as_json(forecasts: dict[Policy, Forecast], options: SimulateOptions) -> dict[str, Any]:
+    scenario = next(iter(forecasts.values())).scenario
+    cluster = scenario.cluster
+    given = {name: _finite(value) for name, value in vars(options).items() if not callable(value)}
+    return {
+        "options": given,
+        "step_s": cluster.step_s(cluster.nodes),
+        "ideal_tokens_per_s": cluster.ideal_tokens_per_s,
+        "checkpoint_every": scenario.checkpoints.every,
+        "cluster_mtbf_s": _finite(scenario.failures.mtbf_s / cluster.nodes),
+        "policies": {policy: _forecast_document(forecast) for policy, forecast in forecasts.items()},
+    }
+
+
+def _forecast_document(forecast: Forecast) -> dict[str, Any]:
+    low, median, high = (curve.tolist() for curve in forecast.tokens_per_s)
+    return {
+        "goodput": vars(forecast.goodput),
+        "of_ideal": vars(forecast.of_ideal),
+        "tokens": vars(forecast.tokens),
+        "failures": vars(forecast.failures),
+        "lost_s": {cause: vars(band) for cause, band in forecast.lost_s.items()},
+        "mean_s": forecast.mean_s,
+        "curve": {"edges_s": forecast.edges_s.tolist(), "low": low, "median": median, "high": high},
+    }
+
+
+def _rows(forecasts: dict[Policy, Forecast]) -> list[tuple[str, list[str]]]:
+    from shoal.tools.plan.figures import LABELS
+    from shoal.tools.plan.simulation import CAUSES
+
+    values = list(forecasts.values())
+    speeds = [_scaled(forecast.of_ideal, forecast.scenario.cluster.ideal_tokens_per_s) for forecast in values]
+    rows = [
+        ("tokens/s", _cells(speeds, _rate)),
+        ("of an undisturbed cluster", _cells([forecast.of_ideal for forecast in values], _percent)),
+        ("goodput (time in steps that counted)", _cells([forecast.goodput for forecast in values], _percent)),
+        ("failures", _cells([forecast.failures for forecast in values], lambda count: f"{count:,.0f}")),
+    ]
+    for cause in CAUSES:
+        shares = [_scaled(forecast.lost_s[cause], 1 / forecast.scenario.horizon_s) for forecast in values]
+        if any(abs(share.high) >= _LEAST_SHARE or abs(share.low) >= _LEAST_SHARE for share in shares):
+            # Fewer nodes can be faster where the network is the limit.
+            gains = " (below 0: gained)" if any(share.low <= -_LEAST_SHARE for share in shares) else ""
+            rows.append((f"lost: {LABELS[cause]}{gains}", _cells(shares, _percent)))
+    return rows
+
+
+def _cells(bands: list[Band], form: Callable[[float], str]) -> list[str]:
+    return [cell for band in bands for cell in (form(band.median), f"{form(band.low)} – {form(band.high)}")]
+
+
+def _largest_loss(policy: Policy, forecast: Forecast) -> str:
+    """Name the largest loss.
+
+    Use means over the seeds, because only means add up: the medians of a part and of the whole may be of two seeds. A
+    cause that gains time (fewer nodes where the network is the limit) is no loss and is named separately.
+    """
+    from shoal.tools.plan.figures import LABELS
+    from shoal.tools.plan.simulation import CAUSES
+
+    shares = {cause: forecast.mean_s[cause] / forecast.scenario.horizon_s for cause in CAUSES}
+    cause = max(CAUSES, key=lambda name: shares[name])
+    lost = sum(max(share, 0.0) for share in shares.values())
+    if shares[cause] < _LEAST_SHARE:
+        return f"{policy}: nothing is lost"
+    part = "most of it" if shares[cause] > lost / 2 else "the largest part"
+    text = f"{policy}: {_percent(lost)} is lost on average, {part} to {LABELS[cause]} ({_percent(shares[cause])})"
+    gained = {name: -share for name, share in shares.items() if share <= -_LEAST_SHARE}
+    return text + "".join(f"; {LABELS[name]}: {_percent(share)} gained" for name, share in gained.items())
+
+
+def _describe_failures(scenario: SimulationScenario) -> str:
+    if _finite(scenario.failures.mtbf_s) is None:
+        failures = "no failures"
+    else:
+        failures = f"a failure about every {format_duration(scenario.failures.mtbf_s / scenario.cluster.nodes)}"
+    from shoal.tools.plan.scenario import Slowest
+
+    ranks = scenario.cluster.nodes * scenario.cluster.ranks_per_node
+    slowest = Slowest(scenario.straggling, ranks).mean
+    return failures if slowest == 1 else f"{failures}; the slowest of {ranks:,} ranks takes {slowest:.2f}×"
+
+
+def _describe_checkpoints(scenario: SimulationScenario) -> str:
+    every = scenario.checkpoints.every
+    if every is None:
+        return "no checkpoints"
+    seconds = every * scenario.cluster.step_s(scenario.cluster.nodes)
+    hidden = "hidden " if scenario.checkpoints.hidden else ""
+    return f"{hidden}checkpoints every {every:,} steps ({format_duration(seconds)})"
+
+
+def _scaled(band: Band, factor: float) -> Band:
+    return replace(band, low=band.low * factor, median=band.median * factor, high=band.high * factor)
+
+
+def _percent(share: float) -> str:
+    """Format a share with two decimals below 10%, else one; what rounds to zero has no sign."""
+    text = f"{share:.2%}" if abs(share) < 0.1 else f"{share:.1%}"
+    return text.removeprefix("-") if float(text[:-1]) == 0 else text
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s < 1e6 else format_si(tokens_per_s)
+
+
+def _finite(value: Any) -> Any:
+    """Return None for infinity, which JSON does not have."""
+    return None if value == math.inf else value

@@ -1,4 +1,4 @@
-"""`shoal train`: train a model data-parallel."""
+"""`shoal train`: train a model data-parallel. `shoal demo`: train on one rank and on two, and compare."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from shoal.cli.bench import scaling_document
-from shoal.cli.bench import settings_of as bench_settings_of
+from shoal.cli.bench import scaling_config, scaling_document
 from shoal.cli.output import (
     advising_flags,
     command,
@@ -49,29 +48,13 @@ from shoal.runs.manage import end_processes, leftovers, running_runs
 from shoal.runs.start import default_out, refuse_confirm, train_new, train_on
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
-from shoal.tools.report.explain_run import say_prediction
-
-# SECTION cli/leftovers
-# Before a run starts: what earlier ones left behind is shown, and ended when asked.
-
-
-def clear_leftovers(clean: bool) -> None:
-    """Processes that carry a run's mark and that nobody keeps. They take cores and memory from the run to come."""
-    found = leftovers(running_runs())
-    if not found:
-        return
-    if clean:
-        end_processes(found)
-    said = "ended" if clean else "left over from earlier runs (--clean ends them)"
-    lines = "".join(f"  {line}\n" for line in process_lines(found))
-    sys.stderr.write(f"{said}:\n{lines}")
-
+from shoal.tools.report.explain_run import prediction_line
 
 app = typer.Typer(add_completion=False)
 
 DEFAULT_PRESET = "grammar"
 PROFILE = Path("profile.toml")
-# Which setting each flag stands for; the flag's own name is the parameter's below.
+# The setting of each flag; a flag has the name of its parameter below.
 FLAGS = {
     "on": "run.on",
     "launcher": "run.launcher",
@@ -108,82 +91,85 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, as section.key=value; may be repeated.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to create.", show_default="runs/NAME-TIME")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run from its last checkpoint.", readable=False)
+        Path | None, typer.Option(help="Continue this run from its last checkpoint.", readable=False)
     ] = None,
     lineage: Annotated[
-        str | None, typer.Option(help="With --resume, where machines trained apart: the training to go on with.")
+        str | None, typer.Option(help="With --resume, after a network partition: the lineage to continue.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="A text file or a folder of them.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file, or a folder of text files.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="char, byte or bpe.")] = None,
-    depth: Annotated[int | None, typer.Option(help="One dial for the model's size; 12 is GPT-2.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step of the whole world.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences a rank computes at once.")] = None,
-    scaling: Annotated[str | None, typer.Option(help="strong: the global batch is fixed; weak: each rank's.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Model size as one number; 12 is GPT-2.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences that a rank computes at once.")] = None,
+    scaling: Annotated[str | None, typer.Option(help="strong: fixed global batch; weak: fixed batch per rank.")] = None,
     sync: Annotated[
         str | None,
-        typer.Option(help=f"How replicas agree. {SYNC_HELP}.", show_default="ddp"),
+        typer.Option(
+            help=f"How replicas agree. {SYNC_HELP}.",
+            show_default="ddp",
+        ),
     ] = None,
     every: Annotated[
         int | None,
         typer.Option(help=f"Steps between exchanges of {', '.join(OUTER_METHODS)}.", show_default=ROUND_STEPS_TEXT),
     ] = None,
-    accumulate: Annotated[int | None, typer.Option(help="So many times the batch between two exchanges.")] = None,
-    wire: Annotated[str | None, typer.Option(help=f"How gradients are sent. {WIRE_HELP}.")] = None,
-    measure: Annotated[str | None, typer.Option(help="Time the all-reduce by hook, by barrier, or off.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Multiply the batch between two exchanges by this.")] = None,
+    wire: Annotated[str | None, typer.Option(help=f"Number format of sent gradients. {WIRE_HELP}.")] = None,
+    measure: Annotated[str | None, typer.Option(help="How the all-reduce is timed: hook, barrier or off.")] = None,
     on_silent_tie: Annotated[
         str | None,
-        typer.Option(help="When half of the machines fall silent, the others continue on their own or pause."),
+        typer.Option(help="If half of the machines fall silent, the others continue on their own or pause."),
     ] = None,
     inside: Annotated[
-        str | None, typer.Option(help="Ranks of one machine exchange through memory: auto, gloo, copies or shared.")
+        str | None, typer.Option(help="Exchange between ranks of one machine: auto, gloo, copies or shared (memory).")
     ] = None,
-    launcher: Annotated[str | None, typer.Option(help="Who starts the ranks: shoal, torchrun or spawn.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads a rank.", show_default="cores / ranks")] = None,
+    launcher: Annotated[str | None, typer.Option(help="What starts the ranks: shoal, torchrun or spawn.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank.", show_default="cores / ranks")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     compile_: Annotated[
-        str | None, typer.Option("--compile", help="on, off, or auto: where a trial says that it pays.")
+        str | None, typer.Option("--compile", help="torch.compile: on, off, or auto (if a trial shows a gain).")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="Matrices are multiplied in fp32, bf16 or auto.")] = None,
-    pin: Annotated[str | None, typer.Option(help="Keep ranks on cores of their own: auto, on or off.")] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="End what earlier runs left running.")] = False,
+    precision: Annotated[str | None, typer.Option(help="Precision of matrix products: fp32, bf16 or auto.")] = None,
+    pin: Annotated[str | None, typer.Option(help="Pin each rank to its own cores: auto, on or off.")] = None,
+    clean: Annotated[bool, typer.Option("--clean", help="End processes left over from earlier runs.")] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start the run and leave; see shoal ps, logs, attach.")
+        bool, typer.Option("--detach", help="Start the run in the background; see shoal ps, logs, attach.")
     ] = False,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="With --on join:N, ask here before a machine that joins gets anything.")
+        bool, typer.Option("--confirm", help="With --on join:N, ask here before a joining machine receives anything.")
     ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="Predict a step's time first, compare at the end.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Predict the step time first, and compare at the end.")] = False,
     profile: Annotated[
         Path | None,
-        typer.Option(help="What --plan and --sync auto predict from; see shoal probe.", show_default=str(PROFILE)),
+        typer.Option(help="The profile for --plan and --sync auto; see shoal probe.", show_default=str(PROFILE)),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and leave.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without starting them.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
-    """Train a model data-parallel; gradients are exchanged in every step, or with --sync parameters now and then.
+    """Train a model data-parallel. Gradients are exchanged in every step, or weights every few steps (--sync).
 
-    Every setting of the run can be given as --set section.key=value: sections model, data, train, sync, run, members.
-    With --resume, settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
+    Every setting can be given as --set section.key=value; the sections are model, data, train, sync, run, members.
+    With --resume only settings that no finished step depends on: steps, weights, threads, intervals, measure, members.
     """
     given = locals()
     if lineage and resume is None:
         raise UsageError(
             "--lineage goes with --resume",
-            why="it names one of the trainings that a run's machines did apart",
+            why="it names one of the lineages that a run's machines trained during a network partition",
             fix=f"shoal train --resume RUN --lineage {lineage}",
         )
     if resume is not None:
         refuse_with_resume(given)
-        changes = changes_of(given)
+        changes = resume_changes(given)
         clear_leftovers(clean)
         run, manifest = train_on(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
-        settings = settings_of(given, name)
+        settings = new_run_config(given, name)
         if dry_run:
             refuse_with_dry_run(given)
             print_plan(settings, out or default_out(name), json)
@@ -202,8 +188,8 @@ def train(
         print_run(run, manifest)
 
 
-def settings_of(given: dict[str, Any], preset: str) -> Config:
-    """The settings of a new run; a setting of the command line that it would ignore is refused."""
+def new_run_config(given: dict[str, Any], preset: str) -> Config:
+    """Build the settings of a new run. Refuse a given setting that would have no effect."""
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_twice(named_flags(given), sets)
     with advising_flags(named_flags(given)):
@@ -213,12 +199,12 @@ def settings_of(given: dict[str, Any], preset: str) -> Config:
 
 
 def named_flags(given: dict[str, Any]) -> dict[str, str]:
-    """The flags of the command line, by the setting each stands for."""
+    """Return the given flags by setting."""
     return {key: flag_of(flag) for flag, key in FLAGS.items() if given[flag] is not None}
 
 
-def changes_of(given: dict[str, Any]) -> Overrides:
-    """The settings that a resumed run is to have from here on; one that cannot change is refused."""
+def resume_changes(given: dict[str, Any]) -> Overrides:
+    """Return the settings that change with a resume. Refuse those that cannot change."""
     sets, flags = given["set_"] or [], named_flags(given)
     refuse_twice(flags, sets)
     refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
@@ -226,22 +212,22 @@ def changes_of(given: dict[str, Any]) -> Overrides:
 
 
 def before_start(settings: Config, profile: Path | None, plan: bool) -> Callable[[RunFolder], None]:
-    """Prints what is foreseen before the run begins: how it would synchronise, where that is open, and how fast.
+    """Return a function that prints the predicted sync method and speed before the run starts.
 
-    `--sync auto` uses ./profile.toml where there is one; a profile of another cluster is only refused if it was named.
+    `--sync auto` uses ./profile.toml if it exists; a profile of another cluster is only refused if it was named.
     """
-    asked = profile or PROFILE if plan or profile else None
+    named = profile or PROFILE if plan or profile else None
 
     def before(run: RunFolder) -> None:
         if settings.sync.mode == "auto":
-            typer.echo(store_sync_plan(run, asked) if asked else _offered_sync_plan(run), err=True)
-        if asked is not None:
-            typer.echo(say_prediction(store_prediction(run, asked)), err=True)
+            typer.echo(store_sync_plan(run, named) if named else _default_sync_plan(run), err=True)
+        if named is not None:
+            typer.echo(prediction_line(store_prediction(run, named)), err=True)
 
     return before
 
 
-def _offered_sync_plan(run: RunFolder) -> str:
+def _default_sync_plan(run: RunFolder) -> str:
     if not PROFILE.exists():
         return NO_PLAN
     try:
@@ -260,16 +246,16 @@ def flags_to_overrides(given: dict[str, Any]) -> Overrides:
 
 
 def refuse_with_resume(given: dict[str, Any]) -> None:
-    """Refuse what only a new run can have. Flags that stand for settings are judged as settings."""
+    """Refuse options of new runs. Flags of settings are checked as settings."""
     allowed = {"set_", "resume", "lineage", "json", "detach", "clean", "confirm", *FLAGS}
-    # A zero was given too: `--threads 0` must not pass.
+    # A zero is a given value: `--threads 0` must not pass.
     left_out = [name for name, value in given.items() if value is None or value is False or value == []]
     extra = [name for name in given if name not in allowed and name not in left_out]
     if extra:
         flag = given["preset"] if extra[0] == "preset" else flag_of(extra[0])
         raise UsageError(
             f"{flag} does not go with --resume",
-            why="a resumed run goes on in its folder with the model and the text it was started with",
+            why="a resumed run continues in its folder with the model and the text it was started with",
             fix=f"leave it out, or start a new run without --resume {given['resume']}",
         )
 
@@ -279,30 +265,26 @@ def refuse_with_dry_run(given: dict[str, Any]) -> None:
         if given[name]:
             raise UsageError(
                 f"--{name} does not go with --dry-run",
-                why="--dry-run prints the commands that start the ranks, and predicts nothing",
+                why="--dry-run prints the commands that start the ranks and predicts nothing",
                 fix="leave one of them out; to predict without training: shoal plan",
             )
 
 
 def print_plan(config: Config, out: Path, json: bool) -> None:
-    """Commands as they could be typed. The port is a placeholder: the real one is found at launch."""
+    """Print the commands as they could be typed. The port is a placeholder: the real one is chosen at launch."""
     nodes = planned_nodes(config.run.on)
-    meeting = Rendezvous(nodes[0].address, 0)
-    commands = plan_ranks(config.run, lambda node: str(out), nodes, meeting, resume=False)
+    rendezvous = Rendezvous(nodes[0].address, 0)
+    commands = plan_ranks(config.run, lambda node: str(out), nodes, rendezvous, resume=False)
     if json:
         ranks = [
-            {"name": each.name, "node": each.node.name, "env": dict(sorted(each.env.items())), "argv": [*each.argv]}
-            for each in commands
+            {"name": rank.name, "node": rank.node.name, "env": dict(sorted(rank.env.items())), "argv": [*rank.argv]}
+            for rank in commands
         ]
         print_json({"run": str(out), "config": config.model_dump(mode="json"), "commands": ranks})
         return
     for rank in commands:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(rank.env.items()))
         typer.echo(f"# {rank.name} on {rank.node.name}\n{variables} {shlex.join(rank.argv)}\n")
-
-
-# SECTION cli/demo
-# `shoal demo`: the main job, from nothing to a report, in under two minutes on two cores.
 
 
 @app.command()
@@ -313,10 +295,13 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="The folder to create.", show_default="runs/demo-TIME")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout.")] = False,
 ) -> None:
-    """The main job: one rank, then two, trained, measured, verified and explained."""
-    # By gloo, so that there is an exchange to see: ranks of one machine would do without one, through shared memory.
+    """Train a small model on one rank, then on two; measure, verify and explain both.
+
+    It takes under two minutes on two cores.
+    """
+    # Over gloo, to show an exchange: ranks of one machine would use shared memory instead.
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps}, "sync": {"inside": "gloo"}}
-    config = bench_settings_of(context, "grammar", flags, set_ or [])
+    config = scaling_config(context, "grammar", flags, set_ or [])
     make_console(stderr=True).print(
         "A small GPT learns English verb forms, first on one rank, then on two that exchange gradients in every step."
     )
@@ -324,10 +309,10 @@ def demo(
     if json:
         print_json({**scaling_document(result), "manifest": result.manifest.model_dump(mode="json")})
     else:
-        _print(result)
+        _print_demo(result)
 
 
-def _print(result: ScalingResult) -> None:
+def _print_demo(result: ScalingResult) -> None:
     console = stdout_console()
     console.print()
     print_scaling(result.points)
@@ -339,3 +324,15 @@ def _print(result: ScalingResult) -> None:
         f"\nmanifest: {shown(two_ranks.manifest)}\npicture:  {shown(result.picture)}\n"
         f"report:   {shown(result.report)}\nnext:     {command('sample', shown(two_ranks.path))}"
     )
+
+
+def clear_leftovers(clean: bool) -> None:
+    """Show processes that earlier runs left behind, and end them if `clean`: they take cores and memory."""
+    processes = leftovers(running_runs())
+    if not processes:
+        return
+    if clean:
+        end_processes(processes)
+    title = "ended" if clean else "left over from earlier runs (--clean ends them)"
+    lines = "".join(f"  {line}\n" for line in process_lines(processes))
+    sys.stderr.write(f"{title}:\n{lines}")

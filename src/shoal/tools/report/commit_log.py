@@ -1,15 +1,15 @@
-"""Was every sample used exactly once? The answer from `commits.jsonl`, the data ledger.
+"""Check the commit log `commits.jsonl`: was every sample used exactly once?
 
-A record says that step `s` took the global positions `[first, end)` and brought the state from `s-1` to `s`.
+A record states that step `s` took the global sample positions `[first, end)` and moved the state from `s-1` to `s`.
 
-A step may be recorded again: after a resume, the steps since the checkpoint are done anew. Such a *redo* is no error.
-It starts at the position where the step started before, because the cursor belongs to the state that the run went back
-to, and it supersedes the earlier record of its step and of every later one, whose updates were thrown away with their
-state. A step that is recorded again from another position is a *double*: the run went back, but its cursor did not.
+A resumed run repeats the steps since its checkpoint and records them again. Such a *redo* is no error. It starts at
+the position where the step started before, because the data cursor belongs to the restored state. It supersedes the
+earlier records of its step and of every later one, whose updates were lost with their state. A step recorded again
+from another position is a *double*: the run went back, but its cursor did not.
 
-Where machines lost each other, two lineages may have trained the same steps. One of them is marked *abandoned* when
-they meet, and what it did since they parted does not count. Two that both stand are a *fork*: nobody has said which of
-the two models is the run's.
+After a network partition two lineages may have trained the same steps. When they meet, one is marked *abandoned*, and
+its steps since the partition do not count. Two lineages that both stand are a *fork*: no record decides which of the
+two models is the run's.
 """
 
 from __future__ import annotations
@@ -25,153 +25,7 @@ from shoal.events import Event
 from shoal.tools.report.rank_log import is_step, read_ballot
 from shoal.units import spans_of, subtract_spans
 
-# SECTION report/chapters
-# The lines of a ledger, sorted by the lineage that wrote them. Pure.
-#
-# Two ranks that keep one folder may write at the same time, and whoever joins copies lines that others wrote. So the
-# order of lines says little within a lineage, where generations and steps say it all; between two lineages it says
-# whether one came after the other or both ran at once.
-
-
 Range = tuple[int, int]
-
-
-class Commit(NamedTuple):
-    line: int
-    step: int
-    samples: Range
-    generation: Ballot
-
-
-class Abandonment(NamedTuple):
-    """A lineage that was given up for another one; both have what was committed up to `after`."""
-
-    lineage: Ballot
-    standing: Ballot
-    after: int
-
-
-@dataclass
-class LineageLog:
-    """What one lineage committed, in the order in which it did."""
-
-    lineage: Ballot
-    entries: list[Commit] = field(default_factory=list)
-
-    @property
-    def steps(self) -> Range:
-        """The lowest and the highest."""
-        return min(entry.step for entry in self.entries), max(entry.step for entry in self.entries)
-
-    @property
-    def lines(self) -> Range:
-        return min(entry.line for entry in self.entries), max(entry.line for entry in self.entries)
-
-    def take(self, is_void: Callable[[int], bool]) -> int:
-        """Takes the entries of such steps out; how many there were."""
-        kept = [entry for entry in self.entries if not is_void(entry.step)]
-        taken, self.entries = len(self.entries) - len(kept), kept
-        return taken
-
-
-@dataclass
-class CommitLog:
-    """A ledger as it was read."""
-
-    chapters: list[LineageLog] = field(default_factory=list)
-    abandonments: list[Abandonment] = field(default_factory=list)
-    generations: set[Ballot] = field(default_factory=set)
-    # Steps, first and last, whose lines a resumed run found to be lost.
-    holes: list[Range] = field(default_factory=list)
-    unreadable: int = 0
-
-    @property
-    def lineages(self) -> set[Ballot]:
-        return {chapter.lineage for chapter in self.chapters}
-
-
-def read_pages(records: Iterable[Event]) -> CommitLog:
-    pages = CommitLog()
-    open_chapters: dict[Ballot, LineageLog] = {}
-    seen: set[tuple[int, Ballot, Range]] = set()
-    for line, record in enumerate(records):
-        if "hole" in record and (hole := _range(record["hole"])) is not None:
-            pages.holes.append(hole)
-            continue
-        found = _abandonment(record) if "abandoned" in record else _entry(line, record)
-        match found:
-            case None:
-                pages.unreadable += 1
-            case Abandonment():
-                pages.abandonments.append(found)
-            case entry, lineage:
-                # A generation trains forwards only: the same step of it is the same step. Launches without membership
-                # share one name, and what they repeat was done again.
-                key = (entry.step, entry.generation, entry.samples)
-                if entry.generation != NEVER and key in seen:
-                    continue
-                seen.add(key)
-                pages.generations.add(entry.generation)
-                _chapter_of(lineage, open_chapters, pages).entries.append(entry)
-    for chapter in pages.chapters:
-        _put_in_order(chapter)
-    return pages
-
-
-def _chapter_of(lineage: Ballot, open_chapters: dict[Ballot, LineageLog], pages: CommitLog) -> LineageLog:
-    """Lines of launches without membership are one lineage only as long as nobody else writes in between."""
-    if lineage != NEVER:
-        open_chapters.pop(NEVER, None)
-    if lineage not in open_chapters:
-        open_chapters[lineage] = LineageLog(lineage)
-        pages.chapters.append(open_chapters[lineage])
-    return open_chapters[lineage]
-
-
-def _put_in_order(chapter: LineageLog) -> None:
-    if chapter.lineage != NEVER:
-        chapter.entries.sort(key=lambda entry: (entry.generation, entry.step, entry.line))
-
-
-def _entry(line: int, record: Event) -> tuple[Commit, Ballot] | None:
-    step, samples = record.get("step"), _range(record.get("samples"))
-    generation, lineage = read_ballot(record.get("generation")), read_ballot(record.get("lineage"))
-    if not is_step(step) or samples is None or generation is None or lineage is None:
-        return None
-    return Commit(line, step, samples, generation), lineage
-
-
-def _abandonment(record: Event) -> Abandonment | None:
-    lineage, standing, after = (
-        read_ballot(record["abandoned"]),
-        read_ballot(record.get("standing")),
-        record.get("after"),
-    )
-    if lineage is None or standing is None or not is_step(after):
-        return None
-    return Abandonment(lineage, standing, after)
-
-
-def _range(samples: Any) -> Range | None:
-    if not (isinstance(samples, list) and len(samples) == 2 and all(is_step(position) for position in samples)):
-        return None
-    first, end = samples
-    return (first, end) if first <= end else None
-
-
-def ran_at_once(pages: CommitLog) -> Iterator[tuple[LineageLog, LineageLog, int]]:
-    """Pairs of lineages that trained the same steps at the same time, and the first of these steps.
-
-    A launch that resumes a run begins to write after the last line of the one before it, so it only goes back.
-    """
-    standing = sorted((chapter for chapter in pages.chapters if chapter.entries), key=lambda chapter: chapter.lines)
-    for place, later in enumerate(standing):
-        for earlier in standing[:place]:
-            if not (earlier.entries and later.entries) or earlier.lines[1] < later.lines[0]:
-                continue
-            first = max(earlier.steps[0], later.steps[0])
-            if first <= min(earlier.steps[1], later.steps[1]):
-                yield earlier, later, first
 
 
 class ForkedSteps(BaseModel):
@@ -183,26 +37,21 @@ class ForkedSteps(BaseModel):
 
 
 class LedgerReport(BaseModel):
-    """`gaps` were skipped, `overlaps` were used by more than one step; both are `[first, end)` of global positions.
-    `redone` and `abandoned` count records that don't stand, `generations` and `lineages` all that wrote any. `last` is
-    the last step. Steps up to it that no record has are `missing`, first and last of each range; those that a resumed
-    run recorded as lost are `holes` instead. `misplaced` steps do not begin where the one before them ended."""
-
     steps: int
     samples: int
-    gaps: list[Range]
-    overlaps: list[Range]
-    doubles: list[int]
+    gaps: list[Range]  # sample positions [first, end) that no step used
+    overlaps: list[Range]  # sample positions [first, end) that more than one step used
+    doubles: list[int]  # steps recorded again from another position
     forked: list[ForkedSteps]
-    redone: int
-    abandoned: int
-    generations: int
+    redone: int  # records superseded by a redo
+    abandoned: int  # records of abandoned lineages
+    generations: int  # all that wrote a record, standing or not
     lineages: int
     unreadable: int
-    last: int = 0
-    missing: list[Range] = []
-    holes: list[Range] = []
-    misplaced: list[int] = []
+    last: int = 0  # the last step
+    missing: list[Range] = []  # steps (first, last) up to the last one that no record has
+    holes: list[Range] = []  # steps (first, last) that a resumed run recorded as lost
+    misplaced: list[int] = []  # steps that do not start where the step before ended
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -211,93 +60,204 @@ class LedgerReport(BaseModel):
         return not (samples or self.forked or self.unreadable or self.missing or self.holes)
 
 
-@dataclass
-class _Ledger:
-    """The records that stand, by step."""
-
-    ranges: dict[int, Range] = field(default_factory=dict)
-    last: int = -1
-    doubles: set[int] = field(default_factory=set)
-    redone: int = 0
-
-    def add(self, entry: Commit) -> None:
-        step, samples = entry.step, entry.samples
-        if step <= self.last:
-            self._go_back(step, samples[0])
-        self.ranges[step] = samples
-        self.last = step
-
-    def _go_back(self, step: int, first: int) -> None:
-        if step in self.ranges and self.ranges[step][0] != first:
-            self.doubles.add(step)
-        kept = {earlier: samples for earlier, samples in self.ranges.items() if earlier < step}
-        self.redone += len(self.ranges) - len(kept)
-        self.ranges = kept
-
-
-def check_ledger(commits: Iterable[Event]) -> LedgerReport:
-    """An empty ledger is in order: nothing was used, nothing twice."""
-    pages = read_pages(commits)
-    generations, lineages = len(pages.generations), len(pages.lineages)
-    abandoned = sum(_give_up(pages, each) for each in pages.abandonments)
-    forked = _part_forks(pages)
-    ledger = _Ledger()
-    for chapter in sorted((each for each in pages.chapters if each.entries), key=lambda chapter: chapter.lines):
-        for entry in chapter.entries:
-            ledger.add(entry)
-    gaps, overlaps = find_gaps_and_overlaps(ledger.ranges.values())
-    last, present = max(ledger.ranges, default=0), spans_of(ledger.ranges)
+def check_ledger(records: Iterable[Event]) -> LedgerReport:
+    """Check the records of a commit log. An empty log is in order: no sample was used, none was used twice."""
+    log = read_commit_log(records)
+    generations, lineages = len(log.generations), len({branch.lineage for branch in log.branches})
+    abandoned = sum(_drop_abandoned(log, abandonment) for abandonment in log.abandonments)
+    forked = _resolve_forks(log)
+    ranges: dict[int, Range] = {}  # samples of the records that stand, by step
+    doubles: set[int] = set()
+    redone, last = 0, -1
+    for branch in _sort_by_line(log):
+        for commit in branch.commits:
+            if commit.step <= last:
+                if commit.step in ranges and ranges[commit.step][0] != commit.samples[0]:
+                    doubles.add(commit.step)
+                kept = {step: samples for step, samples in ranges.items() if step < commit.step}
+                redone += len(ranges) - len(kept)
+                ranges = kept
+            ranges[commit.step] = commit.samples
+            last = commit.step
+    gaps, overlaps = find_gaps_and_overlaps(ranges.values())
+    last, present = max(ranges, default=0), spans_of(ranges)
     return LedgerReport(
-        steps=len(ledger.ranges),
-        samples=sum(end - first for first, end in ledger.ranges.values()),
+        steps=len(ranges),
+        samples=sum(end - first for first, end in ranges.values()),
         gaps=gaps,
         overlaps=overlaps,
-        doubles=sorted(ledger.doubles),
+        doubles=sorted(doubles),
         forked=forked,
-        redone=ledger.redone,
+        redone=redone,
         abandoned=abandoned,
         generations=generations,
         lineages=lineages,
-        unreadable=pages.unreadable,
+        unreadable=log.unreadable,
         last=last,
-        missing=subtract_spans([(1, last)], [*present, *pages.holes]),
-        holes=subtract_spans(pages.holes, present),
-        misplaced=_misplaced(ledger.ranges),
+        missing=subtract_spans([(1, last)], [*present, *log.holes]),
+        holes=subtract_spans(log.holes, present),
+        misplaced=[step for step, (first, _) in ranges.items() if step - 1 in ranges and ranges[step - 1][1] != first],
     )
 
 
-def _misplaced(ranges: dict[int, Range]) -> list[int]:
-    """Steps whose samples do not follow those of the step before."""
-    return [step for step, (first, _) in ranges.items() if step - 1 in ranges and ranges[step - 1][1] != first]
+class Commit(NamedTuple):
+    line: int
+    step: int
+    samples: Range
+    generation: Ballot
 
 
-def _give_up(pages: CommitLog, given: Abandonment) -> int:
-    """How many entries no longer stand. The standing lineage may have left the other one a step after the last that
-    both surely shared: what it was built on, and nobody else wrote down, stays."""
-    others = [chapter for chapter in pages.chapters if chapter.lineage != given.lineage]
-    heirs = [each for each in others if each.lineage == given.standing and each.entries]
-    began = min((each.steps[0] for each in heirs), default=0) if given.lineage.number < given.standing.number else 0
-    known = {entry.step for chapter in others for entry in chapter.entries}
+class Abandonment(NamedTuple):
+    lineage: Ballot  # the abandoned lineage
+    standing: Ballot  # the lineage that it was abandoned for
+    after: int  # the last step that both surely share
+
+
+@dataclass
+class LineageLog:
+    """What one lineage committed, in order."""
+
+    lineage: Ballot
+    commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def steps(self) -> Range:
+        return min(commit.step for commit in self.commits), max(commit.step for commit in self.commits)
+
+    @property
+    def lines(self) -> Range:
+        return min(commit.line for commit in self.commits), max(commit.line for commit in self.commits)
+
+    def remove(self, is_void: Callable[[int], bool]) -> int:
+        """Remove the commits of void steps and return their number."""
+        kept = [commit for commit in self.commits if not is_void(commit.step)]
+        removed, self.commits = len(self.commits) - len(kept), kept
+        return removed
+
+
+@dataclass
+class CommitLog:
+    branches: list[LineageLog] = field(default_factory=list)
+    abandonments: list[Abandonment] = field(default_factory=list)
+    generations: set[Ballot] = field(default_factory=set)
+    holes: list[Range] = field(default_factory=list)  # steps (first, last) that a resumed run recorded as lost
+    unreadable: int = 0
+
+
+def read_commit_log(records: Iterable[Event]) -> CommitLog:
+    """Sort the records by lineage.
+
+    Two ranks of one folder may write at the same time, and a joining rank copies lines that others wrote. So within a
+    lineage only generations and steps give the order. Between lineages the line numbers show whether one followed the
+    other or both ran at once.
+    """
+    log = CommitLog()
+    open_branches: dict[Ballot, LineageLog] = {}
+    seen: set[tuple[int, Ballot, Range]] = set()
+    for line, record in enumerate(records):
+        if "hole" in record and (hole := _parse_range(record["hole"])) is not None:
+            log.holes.append(hole)
+            continue
+        parsed = _parse_abandonment(record) if "abandoned" in record else _parse_commit(line, record)
+        match parsed:
+            case None:
+                log.unreadable += 1
+            case Abandonment():
+                log.abandonments.append(parsed)
+            case commit, lineage:
+                # A generation only trains forwards: the same step of it is the same step. Launches without membership
+                # share one name (NEVER), and a step that they repeat was really done again.
+                key = (commit.step, commit.generation, commit.samples)
+                if commit.generation != NEVER and key in seen:
+                    continue
+                seen.add(key)
+                log.generations.add(commit.generation)
+                # Lines of launches without membership are one lineage only while no other lineage writes in between.
+                if lineage != NEVER:
+                    open_branches.pop(NEVER, None)
+                if lineage not in open_branches:
+                    open_branches[lineage] = LineageLog(lineage)
+                    log.branches.append(open_branches[lineage])
+                open_branches[lineage].commits.append(commit)
+    for branch in log.branches:
+        if branch.lineage != NEVER:
+            branch.commits.sort(key=lambda commit: (commit.generation, commit.step, commit.line))
+    return log
+
+
+def _parse_commit(line: int, record: Event) -> tuple[Commit, Ballot] | None:
+    step, samples = record.get("step"), _parse_range(record.get("samples"))
+    generation, lineage = read_ballot(record.get("generation")), read_ballot(record.get("lineage"))
+    if not is_step(step) or samples is None or generation is None or lineage is None:
+        return None
+    return Commit(line, step, samples, generation), lineage
+
+
+def _parse_abandonment(record: Event) -> Abandonment | None:
+    lineage, standing = read_ballot(record["abandoned"]), read_ballot(record.get("standing"))
+    after = record.get("after")
+    if lineage is None or standing is None or not is_step(after):
+        return None
+    return Abandonment(lineage, standing, after)
+
+
+def _parse_range(value: Any) -> Range | None:
+    if not (isinstance(value, list) and len(value) == 2 and all(is_step(position) for position in value)):
+        return None
+    first, end = value
+    return (first, end) if first <= end else None
+
+
+def _sort_by_line(log: CommitLog) -> list[LineageLog]:
+    return sorted((branch for branch in log.branches if branch.commits), key=lambda branch: branch.lines)
+
+
+def _drop_abandoned(log: CommitLog, abandonment: Abandonment) -> int:
+    """Remove the commits of an abandoned lineage and return their number.
+
+    The standing lineage may have parted a step after the last one that both surely shared. Steps that it was built on
+    and that no other lineage recorded stay.
+    """
+    others = [branch for branch in log.branches if branch.lineage != abandonment.lineage]
+    heirs = [branch for branch in others if branch.lineage == abandonment.standing and branch.commits]
+    is_older = abandonment.lineage.number < abandonment.standing.number
+    first_step = min((branch.steps[0] for branch in heirs), default=0) if is_older else 0
+    recorded = {commit.step for branch in others for commit in branch.commits}
 
     def is_void(step: int) -> bool:
-        return step > given.after and (step >= began or step in known)
+        return step > abandonment.after and (step >= first_step or step in recorded)
 
-    return sum(chapter.take(is_void) for chapter in pages.chapters if chapter.lineage == given.lineage)
+    return sum(branch.remove(is_void) for branch in log.branches if branch.lineage == abandonment.lineage)
 
 
-def _part_forks(pages: CommitLog) -> list[ForkedSteps]:
-    """Names every fork and leaves only its longer branch, so that gaps and overlaps are judged as if that one stood."""
-    found = []
-    for earlier, later, first in ran_at_once(pages):
+def _resolve_forks(log: CommitLog) -> list[ForkedSteps]:
+    """Return every fork and keep only its longer branch, so that gaps and overlaps are judged as if that one stood."""
+    forks = []
+    for earlier, later, first in _find_concurrent(log):
         last = min(earlier.steps[1], later.steps[1])
-        found.append(ForkedSteps(lineages=(str(earlier.lineage), str(later.lineage)), first=first, last=last))
+        forks.append(ForkedSteps(lineages=(str(earlier.lineage), str(later.lineage)), first=first, last=last))
         shorter = later if later.steps[1] <= earlier.steps[1] else earlier
-        shorter.take(first.__le__)
-    return found
+        shorter.remove(first.__le__)
+    return forks
+
+
+def _find_concurrent(log: CommitLog) -> Iterator[tuple[LineageLog, LineageLog, int]]:
+    """Yield pairs of lineages that trained the same steps at the same time, and the first of these steps.
+
+    A launch that resumes a run writes only after the last line of the launch before it, so it is no fork.
+    """
+    standing = _sort_by_line(log)
+    for place, later in enumerate(standing):
+        for earlier in standing[:place]:
+            if not (earlier.commits and later.commits) or earlier.lines[1] < later.lines[0]:
+                continue
+            first = max(earlier.steps[0], later.steps[0])
+            if first <= min(earlier.steps[1], later.steps[1]):
+                yield earlier, later, first
 
 
 def find_gaps_and_overlaps(ranges: Iterable[Range]) -> tuple[list[Range], list[Range]]:
-    """What lies between the ranges, counted from position 0, and what more than one of them holds."""
+    """Return the positions between the ranges, counted from 0, and the positions that more than one range holds."""
     gaps: list[Range] = []
     overlaps: list[Range] = []
     cursor = 0

@@ -1,4 +1,4 @@
-"""Colours of the phases, the same in every figure. Okabe and Ito's set, told apart by colour-blind readers too."""
+"""Points of a scaling experiment, the scaling figure (PNG), and the colours that all figures share."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PHASE_NAMES = {
     "data": "data",
     "other": "other",
 }
+# The Okabe-Ito colours, which colour-blind readers can distinguish.
 PHASE_COLOURS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -37,23 +38,29 @@ PHASE_COLOURS = {
     "data": "#cc79a7",
     "other": "#999999",
 }
-# Between the set's two blues: a thin line of the darker one is lost on a dark page.
+# Between the set's two blues: a thin line in the darker one is hard to see on a dark page.
 MEASURED = "#1f86c7"
 IDEAL = "#8a8a8a"
 LINEAGE_COLOURS = ("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999")
 VALIDATION = "#d55e00"
 
+# Below this part of the axis a label under its point would overlap the labels of the axis.
+LOW = 0.15
 
-# SECTION report/scaling
-# A scaling experiment: the same training on 1, 2, 4 … ranks, as points of a curve.
-
+# Forward and backward are one block: the figure shows what is added to the computing time.
+STACK = {
+    "compute": ("forward + backward", "#0072b2"),
+    "exposed": ("exposed communication", "#d55e00"),
+    "wait": ("wait for the slowest", "#e69f00"),
+    "optimizer": ("optimizer", "#009e73"),
+    "other": ("data and other", "#999999"),
+}
 
 SCALING_FILE = "scaling.json"
 
 
 class ScalingPoint(BaseModel):
-    """One measured run. Times are medians in seconds per step; phases are averaged over the ranks and add up to a
-    step. `hidden_s` is the part of the all-reduce that lay behind backward; both are None where not measured."""
+    """One measured run. Times are medians in seconds per step."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,10 +70,10 @@ class ScalingPoint(BaseModel):
     tokens_per_s: float = Field(gt=0)
     tokens_per_step: float = Field(gt=0)
     step_s: float = Field(gt=0)
-    phases: dict[str, float] = {}
+    phases: dict[str, float] = {}  # averaged over the ranks; they add up to a step
     allreduce_s: float | None = None
-    hidden_s: float | None = None
-    other_load: float | None = None
+    hidden_s: float | None = None  # the part of the all-reduce hidden behind backward
+    other_load: float | None = None  # cores that other programs kept busy
 
     @property
     def compute_s(self) -> float:
@@ -77,7 +84,7 @@ _POINTS = TypeAdapter(list[ScalingPoint])
 
 
 def scaling_point(summary: RunSummary) -> ScalingPoint:
-    """A run as a point of the curve; a run that measured no step has no place on it."""
+    """Convert a run into a point of the curve. Refuse a run that measured no step."""
     if summary.step_s is None or summary.tokens_per_s is None or summary.tokens_per_step is None:
         raise DataError(
             f"the run on {summary.world_size} ranks recorded no finished step",
@@ -100,7 +107,7 @@ def scaling_point(summary: RunSummary) -> ScalingPoint:
 
 
 def efficiency(point: ScalingPoint, base: ScalingPoint) -> float:
-    """Speed per rank, as a part of the base's speed per rank; 1 is perfect."""
+    """Return the speed per rank relative to the base's speed per rank; 1 is perfect."""
     return (point.tokens_per_s / point.ranks) / (base.tokens_per_s / base.ranks)
 
 
@@ -113,7 +120,7 @@ def to_json(points: list[ScalingPoint]) -> str:
 
 
 def read_scaling(run: RunFolder) -> list[ScalingPoint]:
-    """The points kept in a run folder; none when there are none."""
+    """Read the points stored in a run folder; an empty list without the file."""
     path = run.path / SCALING_FILE
     try:
         return in_order(_POINTS.validate_json(path.read_bytes()))
@@ -123,37 +130,20 @@ def read_scaling(run: RunFolder) -> list[ScalingPoint]:
         reason = error.strerror if isinstance(error, OSError) else f"{error.error_count()} values are not as expected"
         raise DataError(
             f"{path} cannot be used: {reason}",
-            why="shoal bench scaling writes it whole; it was changed or cut off since",
+            why="shoal bench scaling writes it whole; it was changed or truncated since",
             fix=f"move it away (mv {path} {path}.bad), or measure again: shoal bench scaling",
         ) from None
 
 
 def _cores(summary: RunSummary) -> int | None:
-    """Cores of all nodes together, as far as they are known."""
+    """Return the cores of all nodes together; None if any is unknown."""
     by_node = {rank.node: rank.hardware.get("cores") for rank in summary.ranks.values()}
     known = [cores for cores in by_node.values() if isinstance(cores, int)]
     return sum(known) if known and len(known) == len(by_node) else None
 
 
-# SECTION report/plots
-# The scaling figure: how fast each rank count was, and where a step's time went.
-
-
-# Below this part of the axis a label under its point would lie on the axis' own labels.
-LOW = 0.15
-
-# Forward and backward are one block here: the figure is about what comes on top of the computing.
-STACK = {
-    "compute": ("forward + backward", "#0072b2"),
-    "exposed": ("exposed communication", "#d55e00"),
-    "wait": ("wait for the slowest", "#e69f00"),
-    "optimizer": ("optimizer", "#009e73"),
-    "other": ("data and other", "#999999"),
-}
-
-
 def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
-    """Writes `scaling.png`, 1200 pixels wide."""
+    """Write the scaling figure as a PNG, 1200 pixels wide."""
     if not points:
         raise ValueError("a scaling figure needs at least one point")
     figure = draw_scaling(in_order(points))
@@ -168,8 +158,8 @@ def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
 
 
 def draw_scaling(points: list[ScalingPoint]) -> Figure:
-    # Imported here because matplotlib takes longer to import than most commands take to run; `Figure` without pyplot
-    # draws with Agg, needs no display and leaves no global state behind.
+    # Imported here because matplotlib takes longer to import than most commands take to run. `Figure` without pyplot
+    # uses Agg, needs no display and leaves no global state behind.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -182,7 +172,7 @@ def draw_scaling(points: list[ScalingPoint]) -> Figure:
 
 
 def step_parts(point: ScalingPoint) -> dict[str, float]:
-    """A step in milliseconds by the parts of the stack; what no phase accounts for is in `other`, so it adds up."""
+    """Return a step in milliseconds by the parts of STACK. Time that no phase covers is in `other`, so they add up."""
     parts = {"compute": point.compute_s}
     parts |= {phase: point.phases.get(phase, 0.0) for phase in ("exposed", "wait", "optimizer")}
     parts["other"] = max(point.step_s - sum(parts.values()), 0.0)
@@ -190,12 +180,12 @@ def step_parts(point: ScalingPoint) -> dict[str, float]:
 
 
 def step_unit(longest_s: float) -> tuple[str, float]:
-    """In which a step is drawn, and how many of them a second has: labels of three digits fit into a bar."""
+    """Return the unit for step times and its number per second, so that labels of three digits fit into a bar."""
     return ("seconds", 1.0) if longest_s >= 1 else ("milliseconds", 1e3)
 
 
 def set_log_ticks(axis: Axis, low: float, high: float) -> None:
-    """At least two ticks with a number each: powers of ten alone may be one, or none."""
+    """Set at least two numbered ticks: powers of ten alone may give one or none."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     axis.set_major_locator(FixedLocator(log_ticks(low, high)))
@@ -222,7 +212,7 @@ def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
     for point in points:
         reached = efficiency(point, base)
         note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
-        # Away from the ideal line, unless the axis with its own labels is there.
+        # Below the point, away from the ideal line, unless the labels of the axis are there.
         above = reached > 1 or point.tokens_per_s < LOW * top
         _note(axes, note, (point.ranks, point.tokens_per_s), 8 if above else -9)
     axes.set_title("Speed, with efficiency against the ideal", loc="left", fontweight="bold", fontsize=10)
@@ -257,7 +247,7 @@ def _draw_split(axes: Axes, points: list[ScalingPoint]) -> None:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], offset: int) -> None:
-    """Above the point for a positive offset, in printer's points, below it for a negative one."""
+    """Write a label above the point (positive offset, in typographic points) or below it (negative)."""
     vertical = "bottom" if offset > 0 else "top"
     place = axes.annotate(text, at, (0, offset), textcoords="offset points", ha="center", va=vertical, fontsize=9)
     place.set_bbox({"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})

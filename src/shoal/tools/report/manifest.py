@@ -1,4 +1,8 @@
-"""From configuration, summary and verdicts to the manifest. Pure."""
+"""Compose a run's manifest and write the files derived from its events: `manifest.json` and `timings.jsonl`.
+
+Everything here can be repeated at any time, on a running, finished or dead run:
+`python -m shoal.tools.report.manifest RUN`.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,15 @@ from shoal.config.schema import Config
 from shoal.cost.buckets import STOCK_MB, bucket_mb_for
 from shoal.data.prepare import DataFacts, read_facts
 from shoal.errors import DataError, ShoalError, UsageError
-from shoal.events import Event, read_events
+from shoal.events import read_events
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.tools.report.explain_run import choice_record, explain, explain_choice, explain_prediction, explain_single
+from shoal.tools.report.explain_run import (
+    explain_choice,
+    explain_prediction,
+    explain_scaling,
+    explain_step_time,
+    read_choice,
+)
 from shoal.tools.report.figures import SCALING_FILE, ScalingPoint, read_scaling, to_json
 from shoal.tools.report.membership import Changes, describe_changes
 from shoal.tools.report.rank_log import is_number
@@ -39,14 +49,15 @@ def compose_manifest(
     changes: Changes | None = None,
     commands: Sequence[str] = (),
 ) -> Manifest:
-    """Facts come from what the ranks recorded, and from the configuration where they recorded nothing."""
+    """Build the manifest from what the ranks recorded, and from the configuration where they recorded nothing."""
     start = summary.start
     speeds = _speeds(summary, scaling or [])
     allreduce = summary.allreduce_s
-    chosen = choice_record(summary.choice)
+    chosen = read_choice(summary.choice)
+    created = summary.started_at
     changes = changes or describe_changes(summary.history, (), ())
     return Manifest(
-        created=_iso(summary.started_at),
+        created=None if created is None else datetime.fromtimestamp(created, UTC).isoformat(timespec="seconds"),
         status=summary.status,
         on=config.run.on,
         lab=config.run.on if config.run.on.partition(":")[0] == "lab" else None,
@@ -55,7 +66,7 @@ def compose_manifest(
         preset=config.run.preset,
         seed=config.train.seed,
         launcher=_text(start, "launcher") or config.run.launcher,
-        backend=_carrier(summary),
+        backend=_backend(summary),
         process_group=_text(start, "backend"),
         world_size=summary.world_size,
         nodes=_nodes(summary),
@@ -72,7 +83,7 @@ def compose_manifest(
         wire=_text(start, "wire") or config.sync.wire,
         measure=config.sync.measure,
         inside=_text(start, "inside") or "gloo",
-        levers=_levers(config, start, chosen),
+        levers=_sync_record(config, start, chosen),
         final_loss=summary.final_loss,
         val_loss=summary.final_val_loss,
         step_s_measured=summary.step_s.median if summary.step_s else None,
@@ -99,28 +110,27 @@ def compose_manifest(
         byte_equivalent=replicas.byte_equivalent if replicas else None,
         max_abs_diff=replicas.max_abs_diff if replicas else None,
         choice_notes=explain_choice(config.sync, chosen, summary),
-        lesson_notes=lesson_notes(summary, scaling or []),
+        lesson_notes=_lesson_notes(summary, scaling or []),
     )
 
 
-def lesson_notes(summary: RunSummary, scaling: list[ScalingPoint]) -> str:
-    """Why N ranks are faster or slower than one where that was measured; where the time went, always."""
-    alone = explain_single(summary)
-    return f"{explain(scaling)} {alone}" if len(scaling) > 1 else alone
+def _lesson_notes(summary: RunSummary, scaling: list[ScalingPoint]) -> str:
+    step_time = explain_step_time(summary)
+    return f"{explain_scaling(scaling)} {step_time}" if len(scaling) > 1 else step_time
 
 
 def carry_over(fresh: Manifest, stored: Manifest | None) -> Manifest:
-    """Verdicts that only a check can give survive a new composition, as long as the run has not gone on since."""
+    """Keep the stored result of a replica comparison, unless the run has continued since."""
     if stored is None or (stored.steps, stored.created) != (fresh.steps, fresh.created):
         return fresh
-    kept: dict[str, Any] = {}
-    if fresh.byte_equivalent is None:
-        kept |= {"byte_equivalent": stored.byte_equivalent, "max_abs_diff": stored.max_abs_diff}
+    if fresh.byte_equivalent is not None:
+        return fresh
+    kept = {"byte_equivalent": stored.byte_equivalent, "max_abs_diff": stored.max_abs_diff}
     return fresh.model_copy(update=kept)
 
 
-def _carrier(summary: RunSummary) -> str | None:
-    """Between ranks of one machine gradients may go through memory, and between machines never."""
+def _backend(summary: RunSummary) -> str | None:
+    """Name what carries gradients: ranks of one machine may use shared memory, machines use the process group."""
     group = _text(summary.start, "backend")
     if _text(summary.start, "inside") in (None, "gloo") or group is None:
         return group
@@ -129,7 +139,7 @@ def _carrier(summary: RunSummary) -> str | None:
 
 
 def _speeds(summary: RunSummary, scaling: list[ScalingPoint]) -> dict[int, float]:
-    """Every rank count that was measured; the run's own speed stands where the experiment has no point for it."""
+    """Return tokens/s by number of ranks: the scaling experiment's, and the run's own where it has no point."""
     own = {summary.world_size: summary.tokens_per_s} if summary.tokens_per_s else {}
     return dict(sorted({**own, **{point.ranks: point.tokens_per_s for point in scaling}}.items()))
 
@@ -157,10 +167,12 @@ def _nodes(summary: RunSummary) -> list[NodeRecord]:
     return records
 
 
-def _levers(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> SyncRecord:
+def _sync_record(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) -> SyncRecord:
+    parameters = _whole(start, "params")
+    bucket_mb = config.sync.bucket_mb or (bucket_mb_for(4 * parameters) if parameters else None)
     return SyncRecord(
         accumulation=_whole(start, "share"),
-        bucket_mb=_bucket_mb(config, start),
+        bucket_mb=STOCK_MB if config.sync.mode == "stock" else bucket_mb,
         overlap=config.sync.measure != "barrier",
         wire=_text(start, "wire") or config.sync.wire,
         every=_whole(start, "round_steps") or config.sync.round_steps,
@@ -169,16 +181,9 @@ def _levers(config: Config, start: dict[str, Any], chosen: ChoiceRecord | None) 
     )
 
 
-def _bucket_mb(config: Config, start: dict[str, Any]) -> float | None:
-    if config.sync.mode == "stock":
-        return STOCK_MB
-    parameters = _whole(start, "params")
-    return config.sync.bucket_mb or (bucket_mb_for(4 * parameters) if parameters else None)
-
-
 def _versions(start: dict[str, Any]) -> dict[str, str]:
-    found = start.get("versions")
-    return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}
+    versions = start.get("versions")
+    return {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
 
 
 def _whole(record: dict[str, Any], key: str) -> int | None:
@@ -191,21 +196,10 @@ def _text(record: dict[str, Any], key: str) -> str | None:
     return str(value) if value is not None else None
 
 
-def _iso(time: float | None) -> str | None:
-    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds") if time is not None else None
-
-
-# SECTION report/finish
-# The last thing a run does: `timings.jsonl` and `manifest.json` from its events.
-#
-# Everything here is derived, so it can be done again at any time, on a run that is alive, finished or dead:
-# `python -m shoal.tools.report.manifest RUN`.
-
-
 def finish(
     run: RunFolder, replicas: ReplicaReport | None = None, scaling: list[ScalingPoint] | None = None
 ) -> Manifest:
-    """Writes what the run folder says into its derived files; `replicas` and `scaling` are added where given."""
+    """Write the derived files of a run folder. `replicas` and `scaling`, where given, are stored too."""
     with writing(run.path):
         if scaling:
             write_atomically(run.path / SCALING_FILE, to_json(scaling))
@@ -217,7 +211,7 @@ def finish(
 
 
 def current_manifest(run: RunFolder, replicas: ReplicaReport | None = None) -> Manifest:
-    """The manifest as the folder stands now, written nowhere."""
+    """Compose the manifest of the folder as it is now, without writing it."""
     summary = summarize(run.read_all_events())
     return manifest_of(run, summary, replicas, read_scaling(run))
 
@@ -226,7 +220,9 @@ def manifest_of(
     run: RunFolder, summary: RunSummary, replicas: ReplicaReport | None, scaling: list[ScalingPoint]
 ) -> Manifest:
     prediction = read_prediction(run)
-    changes = describe_changes(summary.history, read_commits(run), _read_journals(run))
+    commits = list(read_events(run.commits)) if run.commits.exists() else []
+    journals = (event for path in run.journals() for event in read_events(path))
+    changes = describe_changes(summary.history, commits, journals)
     config = load_config(run.config)
     data, commands = _data_facts(run), _read_commands(run)
     fresh = compose_manifest(config, summary, replicas, scaling, data, prediction, changes, commands)
@@ -234,26 +230,19 @@ def manifest_of(
 
 
 def _read_commands(run: RunFolder) -> list[str]:
-    """What was typed, from the supervisor's orders; another launcher leaves none, and on a guest's machine nothing
-    was."""
+    """Return the commands that the user typed, from the supervisor's orders.
+
+    Other launchers and machines that joined have none.
+    """
     try:
-        found = json.loads(run.job.read_bytes()).get("commands", [])
+        commands = json.loads(run.job.read_bytes()).get("commands", [])
     except (OSError, ValueError, AttributeError):
         return []
-    return [str(command) for command in found] if isinstance(found, list) else []
-
-
-def read_commits(run: RunFolder) -> list[Event]:
-    return list(read_events(run.commits)) if run.commits.exists() else []
-
-
-def _read_journals(run: RunFolder) -> Iterator[Event]:
-    for path in run.journals():
-        yield from read_events(path)
+    return [str(command) for command in commands] if isinstance(commands, list) else []
 
 
 def read_manifest(run: RunFolder) -> Manifest | None:
-    """The stored manifest; a broken one is as good as none, because it can be composed again."""
+    """Read the stored manifest. A broken one counts as none, because it can be composed again."""
     try:
         return Manifest.model_validate_json(run.manifest.read_bytes())
     except (OSError, ValidationError):
@@ -261,7 +250,7 @@ def read_manifest(run: RunFolder) -> Manifest | None:
 
 
 def read_prediction(run: RunFolder) -> PredictionRecord | None:
-    """What was predicted before the run, where somebody asked."""
+    """Read the prediction made before the run, if any."""
     try:
         return PredictionRecord.model_validate_json(run.prediction.read_bytes())
     except (OSError, ValidationError):
@@ -272,12 +261,12 @@ def _data_facts(run: RunFolder) -> DataFacts | None:
     try:
         return read_facts(run)
     except DataError:
-        return None  # the configuration still names the text; a manifest without its digest is better than none
+        return None  # the configuration still names the text; the manifest only lacks its digest
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A full disk, a read-only folder or an unreadable file, said in words."""
+    """Turn a full disk, a read-only folder or an unreadable file into an error message."""
     try:
         yield
     except OSError as error:

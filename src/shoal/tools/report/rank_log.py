@@ -1,6 +1,6 @@
-"""What one rank wrote, column by column.
+"""Read one rank's events into columns.
 
-A long run has millions of steps, so a step is kept as a dozen numbers in flat arrays and never as a dictionary.
+A long run has millions of steps. So a step is kept as a dozen numbers in flat arrays and never as a dictionary.
 """
 
 from __future__ import annotations
@@ -18,89 +18,82 @@ from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import DataError
 from shoal.events import Event
 
-# SECTION report/ballots
-# The names of generations and lineages, as ranks, agents and ledgers write them: 7-2.
+Floats = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
 
+PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
+# The gradient exchange: its duration, and the part of it hidden behind backward. Both overlap with the phases.
+EXCHANGE_TIMES = ("allreduce_s", "hidden_s")
+TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *EXCHANGE_TIMES)
+# Fields of a `start` event that a later `choice` event replaces.
+_SYNC_FIELDS = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
+# `entry` is the index in `RankLog.entered` of the step's generation; -1 before any.
+_COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes", "entry")
 
-_NAME = re.compile(r"(\d{1,15})-(\d{1,9})", re.ASCII)
+_BALLOT = re.compile(r"(\d{1,15})-(\d{1,9})", re.ASCII)
 
 
 def read_ballot(value: Any) -> Ballot | None:
-    """None for what is no name. A run in which nobody comes or goes writes 0-0, a plain 0, or nothing at all."""
+    """Parse the name of a generation or lineage, such as `7-2`; return None for any other text.
+
+    A run without membership changes writes 0-0, a plain 0, or nothing at all.
+    """
     if value is None or value == 0:
         return NEVER
-    match = _NAME.fullmatch(value) if isinstance(value, str) else None
+    match = _BALLOT.fullmatch(value) if isinstance(value, str) else None
     return Ballot(int(match[1]), int(match[2])) if match else None
 
 
-# SECTION report/entered
-# What a rank says when it enters a generation: its `membership` event.
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def as_float(value: Any, default: float = float("nan")) -> float:
+    return float(value) if is_number(value) else default
 
 
 @dataclass(frozen=True)
 class Entered:
-    """`ids` are the ranks' own numbers, `step` the last one that the generation's state has behind it. `lost_s` is how
-    long this rank did not train for it: until it had stopped, was told, had its group and had the state."""
+    """A rank's `membership` event: the rank entered a generation."""
 
     rank: int
     time: float
     generation: Ballot
     lineage: Ballot
-    ids: tuple[int, ...]
-    step: int
+    ids: tuple[int, ...]  # permanent ids of the ranks in the generation
+    step: int  # the last step that the generation's state contains
     how: str
-    lost_s: float
+    lost_s: float  # time without training: stop, wait for the decision, form the group, copy the state
 
     @property
     def is_first(self) -> bool:
-        """The generation is the one that a launch began with."""
+        """Whether a launch began with this generation."""
         return self.how == "first"
 
 
 def read_entered(event: Event) -> Entered | None:
-    """None for an event that lacks what nothing can be said without."""
+    """Parse a `membership` event; return None where generation, lineage or members are unusable."""
     generation, lineage, ids = read_ballot(event.get("generation")), read_ballot(event.get("lineage")), event.get("ids")
-    if generation is None or lineage is None or not isinstance(ids, list) or not all(map(_is_id, ids)) or not ids:
+    if generation is None or lineage is None or not isinstance(ids, list) or not all(map(is_step, ids)) or not ids:
         return None
     return Entered(
         rank=event["rank"],
-        time=_seconds(event.get("time")),
+        time=as_float(event.get("time"), 0.0),
         generation=generation,
         lineage=lineage,
         ids=tuple(ids),
-        step=event["step"] if _is_id(event.get("step")) else 0,
+        step=event["step"] if is_step(event.get("step")) else 0,
         how=str(event.get("how")),
-        lost_s=sum(_seconds(event.get(name)) for name in ("halted_s", "waited_s", "formed_s", "copied_s")),
+        lost_s=sum(as_float(event.get(name), 0.0) for name in ("halted_s", "waited_s", "formed_s", "copied_s")),
     )
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _seconds(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
-
-
-Floats = npt.NDArray[np.float64]
-Steps = npt.NDArray[np.int64]
-
-PHASES = ("data", "forward", "backward", "exposed", "wait", "optimizer", "other")
-# Of the gradient exchange: how long it was under way, and how much of that lay behind backward. They lie across phases.
-OF_EXCHANGE = ("allreduce_s", "hidden_s")
-TIMES = ("step_s", *(f"{phase}_s" for phase in PHASES), *OF_EXCHANGE)
-# What a `choice` says anew of what a `start` has said.
-_OF_EXCHANGES = ("sync", "wire", "grad_bytes", "round_steps", "wire_made_by", "inside", "inside_note")
-# `entry` is where in `RankLog.entered` the step's generation is; -1 before any.
-COLUMNS = (*TIMES, "loss", "tokens", "lr", "grad_norm", "wire_bytes", "entry")
-
-
-def _columns() -> dict[str, array[float]]:
-    return {name: array("d") for name in COLUMNS}
-
-
 class Span(NamedTuple):
-    """The steps that a rank did in one generation and, unless another rank did, in none after it."""
+    """The steps that a rank did in one generation and did not repeat in a later one."""
 
     entered: Entered
     first: int
@@ -111,17 +104,16 @@ class Span(NamedTuple):
 class RankLog:
     """One rank's events, read in order.
 
-    A resumed run appends to the same file: the last record of a step wins, and what is said about speed is about the
-    steps since the last start, because world, threads and machine may have been different before. Of a run whose ranks
-    come and go, it is about those steps that `measured_size` ranks did together, where that is set.
+    A resumed run appends to the same file: the last record of a step wins. Speed figures use only the steps since the
+    last start, because world size, threads and machine may have differed before. If ranks joined or left and
+    `measured_size` is set, they use only the steps that this number of ranks did together.
     """
 
     rank: int
     start: Event = field(default_factory=dict)
     shard: Event = field(default_factory=dict)
     started_at: float | None = None
-    ran_s: float | None = None
-    """From its start to its last event, in all launches together."""
+    ran_s: float | None = None  # from start to last event, summed over all launches
     ended: str | None = None
     end: Event = field(default_factory=dict)
     choice: Event = field(default_factory=dict)
@@ -133,39 +125,52 @@ class RankLog:
     measured_size: int | None = None
     _last_time: float | None = None
     _val_entry: dict[int, int] = field(default_factory=dict)
-    _row: dict[int, int] = field(default_factory=dict)
-    _values: dict[str, array[float]] = field(default_factory=_columns)
+    _row: dict[int, int] = field(default_factory=dict)  # row of a step in _values
+    _values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _COLUMNS})
     _measured_from: int = 0
-    _restarted: bool = True
-    _trained_since: bool = False
+    _is_restarted: bool = True
+    _has_trained: bool = False  # since the last start
 
     def add(self, event: Event) -> None:
         self._count_time(event)
         match event.get("event"):
             case "start":
-                self._begin(event)
+                self._add_start(event)
             case "choice":
-                self._change(event)
+                # Steps measured before used another sync method and count as warm-up.
+                self.choice, self._is_restarted = event, True
+                self.start = {**self.start, **{name: event[name] for name in _SYNC_FIELDS if name in event}}
             case "membership":
-                self._enter(event)
+                if (entered := read_entered(event)) is not None:
+                    self.entered.append(entered)
+                    self.member_of, self._has_trained = entered, False
             case "shard":
                 self.shard = event
             case "step":
                 self._add_step(event)
             case "loss":
-                self._add_loss(event)
+                # The mean over all ranks; the `step` event had only this rank's own loss.
+                step = event.get("step")
+                if is_step(step) and step in self._row and is_number(event.get("loss")):
+                    self._values["loss"][self._row[step]] = float(event["loss"])
             case "eval":
-                self._add_eval(event)
+                step = event.get("step")
+                if is_step(step) and is_number(event.get("val_loss")):
+                    self.val_loss[step] = float(event["val_loss"])
+                    self._val_entry[step] = self._current_entry()
             case "fault":
                 self.fault = event
             case "warning":
                 self.warnings.append(event)
             case "end":
-                self.ended, self.end, self._trained_since = str(event.get("status")), event, True
+                self.ended, self.end, self._has_trained = str(event.get("status")), event, True
 
     def _count_time(self, event: Event) -> None:
-        """Between two launches the rank did not run: a `membership` may stand just before the `start` of the next one
-        and does not count. A clock that was set back counts nothing."""
+        """Add the time since the previous event to `ran_s`.
+
+        The time between two launches does not count. A `membership` event may come just before the `start` of the next
+        launch, so it is ignored. A clock that was set back adds nothing.
+        """
         time = as_float(event.get("time"))
         if not np.isfinite(time) or event.get("event") == "membership":
             return
@@ -179,12 +184,12 @@ class RankLog:
         return np.array(sorted(self._row), dtype=np.int64)
 
     def column(self, name: str) -> Floats:
-        """One value a step, in the order of `steps`; NaN where a step did not record it."""
+        """Return one value per step, in the order of `steps`; NaN where a step did not record it."""
         rows = [self._row[step] for step in sorted(self._row)]
         return np.frombuffer(self._values[name], dtype=np.float64)[rows] if rows else np.empty(0)
 
     def measured(self) -> Steps:
-        """Positions (in `steps`) of the second half of the steps since the last start: the first half warms up."""
+        """Return positions in `steps`: the second half of the steps since the last start. The first half is warm-up."""
         counts = self.steps >= self._measured_from
         if self.measured_size is not None:
             counts &= self.sizes() == self.measured_size
@@ -192,22 +197,22 @@ class RankLog:
         return positions[len(positions) // 2 :]
 
     def sizes(self) -> Steps:
-        """How many ranks did each of `steps` together; 0 where nobody said."""
+        """Return the world size of each of `steps`; 0 where it is unknown."""
         known = np.array([*(len(entered.ids) for entered in self.entered), 0], dtype=np.int64)
         return known[self.column("entry").astype(np.int64)]
 
     def counted(self) -> Steps:
-        """Positions of the steps since the last start."""
+        """Return the positions of the steps since the last start."""
         return np.flatnonzero(self.steps >= self._measured_from)
 
     def generations(self) -> list[Entered | None]:
-        """The one that did each of `steps`."""
+        """Return the generation that did each of `steps`."""
         return [self._entered_at(entry) for entry in self.column("entry").astype(np.int64).tolist()]
 
     def spans(self) -> tuple[Span, ...]:
         entries, steps = self.column("entry"), self.steps
         done = [(entered, steps[entries == entry]) for entry, entered in enumerate(self.entered)]
-        return tuple(Span(entered, int(each[0]), int(each[-1])) for entered, each in done if len(each))
+        return tuple(Span(entered, int(numbers[0]), int(numbers[-1])) for entered, numbers in done if len(numbers))
 
     def entered_at_eval(self, step: int) -> Entered | None:
         return self._entered_at(self._val_entry[step])
@@ -215,58 +220,38 @@ class RankLog:
     def _entered_at(self, entry: int) -> Entered | None:
         return self.entered[entry] if entry >= 0 else None
 
-    def _enter(self, event: Event) -> None:
-        if (entered := read_entered(event)) is not None:
-            self.entered.append(entered)
-            self.member_of, self._trained_since = entered, False
+    def _current_entry(self) -> int:
+        return len(self.entered) - 1 if self.member_of else -1
 
-    def _begin(self, event: Event) -> None:
+    def _add_start(self, event: Event) -> None:
         self.start, self.ended, self.end, self.fault = event, None, {}, None
         if self.started_at is None and is_number(event.get("time")):
             self.started_at = float(event["time"])
-        # A process says in which generation it begins just before or just after that it has started.
-        if self._trained_since:
+        # A process records its first generation just before or just after its start.
+        if self._has_trained:
             self.member_of = None
-        # The mark is set by the first step to come, so that resuming a finished run, which has no step left to do,
-        # does not throw away what was measured.
-        self._restarted = True
-
-    def _change(self, event: Event) -> None:
-        """How replicas agree from now on. What was measured before is of another kind, and counts as warming up."""
-        self.choice = event
-        self.start = {**self.start, **{name: event[name] for name in _OF_EXCHANGES if name in event}}
-        self._restarted = True
+        # The next step sets `_measured_from`, not this event: resuming a finished run, which has no step left to do,
+        # must keep what was measured.
+        self._is_restarted = True
 
     def _add_step(self, event: Event) -> None:
         step = event.get("step")
         if not is_step(step):
             return
-        if self._restarted:
-            self._measured_from, self._restarted = step, False
-        self._trained_since = True
+        if self._is_restarted:
+            self._measured_from, self._is_restarted = step, False
+        self._has_trained = True
         row = self._row.setdefault(step, len(self._row))
-        entry = len(self.entered) - 1 if self.member_of else -1
         for name, values in self._values.items():
-            value = entry if name == "entry" else as_float(event.get(name))
+            value = self._current_entry() if name == "entry" else as_float(event.get(name))
             if row < len(values):
                 values[row] = value
             else:
                 values.append(value)
 
-    def _add_loss(self, event: Event) -> None:
-        """The world's loss of a step that had only its rank's own when it was recorded."""
-        step = event.get("step")
-        if is_step(step) and step in self._row and is_number(event.get("loss")):
-            self._values["loss"][self._row[step]] = float(event["loss"])
-
-    def _add_eval(self, event: Event) -> None:
-        if is_step(event.get("step")) and is_number(event.get("val_loss")):
-            self.val_loss[event["step"]] = float(event["val_loss"])
-            self._val_entry[event["step"]] = len(self.entered) - 1 if self.member_of else -1
-
 
 def collect(events: Iterable[Event]) -> dict[int, RankLog]:
-    """The events of all ranks, in any interleaving, as one log per rank."""
+    """Sort the events of all ranks, in any interleaving, into one log per rank."""
     logs: dict[int, RankLog] = {}
     for event in events:
         rank = event.get("rank")
@@ -275,27 +260,11 @@ def collect(events: Iterable[Event]) -> dict[int, RankLog]:
     return dict(sorted(logs.items()))
 
 
-def is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def step_time_factors(events: Iterable[Event]) -> Floats:
+    """Return each rank's own time of each measured step, divided by that rank's median: input for simulated stragglers.
 
-
-def is_step(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def as_float(value: Any) -> float:
-    return float(value) if is_number(value) else float("nan")
-
-
-# SECTION report/straggling
-# How unevenly a run's ranks took their steps: the raw material for simulated stragglers.
-
-
-def own_factors(events: Iterable[Event]) -> Floats:
-    """Each rank's own time of each measured step, divided by that rank's median.
-
-    Its own, without the wait: all ranks of a step end together, so whole steps say only how slow the slowest was. By
-    its own median: a machine that is always slower is no straggler but part of the step time.
+    The own time excludes the wait. All ranks end a step together, so whole step times only show how slow the slowest
+    rank was. The division by the rank's own median keeps a machine that is always slower from counting as a straggler.
     """
     logs = [log for log in collect(events).values() if len(log.steps)]
     if not logs:
@@ -304,20 +273,20 @@ def own_factors(events: Iterable[Event]) -> Floats:
             why="stragglers are fitted to the step times in its events",
             fix="use a run that trained, or state the spread: --straggler lognormal:0.05",
         )
-    return np.concatenate([_factors(log, alone=len(logs) == 1) for log in logs])
+    return np.concatenate([_rank_factors(log, is_alone=len(logs) == 1) for log in logs])
 
 
-def _factors(log: RankLog, alone: bool) -> Floats:
+def _rank_factors(log: RankLog, is_alone: bool) -> Floats:
     measured = log.measured()
     waited_s = log.column("wait_s")[measured]
-    if alone:
+    if is_alone:
         waited_s = np.nan_to_num(waited_s)
     own_s = log.column("step_s")[measured] - waited_s
     own_s = own_s[np.isfinite(own_s) & (own_s > 0)]
     if not len(own_s):
         raise DataError(
             f"rank {log.rank} has not recorded how long it waited for the others",
-            why="without it a rank's own time cannot be told from that of the slowest one; --measure off leaves it out",
+            why="--measure off omits it, and then own time and wait for the slowest rank cannot be separated",
             fix="train again with --measure hook, or state the spread: --straggler lognormal:0.05",
         )
     return own_s / np.median(own_s)

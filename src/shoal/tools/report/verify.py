@@ -1,8 +1,8 @@
-"""Does a run folder prove what it claims? Every file in it is compared with the others.
+"""Verify a run folder: compare all its files with each other.
 
-Three accounts of a training are written independently: the ledger, the events of each rank, and the checkpoints with
-the final states. A file that was cut, edited, exchanged or lost disagrees with the other two. Each disagreement is a
-`VerifyFinding` that names the file.
+A training is recorded three times, independently: in the ledger (commit log), in the events of each rank, and in the
+checkpoints with the final states. A file that was truncated, edited, replaced or lost contradicts the other two. Each
+contradiction is a `VerifyFinding` that names the file.
 """
 
 from __future__ import annotations
@@ -28,34 +28,29 @@ from shoal.events import Event, FileMark, has_mark, parse_event
 from shoal.run_folder import RunFolder, may, user_name
 from shoal.tools.report.commit_log import LedgerReport, check_ledger
 from shoal.tools.report.manifest import current_manifest
-from shoal.tools.report.membership import Logs, elsewhere, is_joined, last_members
-from shoal.tools.report.rank_log import collect, is_step, read_ballot
+from shoal.tools.report.membership import Logs, is_joined, last_members, ranks_elsewhere
+from shoal.tools.report.rank_log import as_float, collect, is_step, read_ballot
 from shoal.tools.report.replicas import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
-from shoal.units import format_spans, spans_of
+from shoal.units import count, format_spans, spans_of
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")
-# What a manifest says that follows from events, ledger and configuration alone, whatever the version that composed it.
-_FACTS = (
+# Fields of a manifest that follow from events, ledger and configuration alone, in every version of shoal.
+_MANIFEST_FACTS = (
     "created", "status", "preset", "seed", "world_size", "model_params", "data_digest", "steps", "steps_planned",
     "global_batch", "micro_batch", "final_loss", "val_loss", "members", "redone_steps", "abandoned_steps",
 )  # fmt: skip
 
 
 class VerifyFinding(BaseModel):
-    """One thing that is not as it should be, in one file. `is_wrong` is false for what could not be checked."""
-
     file: str
     text: str
-    is_wrong: bool = True
+    is_wrong: bool = True  # false for what could not be checked
 
 
 class VerifyResult(BaseModel):
-    """`status` is how the run ended by its events: finished, interrupted, or unfinished. `replicas` is None where there
-    are no final states to compare; `step` is the last one that the ledger has."""
-
-    status: str
-    step: int
-    replicas: ReplicaReport | None
+    status: str  # finished, interrupted or unfinished, from the events
+    step: int  # the last step in the ledger
+    replicas: ReplicaReport | None  # None without final states to compare
     ledger: LedgerReport
     findings: list[VerifyFinding]
 
@@ -68,16 +63,16 @@ class VerifyResult(BaseModel):
 
 @dataclass
 class _Folder:
-    """A run folder as it was read. `is_shared`: all ranks write into this folder, so that nothing may be missing."""
+    """A run folder as it was read, and the findings so far."""
 
     run: RunFolder
     config: Config | None = None
     commits: list[Event] = field(default_factory=list)
-    lines: list[bytes] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list)  # of the ledger
     events: dict[int, list[Event]] = field(default_factory=dict)
     supervisor: list[Event] = field(default_factory=list)
     logs: Logs = field(default_factory=dict)
-    torn: list[Path] = field(default_factory=list)
+    torn: list[Path] = field(default_factory=list)  # files whose last line has no newline
     findings: list[VerifyFinding] = field(default_factory=list)
 
     def wrong(self, path: Path, text: str) -> None:
@@ -87,7 +82,7 @@ class _Folder:
         self.findings.append(VerifyFinding(file=_name(self.run, path), text=text, is_wrong=False))
 
     def locked(self, path: Path) -> None:
-        """What this user may not read says nothing about the run."""
+        """Report a file that this user may not read: that is no fault of the run."""
         owner, me = user_name(path.stat().st_uid), user_name(os.geteuid())
         self.unknown(path, f"user {me} may not read it: it belongs to user {owner}, who can verify it")
 
@@ -97,12 +92,13 @@ class _Folder:
 
     @property
     def is_shared(self) -> bool:
+        """Return whether all ranks write into this folder, so that no file may be missing."""
         return self.config is not None and self.config.run.on.startswith(("local", "lab")) and not self.is_joined
 
     @property
     def members(self) -> list[int]:
-        """The ranks of the end whose files belong into this folder."""
-        away = elsewhere(self.logs, self.is_joined)
+        """Return the last members whose files belong into this folder."""
+        away = ranks_elsewhere(self.logs, self.is_joined)
         return [rank for rank in last_members(self.logs) if rank not in away]
 
     @property
@@ -112,25 +108,25 @@ class _Folder:
 
     @property
     def lag(self) -> int:
-        """So many steps may be done and not committed yet: the one on its way, or a round where replicas part."""
+        """Return how many steps may be done but not committed: the current one, or a round of outer steps."""
         rounds = [log.start.get("round_steps") for log in self.logs.values()]
         return 2 + 2 * max((steps for steps in rounds if is_step(steps)), default=1)
 
     @property
     def newest_start(self) -> Event:
-        """The `start` event of the rank that started last; empty where none has."""
+        """Return the `start` event of the rank that started last; empty without any."""
         starts = [event for events in self.events.values() for event in events if event.get("event") == "start"]
-        return max(starts, key=lambda event: _number(event.get("time")), default={})
+        return max(starts, key=lambda event: as_float(event.get("time"), 0.0), default={})
 
     @property
     def read_configs(self) -> set[str]:
-        """Digests of config.toml as each rank read it at its last start. A machine that joined has one of its own."""
+        """Return the digests of config.toml as the ranks read it at their last start; a joined machine has its own."""
         starts = ([event for event in events if event.get("event") == "start"] for events in self.events.values())
-        return {digest for each in starts if each and isinstance(digest := each[-1].get("config_sha256"), str)}
+        return {digest for events in starts if events and isinstance(digest := events[-1].get("config_sha256"), str)}
 
     @property
-    def is_config_to_come(self) -> bool:
-        """`shoal train --resume` has changed the settings, and said so, and no rank has started with them yet."""
+    def has_unread_config(self) -> bool:
+        """Return whether `shoal train --resume` has changed the settings and no rank has read them yet."""
         known = self.read_configs
         if not known or self.config is None or (now := _sha256(self.run.config)) in known:
             return False
@@ -140,14 +136,14 @@ class _Folder:
         return now in known
 
     def since_start(self, rank: int, kind: str) -> list[Event]:
-        """Events of that kind since the rank's last start."""
-        found: list[Event] = []
+        """Return the events of that kind since the rank's last start."""
+        events: list[Event] = []
         for event in self.events.get(rank, ()):
             if event.get("event") == "start":
-                found.clear()
+                events.clear()
             elif event.get("event") == kind:
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
 
 def verify_run(run: RunFolder) -> VerifyResult:
@@ -159,19 +155,15 @@ def verify_run(run: RunFolder) -> VerifyResult:
     _check_config(folder)
     _check_event_files(folder)
     _check_ending(folder)
-    _check_reach(folder, ledger)
-    _check_lines(folder)
-    _check_events_cover(folder)
-    _check_order(folder)
+    _check_last_step(folder, ledger)
+    _check_ledger_lines(folder)
+    _check_recorded_steps(folder)
+    _check_ledger_order(folder)
     _check_checkpoints(folder, ledger)
     replicas = _check_states(folder)
     _check_manifest(folder)
-    return VerifyResult(
-        status=folder.status, step=ledger.last, replicas=replicas, ledger=ledger, findings=_once(folder.findings)
-    )
-
-
-# Reading.
+    findings = list({(finding.file, finding.text): finding for finding in folder.findings}.values())
+    return VerifyResult(status=folder.status, step=ledger.last, replicas=replicas, ledger=ledger, findings=findings)
 
 
 def _read(run: RunFolder) -> _Folder:
@@ -184,9 +176,9 @@ def _read(run: RunFolder) -> _Folder:
         folder.commits = list(_records(folder, run.commits, folder.lines))
     for rank, path in run.event_files().items():
         folder.events[rank] = list(_records(folder, path))
-        foreign = sum(event.get("rank") != rank for event in folder.events[rank])
-        if foreign:
-            folder.wrong(path, f"{foreign} of its lines are not of rank {rank}")
+        other_lines = sum(event.get("rank") != rank for event in folder.events[rank])
+        if other_lines:
+            folder.wrong(path, f"{other_lines} of its lines are not of rank {rank}")
     if run.supervisor.exists():
         folder.supervisor = list(_records(folder, run.supervisor))
     for path in run.journals():
@@ -197,7 +189,7 @@ def _read(run: RunFolder) -> _Folder:
 
 
 def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> Iterator[Event]:
-    """Every record of a file; lines that are none are counted and reported."""
+    """Yield every record of a file. Report unreadable lines."""
     unreadable: list[int] = []
     try:
         with path.open("rb") as file:
@@ -216,11 +208,13 @@ def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> I
     except OSError as error:
         folder.wrong(path, f"cannot be read: {error.strerror}")
     if unreadable:
-        folder.wrong(path, f"{_count(unreadable, 'line')} cannot be read: number {format_spans(spans_of(unreadable))}")
+        folder.wrong(
+            path, f"{count(len(unreadable), 'line')} cannot be read: number {format_spans(spans_of(unreadable))}"
+        )
 
 
 def _check_torn(folder: _Folder) -> None:
-    """A live or killed writer may leave half a line at the end; one that ended by itself does not."""
+    """Report truncated last lines. A live or killed writer may leave one; a writer that ended normally does not."""
     for path in folder.torn:
         if folder.status != "unfinished":
             folder.wrong(path, "its last line is cut off")
@@ -228,30 +222,29 @@ def _check_torn(folder: _Folder) -> None:
             folder.unknown(path, "its last line is not complete: it is being written, or its writer was killed")
 
 
-# Checks.
-
-
 def _check_config(folder: _Folder) -> None:
-    """The settings are those that the ranks of the last launch read, or those that a resume wrote since."""
+    """Check that the settings are those that the last launch read, or those that a resume has written since."""
     newest = folder.newest_start
     if folder.config is None or not newest:
         return
     path = folder.run.config
-    if folder.is_config_to_come:
+    if folder.has_unread_config:
         folder.unknown(path, "shoal train --resume has changed it, and no rank has started with it yet")
     elif not folder.read_configs:
         folder.unknown(path, "the ranks did not record its digest, so a later change cannot be noticed")
     elif _sha256(path) not in folder.read_configs:
-        folder.wrong(path, "it is not the file that the ranks read when they started: it was changed")
+        folder.wrong(path, "it was changed: it is not the file that the ranks read when they started")
     if newest.get("seed") not in (None, folder.config.train.seed):
         folder.wrong(path, f"train.seed is {folder.config.train.seed}, the ranks used {newest['seed']}")
 
 
 def _check_event_files(folder: _Folder) -> None:
-    """Every rank that took part from a launch's beginning wrote events into this folder."""
-    founders = {rank for log in folder.logs.values() for each in log.entered if each.is_first for rank in each.ids}
-    known = sorted(founders | set(folder.members)) if folder.is_shared or founders else folder.members
-    for rank in known:
+    """Check that every rank that took part from the start of a launch wrote events into this folder."""
+    first_ranks = {
+        rank for log in folder.logs.values() for entry in log.entered if entry.is_first for rank in entry.ids
+    }
+    expected = sorted(first_ranks | set(folder.members)) if folder.is_shared or first_ranks else folder.members
+    for rank in expected:
         if rank in folder.logs:
             continue
         if folder.is_joined:
@@ -263,7 +256,7 @@ def _check_event_files(folder: _Folder) -> None:
 
 
 def _check_ending(folder: _Folder) -> None:
-    """The ranks ended at one step, as the process that looked after the run recorded it."""
+    """Check that all ranks ended at the same step, as planned, and as the supervisor recorded it."""
     ends = {rank: folder.logs[rank].end for rank in folder.members if rank in folder.logs and folder.logs[rank].end}
     steps = {end.get("step") for end in ends.values()}
     if len(steps) > 1:
@@ -277,13 +270,15 @@ def _check_ending(folder: _Folder) -> None:
                     f"rank {rank} has no end, although {folder.run.supervisor.name} says it finished",
                 )
     if folder.status == "finished" and folder.config is not None and steps:
-        planned = folder.newest_start.get("steps") if folder.is_config_to_come else folder.config.train.steps
+        planned = folder.newest_start.get("steps") if folder.has_unread_config else folder.config.train.steps
         if planned is not None and steps != {planned}:
-            folder.wrong(folder.run.config, f"train.steps is {planned}, the ranks finished at step {_one(steps)}")
+            folder.wrong(
+                folder.run.config, f"train.steps is {planned}, the ranks finished at step {', '.join(map(str, steps))}"
+            )
 
 
-def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
-    """The ledger ends where the ranks ended; before their end it may be behind by what is not committed yet."""
+def _check_last_step(folder: _Folder, ledger: LedgerReport) -> None:
+    """Check that the ledger ends where the ranks ended. While they run, it may lag behind by `lag` steps."""
     path, members = folder.run.commits, [rank for rank in folder.members if rank in folder.logs]
     ends = [step for rank in members if is_step(step := folder.logs[rank].end.get("step"))]
     if folder.status != "unfinished" and ends:
@@ -292,7 +287,7 @@ def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
             folder.wrong(path, f"{absent}, the ranks ended at step {max(ends)}")
         return
     done = max((_last_step(folder.events[rank]) for rank in members), default=0)
-    # The lines of a step that is to be done again stand until then.
+    # Lines of a step that will be repeated stay until then.
     recorded = max((int(log.steps.max()) for log in folder.logs.values() if len(log.steps)), default=0)
     if ledger.last < done - folder.lag:
         absent = "is missing or empty" if not folder.commits else f"ends at step {ledger.last}"
@@ -301,11 +296,10 @@ def _check_reach(folder: _Folder, ledger: LedgerReport) -> None:
         folder.wrong(path, f"has step {ledger.last}, the ranks have recorded no more than step {max(done, recorded)}")
 
 
-def _check_lines(folder: _Folder) -> None:
-    """Each line says what the ranks' own events say: who took part, in which generation, on how many samples, and what
-    the loss was."""
+def _check_ledger_lines(folder: _Folder) -> None:
+    """Check each ledger line against the ranks' events: members, generation, number of samples, loss."""
     path, logs = folder.run.commits, folder.logs
-    entered = {each.generation: (each.lineage, set(each.ids)) for log in logs.values() for each in log.entered}
+    entered = {entry.generation: (entry.lineage, set(entry.ids)) for log in logs.values() for entry in log.entered}
     starts = [event for events in folder.events.values() for event in events if event.get("event") == "start"]
     batches = {event["global_batch"] for event in starts if is_step(event.get("global_batch"))}
     losses = {rank: _losses(folder, rank) for rank in logs}
@@ -319,9 +313,10 @@ def _check_lines(folder: _Folder) -> None:
             continue
         match record.get("samples"):
             case [int(first), int(end)] if batches and end - first not in batches:
-                wrong.setdefault(
-                    f"the ranks used {_any(batches)} samples a step, the ledger has another number", []
-                ).append(step)
+                sizes = " or ".join(map(str, sorted(batches)))
+                wrong.setdefault(f"the ranks used {sizes} samples a step, the ledger has another number", []).append(
+                    step
+                )
         if members is None:
             continue
         if not isinstance(members, list) or not all(map(is_step, members)):
@@ -336,11 +331,11 @@ def _check_lines(folder: _Folder) -> None:
                 unknown.append(step)
         elif generation == NEVER and logs and not set(members) <= logs.keys():
             wrong.setdefault("members are not ranks of this run", []).append(step)
-        # A rank learns the world's loss from the others: only with the events of all of them can it be compared.
+        # The recorded loss is the mean over all ranks: it can only be compared with the events of all of them.
         is_known = not record.get("partial") and set(members) <= logs.keys()
         if is_known and last[step, str(record.get("generation"))] is record:
-            seen = [known for rank in members if (known := losses.get(rank, {}).get((step, generation))) is not None]
-            if seen and record.get("loss") not in seen:
+            recorded = [loss for rank in members if (loss := losses.get(rank, {}).get((step, generation))) is not None]
+            if recorded and record.get("loss") not in recorded:
                 wrong.setdefault("the loss is not the one that the ranks recorded", []).append(step)
     for text, steps in wrong.items():
         folder.wrong(path, f"step {format_spans(spans_of(steps))}: {text}")
@@ -350,9 +345,11 @@ def _check_lines(folder: _Folder) -> None:
         )
 
 
-def _check_events_cover(folder: _Folder) -> None:
-    """A step that a rank took part in, by the ledger, stands in its events. The last steps of a generation may not: a
-    rank that was lost in the middle of one never recorded it."""
+def _check_recorded_steps(folder: _Folder) -> None:
+    """Check that a rank's events have every step that the ledger attributes to it.
+
+    The last steps of a generation may be missing: a rank that was lost during a step never recorded it.
+    """
     by_generation: dict[str, list[tuple[int, list[Any]]]] = {}
     for record in folder.commits:
         if is_step(record.get("step")) and isinstance(record.get("members"), list):
@@ -366,19 +363,21 @@ def _check_events_cover(folder: _Folder) -> None:
         if lacking:
             folder.wrong(
                 folder.run.events(rank),
-                f"lacks step {format_spans(spans_of(lacking))}, which the ledger has of rank {rank}",
+                f"lacks step {format_spans(spans_of(lacking))}, which the ledger has for rank {rank}",
             )
 
 
-def _check_order(folder: _Folder) -> None:
-    """One rank at a time writes the ledger of a machine: its lines are in order, and none stands there twice. Machines
-    that share a folder may write at once."""
+def _check_ledger_order(folder: _Folder) -> None:
+    """Check that the ledger's lines are in order and unique: one rank at a time writes a machine's ledger.
+
+    Machines that share a folder may write at the same time, so theirs is not checked.
+    """
     nodes = {log.start.get("node") for log in folder.logs.values()}
     if len(nodes) > 1:
         return
     twice = [number for line, number in Counter(folder.lines).items() if number > 1 and b'"step"' in line]
     if twice:
-        folder.wrong(folder.run.commits, f"{_count(twice, 'line')} stand there more than once")
+        folder.wrong(folder.run.commits, f"{count(len(twice), 'line')} stand there more than once")
     went_back = any(event.get("event") == "divergence" for events in folder.events.values() for event in events)
     newest: dict[Ballot, int] = {}
     seen: set[tuple[int, Ballot, str]] = set()
@@ -386,11 +385,11 @@ def _check_order(folder: _Folder) -> None:
         generation, step = read_ballot(record.get("generation")), record.get("step")
         if generation is None or generation == NEVER or not is_step(step):
             continue
-        # A rank that joins may have told a step twice: the same step of the same generation is the same step.
-        name = step, generation, str(record.get("samples"))
-        if name in seen:
+        # A joining rank may record a step twice: the same step of the same generation is the same step.
+        key = step, generation, str(record.get("samples"))
+        if key in seen:
             continue
-        seen.add(name)
+        seen.add(key)
         if step < newest.get(generation, 0) and not went_back:
             folder.wrong(folder.run.commits, f"its lines are not in order: step {step} stands behind a later one")
             return
@@ -398,20 +397,20 @@ def _check_order(folder: _Folder) -> None:
 
 
 def _check_checkpoints(folder: _Folder, ledger: LedgerReport) -> None:
-    """The sums of every checkpoint, the step in its name, and the ledger as it was then."""
+    """Check every checkpoint: its SHA-256 sums, the step in its name, and the part of the ledger that it saw."""
     run = folder.run
-    found = sorted(path for path in run.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
-    for path in found:
+    checkpoints = sorted(path for path in run.checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
+    for path in checkpoints:
         _check_checkpoint(folder, path)
     saved = [event for rank in folder.members for event in folder.since_start(rank, "checkpoint")]
     ends = [folder.logs[rank].end.get("step") for rank in folder.members if rank in folder.logs]
-    names = {path.name for path in found}
+    names = {path.name for path in checkpoints}
     for step in {event["step"] for event in saved if is_step(event.get("step"))}:
         name = f"step-{step:08d}"
         is_last = folder.status != "unfinished" and step in ends
         if folder.is_shared and name not in names and (is_last or not names):
             folder.wrong(run.checkpoints / name, "is missing: a rank wrote it")
-    if found and ledger.last < (newest := int(found[-1].name.removeprefix("step-"))) and not ledger.holes:
+    if checkpoints and ledger.last < (newest := int(checkpoints[-1].name.removeprefix("step-"))) and not ledger.holes:
         folder.wrong(run.commits, f"ends at step {ledger.last}, the newest checkpoint is of step {newest}")
 
 
@@ -440,9 +439,9 @@ def _check_checkpoint(folder: _Folder, path: Path) -> None:
 
 
 def _check_states(folder: _Folder) -> ReplicaReport | None:
-    """The final states are those whose digests the ranks recorded, and equal to each other."""
+    """Check that the final states have the digests that the ranks recorded, and are equal to each other."""
     run, states = folder.run, folder.run.state_files()
-    known = set(folder.logs) | {rank for log in folder.logs.values() for each in log.entered for rank in each.ids}
+    known = set(folder.logs) | {rank for log in folder.logs.values() for entry in log.entered for rank in entry.ids}
     for record in folder.commits:
         known.update(filter(is_step, record["members"]) if isinstance(record.get("members"), list) else ())
     for rank in states.keys() - known:
@@ -461,9 +460,9 @@ def _check_states(folder: _Folder) -> ReplicaReport | None:
         elif folder.is_shared or not digests:
             folder.wrong(path, f"is missing: rank {rank} wrote it when it finished")
     if not all(may(path, os.R_OK) for path in states.values()):
-        # By what the ranks recorded of their states.
-        found = {rank: str(digests[-1].get("sha256")) for rank, digests in recorded.items() if digests}
-        return compare_digests(found) if found else None
+        # Compare what the ranks recorded instead of the files.
+        last_digests = {rank: str(digests[-1].get("sha256")) for rank, digests in recorded.items() if digests}
+        return compare_digests(last_digests) if last_digests else None
     try:
         return judge_replicas(run)
     except ShoalError as error:
@@ -473,7 +472,7 @@ def _check_states(folder: _Folder) -> ReplicaReport | None:
 
 def _check_state(folder: _Folder, path: Path, digests: list[Event]) -> None:
     try:
-        digest = state_digest(open_state(path))
+        digest = _state_digest(open_state(path))
     except ShoalError as error:
         folder.wrong(path, error.seen)
         return
@@ -482,7 +481,7 @@ def _check_state(folder: _Folder, path: Path, digests: list[Event]) -> None:
 
 
 def _check_manifest(folder: _Folder) -> None:
-    """It follows from the other files, so that a change of it or of them shows. Only of a run that was summed up."""
+    """Check that the manifest of an ended run follows from the other files."""
     path, last = folder.run.manifest, folder.supervisor[-1] if folder.supervisor else {}
     if last.get("event") != "ended" or folder.config is None or folder.status == "unfinished":
         return
@@ -499,7 +498,7 @@ def _check_manifest(folder: _Folder) -> None:
     except ShoalError as error:
         folder.unknown(path, f"cannot be checked: {error.seen}")
         return
-    facts = [name for name in _FACTS if name != "steps_planned" or not folder.is_config_to_come]
+    facts = [name for name in _MANIFEST_FACTS if name != "steps_planned" or not folder.has_unread_config]
     changed = [name for name in facts if repr(getattr(stored, name)) != repr(getattr(fresh, name))]
     if changed:
         folder.wrong(
@@ -509,11 +508,8 @@ def _check_manifest(folder: _Folder) -> None:
         )
 
 
-# Small parts.
-
-
-def state_digest(state: StateFile) -> str:
-    """The digest that a rank records of its final state: names and bytes, in the order of names."""
+def _state_digest(state: StateFile) -> str:
+    """Return the digest that a rank records of its final state: names and bytes, in the order of names."""
     value = hashlib.sha256()
     for name in sorted(state.tensors):
         value.update(name.encode())
@@ -529,7 +525,7 @@ def _sha256(path: Path) -> str:
 
 def _losses(folder: _Folder, rank: int) -> dict[tuple[int, Ballot], float]:
     log = folder.logs[rank]
-    generations = (NEVER if each is None else each.generation for each in log.generations())
+    generations = (NEVER if entry is None else entry.generation for entry in log.generations())
     return {
         (step, generation): loss
         for step, generation, loss in zip(log.steps.tolist(), generations, log.column("loss").tolist(), strict=True)
@@ -537,7 +533,7 @@ def _losses(folder: _Folder, rank: int) -> dict[tuple[int, Ballot], float]:
 
 
 def _last_step(events: Iterable[Event]) -> int:
-    """The step of the newest `step` event, or the one that the rank was resumed from."""
+    """Return the step of the newest `step` event, or the step that the rank was resumed from."""
     last = 0
     for event in events:
         if event.get("event") == "start" and is_step(event.get("resumed_from")):
@@ -547,25 +543,5 @@ def _last_step(events: Iterable[Event]) -> int:
     return last
 
 
-def _once(findings: Iterable[VerifyFinding]) -> list[VerifyFinding]:
-    return list({(finding.file, finding.text): finding for finding in findings}.values())
-
-
 def _name(run: RunFolder, path: Path) -> str:
     return str(path.relative_to(run.path)) if path.is_relative_to(run.path) else str(path)
-
-
-def _count(items: list[Any], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
-
-
-def _any(values: Iterable[Any]) -> str:
-    return " or ".join(str(value) for value in sorted(values))
-
-
-def _one(values: Iterable[Any]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
