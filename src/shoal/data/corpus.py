@@ -197,8 +197,7 @@ class Verb:
     # An action takes every aspect. An event is over at once (find, win), a state lasts (know, own): neither takes a
     # continuous aspect.
     kind: Kind = "action"
-    # Phrases that can follow the verb.
-    complements: tuple[str, ...] = ()
+    complements: tuple[str, ...] = ()  # Phrases that can follow the verb.
 
     @property
     def third(self) -> str:
@@ -362,8 +361,7 @@ class Form:
     aspect: Aspect
     negated: bool
     question: Question | None
-    # An adverbial such as `yesterday`, or empty.
-    time: str
+    time: str  # An adverbial such as `yesterday`, or empty.
 
 
 @dataclass(frozen=True)

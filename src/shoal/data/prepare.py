@@ -72,8 +72,7 @@ class PreparedData:
     vocab_size: int
     train_tokens: int
     val_tokens: int
-    # The same on every node that has the same data and tokenizer.
-    digest: str
+    digest: str  # The same on every node that has the same data and tokenizer.
     source: str
     sentences: int | None
 
@@ -213,10 +212,7 @@ def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> 
         train=entry / TRAIN,
         val=entry / VAL,
         tokenizer=entry / TOKENIZER,
-        vocab_size=index["vocab_size"],
-        train_tokens=index["train_tokens"],
-        val_tokens=index["val_tokens"],
-        digest=index["digest"],
+        **{name: index[name] for name in ("vocab_size", "train_tokens", "val_tokens", "digest")},
         source=source,
         sentences=sentences,
     )

@@ -126,7 +126,7 @@ class CursorShard:
     """This rank's samples when one global order is divided over the world."""
 
     rank: int
-    deal: BatchPlan
+    plan: BatchPlan
     count: int
     seed: int
 
@@ -136,15 +136,15 @@ class CursorShard:
 
     def positions(self, cursor: int) -> tuple[int, int]:
         """Return the positions of these samples in the global order, `[first, end)`."""
-        first = cursor + self.deal.offset(self.rank)
-        return first, first + self.deal.share(self.rank)
+        first = cursor + self.plan.offset(self.rank)
+        return first, first + self.plan.share(self.rank)
 
     @property
     def size(self) -> int:
         """Samples of the first epoch that this rank trains on; the sizes of all ranks add up to `count`."""
-        steps, rest = divmod(self.count, self.deal.global_batch)
-        share = self.deal.share(self.rank)
-        return steps * share + min(max(rest - self.deal.offset(self.rank), 0), share)
+        steps, rest = divmod(self.count, self.plan.global_batch)
+        share = self.plan.share(self.rank)
+        return steps * share + min(max(rest - self.plan.offset(self.rank), 0), share)
 
 
 @dataclass(frozen=True)
@@ -152,23 +152,23 @@ class ModuloShard:
     """This rank's samples when it owns every `world_size`-th sample."""
 
     rank: int
-    deal: BatchPlan
+    plan: BatchPlan
     count: int
     seed: int
 
     def indices(self, cursor: int) -> Indices:
         inside = sample_indices(np.arange(*self.positions(cursor)), self.size, self.seed)
-        return inside * len(self.deal.micro_batches) + self.rank
+        return inside * len(self.plan.micro_batches) + self.rank
 
     def positions(self, cursor: int) -> tuple[int, int]:
         """Return the positions of a step's samples in the order of this shard, `[first, end)`."""
-        share = self.deal.share(self.rank)
-        first = cursor // self.deal.global_batch * share
+        share = self.plan.share(self.rank)
+        first = cursor // self.plan.global_batch * share
         return first, first + share
 
     @property
     def size(self) -> int:
-        return len(range(self.rank, self.count, len(self.deal.micro_batches)))
+        return len(range(self.rank, self.count, len(self.plan.micro_batches)))
 
 
 Shard = CursorShard | ModuloShard
@@ -190,7 +190,7 @@ class Batches:
     def micro_batches(self, cursor: int) -> Iterator[Rows]:
         """Yield arrays of `micro_batch` × (`seq_len` + 1) tokens."""
         indices = self.shard.indices(cursor)
-        size = self.shard.deal.micro_batch
+        size = self.shard.plan.micro_batch
         for start in range(0, len(indices), size):
             yield windows(self._tokens, indices[start : start + size], self._seq_len)
 
@@ -234,8 +234,7 @@ class TokenHeader:
     vocab_size: int
     # Of the payload.
     sha256: str
-    # The digest of the tokenizer that encoded the text.
-    tokenizer: str
+    tokenizer: str  # The digest of the tokenizer that encoded the text.
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,8 @@ class PastChoice:
     """The choice of an earlier launch of this run."""
 
     choice: SyncChoice
-    # The step after which it was made.
-    step: int
-    # The fields of this rank's `choice` event, if it wrote one.
-    fields: Event
+    step: int  # The step after which it was made.
+    fields: Event  # The fields of this rank's `choice` event, if it wrote one.
 
 
 class SyncChooser:

@@ -67,10 +67,8 @@ _COMPILE_TIMEOUT_S = 600.0
 class RemainingWork:
     """What the busiest rank still has to compute."""
 
-    # Forward and backward passes of a block.
-    blocks: int
-    # Operations in all.
-    flops: float
+    blocks: int  # Forward and backward passes of a block.
+    flops: float  # Operations in all.
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,9 @@ class BlockTimes:
 
     plain_s: float = NEVER
     bf16_s: float = NEVER
-    # In the precision that won without compiling.
-    compiled_s: float = NEVER
-    # The time that compiling took.
-    compile_s: float = _COLD_COMPILE_S
-    # Whether compiling was tried (1) or not (0).
-    tried: float = 0.0
+    compiled_s: float = NEVER  # In the precision that won without compiling.
+    compile_s: float = _COLD_COMPILE_S  # The time that compiling took.
+    tried: float = 0.0  # Whether compiling was tried (1) or not (0).
 
     @property
     def uncompiled_s(self) -> float:

@@ -86,11 +86,9 @@ def make_trainer(
 class ResumeContext:
     """What is known when a world returns to a checkpoint."""
 
-    # Ranks at launch.
-    launched: int
+    launched: int  # Ranks at launch.
     is_compiled: bool
-    # This machine's newest checkpoint, which takes long to check.
-    newest: NewestCheckpoint
+    newest: NewestCheckpoint  # This machine's newest checkpoint, which takes long to check.
 
 
 def start_training(
@@ -155,7 +153,7 @@ def announce(trainer: Trainer, run: RunFolder, **process: object) -> None:
 
 def describe_start(trainer: Trainer) -> dict[str, object]:
     """Return the fields of the `start` event about the training itself."""
-    plan = trainer.batches.shard.deal
+    plan = trainer.batch_plan
     return {
         "params": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "params_expected": parameter_count(trainer.config.model),
@@ -199,7 +197,7 @@ def _make_equal(trainer: Trainer) -> None:
 
 def _choose_compute(trainer: Trainer, resumed: RunFolder | None) -> ComputeChoice:
     """Return the choice of the resumed run, or make one, by a trial that leaves no gradients behind."""
-    config, plan = trainer.config, trainer.batches.shard.deal
+    config, plan = trainer.config, trainer.batch_plan
     steps = max(0, config.train.steps - trainer.progress.step)
     work = work_left(config.model, plan.micro_batch, max(plan.micro_batches), steps)
     earlier = earlier_choice(resumed, trainer.world) if resumed else None

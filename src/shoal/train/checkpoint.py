@@ -50,15 +50,11 @@ Counts = TypeVar("Counts")
 class Progress:
     """The position of a training."""
 
-    # Steps done.
-    step: int
-    # Global position of the next sample.
-    cursor: int
-    # See docs/faults.md.
-    generation: str = "0-0"
+    step: int  # Steps done.
+    cursor: int  # Global position of the next sample.
+    generation: str = "0-0"  # See docs/faults.md.
     lineage: str = "0-0"
-    # The lineages before this one, and the step after which each was left.
-    history: tuple[tuple[str, int], ...] = ()
+    history: tuple[tuple[str, int], ...] = ()  # The lineages before this one, and the step after which each was left.
 
 
 @dataclass(frozen=True)
@@ -66,13 +62,10 @@ class RankShards:
     """The shards that were saved beside the common state, one for every rank."""
 
     ranks: int
-    # The same in all shards of one save, and in no other.
-    mark: int
-    # Where a run continues that has only the common state.
-    step: int
+    mark: int  # The same in all shards of one save, and in no other.
+    step: int  # Where a run continues that has only the common state.
     cursor: int
-    # Outer exchanges that were under way between replicas.
-    flying: int = 0
+    flying: int = 0  # Outer exchanges that were under way between replicas.
 
 
 @dataclass(frozen=True)

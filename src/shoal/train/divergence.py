@@ -25,12 +25,9 @@ _NO_CHECKPOINT = -1
 
 @dataclass(frozen=True)
 class Difference:
-    # The ranks that differ from the majority; all ranks if there is no majority.
-    odd: tuple[int, ...]
-    # The lowest rank of the majority.
-    source: int | None
-    # The first tensor by name that differs.
-    tensor: str
+    odd: tuple[int, ...]  # The ranks that differ from the majority; all ranks if there is no majority.
+    source: int | None  # The lowest rank of the majority.
+    tensor: str  # The first tensor by name that differs.
 
 
 def find_difference(names: Sequence[str], digests_by_rank: Sequence[Sequence[int]]) -> Difference:

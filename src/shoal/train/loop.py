@@ -136,7 +136,7 @@ class Loop:
     def _evaluate(self, step: int) -> None:
         trainer = self._trainer
         began = time.perf_counter()
-        micro_batch = trainer.batches.shard.deal.micro_batch
+        micro_batch = trainer.batch_plan.micro_batch
         with trainer.outer.common():
             loss = evaluate(trainer.model, self._validation, trainer.config, micro_batch, trainer.world)
         trainer.mark_evaluated(step)

@@ -42,7 +42,6 @@ from shoal.train.state_transfer import (
     Transfer,
     TransferPlan,
     agree_on_source,
-    broadcast_json,
     share_pending,
     sync_ledgers,
 )
@@ -61,16 +60,13 @@ class GenerationChanger:
     trainer: Trainer
     chooser: SyncChooser
     run: RunFolder
-    # This rank has a state to continue from.
-    has_state: bool = True
+    has_state: bool = True  # This rank has a state to continue from.
     # The step of that state, after an unfinished round of outer steps was undone, and its outer momentum.
     _state_step: int = 0
     _outer_momentum: dict[str, Tensor] = field(default_factory=dict)
     _has_released_group: bool = False
-    # This machine's ledger lacks steps of the state that this rank has copied.
-    _is_ledger_behind: bool = False
-    # Returns to a checkpoint in a row that failed before a step could be done.
-    _failed_recoveries: int = 0
+    _is_ledger_behind: bool = False  # This machine's ledger lacks steps of the state that this rank has copied.
+    _failed_recoveries: int = 0  # Returns to a checkpoint in a row that failed before a step could be done.
 
     def change_generation(self, error: Exception) -> None:
         """Leave the generation that ended with `error`, and return when the training can continue in another one.
@@ -173,13 +169,12 @@ class GenerationChanger:
             )
         info = self._describe_training(plan.step).broadcast(world, plan.source)
         pending = share_pending(trainer, self.run.commits, self._state_step, world, plan)
-        history = broadcast_json(world, plan.source, trainer.history)
         # The state of a joining node belongs to another training: no generation continues from it.
         self.has_state &= enter.holds
         received = self._receive(world, plan, info)
         with self.member.fence.replacing(plan.step):
             self._adopt(world, plan, info, received, enter.launched)
-            trainer.set_history(history)
+            trainer.set_history(info.history)
             trainer.recorder.hold(pending)
         del received
         self._connect(plan.step)
@@ -206,11 +201,11 @@ class GenerationChanger:
         return ReplicaState(True, self._state_step, digest, unsettled)
 
     def _describe_training(self, step: int) -> JoinerInfo:
-        trainer, plan = self.trainer, self.trainer.batches.shard.deal
-        cursor = trainer.progress.cursor - (trainer.progress.step - step) * plan.global_batch
+        trainer = self.trainer
+        cursor = trainer.progress.cursor - (trainer.progress.step - step) * trainer.global_batch
         return JoinerInfo(
             cursor=max(0, cursor),
-            global_batch=plan.global_batch,
+            global_batch=trainer.global_batch,
             micro_batch=trainer.largest_micro_batch,
             peak_lr=trainer.peak_lr,
             periodic_done_step=trainer.periodic_done_step,
@@ -219,6 +214,7 @@ class GenerationChanger:
             compiled=trainer.compute.compiled,
             bf16=_is_bf16(trainer),
             sync=self.chooser.as_numbers(),
+            history=trainer.history,
         )
 
     def _receive(self, world: World, plan: TransferPlan, info: JoinerInfo) -> Replica:

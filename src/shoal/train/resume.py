@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.sync.replicas import copy_from, gather, tell_all
+from shoal.sync.replicas import copy_from, gather
 from shoal.sync.world import World, bear_with
 from shoal.train.checkpoint import (
     Checkpoint,
@@ -33,7 +34,7 @@ from shoal.train.checkpoint import (
 )
 from shoal.train.recorder import Recorder
 from shoal.train.saving import WRITE_TIMEOUT_S, Saver, load_own_state
-from shoal.train.state_transfer import gather_json
+from shoal.train.state_transfer import broadcast_json, gather_json
 from shoal.train.trainer import Trainer, exchange_timeout_s
 
 
@@ -57,9 +58,9 @@ class NewestCheckpoint:
 class _CheckpointInfo:
     """The chosen checkpoint, as all ranks know it."""
 
-    progress: Progress
-    # It has the inner optimizer's moments: they are common to all ranks.
-    has_moments: bool
+    step: int
+    cursor: int
+    has_moments: bool  # It has the inner optimizer's moments: they are common to all ranks.
     shards: RankShards | None
 
 
@@ -153,7 +154,7 @@ def resume_training(
     checkpoint = folder.load_latest() if world.rank == source else None
     info = _broadcast_info(world, source, checkpoint)
     bear_with(world, exchange_timeout_s(trainer.config.sync, trainer.outer))
-    step, cursor = info.progress.step, info.progress.cursor
+    step, cursor = info.step, info.cursor
     chosen = checkpoints[source].progress
     trainer.set_history((*chosen.history, (chosen.lineage, step)))
     own = checkpoints.get(world.rank)
@@ -203,16 +204,17 @@ def gather_checkpoints(
 
 
 def _broadcast_info(world: World, source: int, checkpoint: Checkpoint | None) -> _CheckpointInfo:
-    numbers = [0] * 9
+    document: dict[str, Any] = {}
     if checkpoint is not None:
-        progress, shards = checkpoint.progress, checkpoint.shards or RankShards(0, 0, 0, 0)
-        has_inner = any(name.startswith("optimizer.") for name in checkpoint.optimizer)
-        numbers = [progress.step, progress.cursor, has_inner, checkpoint.shards is not None]
-        numbers += [shards.ranks, shards.mark, shards.step, shards.cursor, shards.flying]
-    step, cursor, has_moments, has_shards, *shard_numbers = tell_all(world, source, numbers)
-    return _CheckpointInfo(
-        Progress(step, cursor), bool(has_moments), RankShards(*shard_numbers) if has_shards else None
-    )
+        document = {
+            "step": checkpoint.progress.step,
+            "cursor": checkpoint.progress.cursor,
+            "has_moments": any(name.startswith("optimizer.") for name in checkpoint.optimizer),
+            "shards": checkpoint.shards and asdict(checkpoint.shards),
+        }
+    document = broadcast_json(world, source, document)
+    shards = document.pop("shards")
+    return _CheckpointInfo(**document, shards=RankShards(**shards) if shards else None)
 
 
 def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, info: _CheckpointInfo) -> None:
@@ -221,7 +223,7 @@ def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, i
     if checkpoint is not None:
         load_weights(model, checkpoint.model)
     copy_from(trainer.world, source, weights(model).values())
-    common_step, flying = (info.shards.step, info.shards.flying) if info.shards else (info.progress.step, 0)
+    common_step, flying = (info.shards.step, info.shards.flying) if info.shards else (info.step, 0)
     outer.rewind(common_step, flying)
     outer_state = outer.state()
     if checkpoint is not None:
@@ -229,7 +231,7 @@ def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, i
     copy_from(trainer.world, source, outer_state.values())
     if info.has_moments:
         tensors = checkpoint.optimizer if checkpoint is not None else empty_moments(model)
-        _share_moments(trainer, source, tensors, info.progress.step)
+        _share_moments(trainer, source, tensors, info.step)
 
 
 def _share_moments(trainer: Trainer, source: int, tensors: dict[str, Tensor], step: int) -> None:
@@ -274,7 +276,7 @@ def _fall_back(
     reasons += [problem.seen] if problem is not None else []
     trainer.recorder.warn(
         CheckpointError(
-            f"the checkpoint of step {info.progress.step} cannot be resumed exactly: all ranks continue from their "
+            f"the checkpoint of step {info.step} cannot be resumed exactly: all ranks continue from their "
             f"common state of step {shards.step}",
             why="; ".join(reasons),
             fix="the steps since then are done again; to resume exactly, use the same ranks on the same machines",

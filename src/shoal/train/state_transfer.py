@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,17 +42,14 @@ class ReplicaState:
     has_state: bool
     step: int
     digest: int
-    # Steps of which the rank has not learned the world's loss.
-    unsettled: int = 0
+    unsettled: int = 0  # Steps of which the rank has not learned the world's loss.
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    # The rank whose state all ranks continue from.
-    source: int
+    source: int  # The rank whose state all ranks continue from.
     step: int
-    # The ranks that have another state, or none.
-    behind: tuple[int, ...]
+    behind: tuple[int, ...]  # The ranks that have another state, or none.
 
 
 class NoSurvivingState(RunFailed):
@@ -100,29 +96,12 @@ class JoinerInfo:
     has_moments: bool
     compiled: bool
     bf16: bool
-    # The sync choice as numbers, see `SyncChooser`.
-    sync: tuple[int, ...]
+    sync: Sequence[int]  # The sync choice as numbers, see `SyncChooser`.
+    history: Sequence[tuple[str, int]]  # The lineages before this launch's first one.
 
     def broadcast(self, world: World, source: int) -> JoinerInfo:
-        """Return the source's values."""
-        counts = [self.cursor, self.global_batch, self.micro_batch, self.periodic_done_step, self.evaluated_step]
-        # Ranks exchange whole numbers: the learning rate travels as the integer with the same bits.
-        [lr_bits] = struct.unpack("q", struct.pack("d", self.peak_lr))
-        flags = [self.has_moments, self.compiled, self.bf16]
-        received = tell_all(world, source, [*counts, lr_bits, *flags, *self.sync])
-        cursor, batch, micro, done_step, evaluated_step, lr_bits, has_moments, compiled, bf16, *sync = received
-        return JoinerInfo(
-            cursor=cursor,
-            global_batch=batch,
-            micro_batch=micro,
-            peak_lr=struct.unpack("d", struct.pack("q", lr_bits))[0],
-            periodic_done_step=done_step,
-            evaluated_step=evaluated_step,
-            has_moments=bool(has_moments),
-            compiled=bool(compiled),
-            bf16=bool(bf16),
-            sync=tuple(sync),
-        )
+        """Return the source's values. JSON keeps every bit of a float."""
+        return JoinerInfo(**broadcast_json(world, source, asdict(self)))
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,9 @@ class StopRequest:
 class Exchanges:
     """A replica's exchanges with the other ranks."""
 
-    # Of gradients, in every step.
-    sync: GradientSync
-    # Of parameters, at the end of a round of local steps.
-    outer: OuterSync
-    # Of the loss and the statistics of every step.
-    steps: StepGather
+    sync: GradientSync  # Sums gradients in every step.
+    outer: OuterSync  # Averages parameters at the end of a round of local steps.
+    steps: StepGather  # Gathers the loss and the statistics of every step.
 
 
 def make_exchanges(config: Config, model: GPT, world: World, plan: BatchPlan) -> Exchanges:
@@ -72,8 +69,7 @@ def exchange_timeout_s(sync: SyncConfig, outer: OuterSync) -> float:
 
 @dataclass
 class Trainer:
-    # `config.sync` is the resolved sync mode in use, never `auto`.
-    config: Config
+    config: Config  # `config.sync` is the resolved sync mode in use, never `auto`.
     world: World
     model: GPT
     optimizer: AdamW
@@ -83,13 +79,10 @@ class Trainer:
     recorder: Recorder
     stop: StopRequest
     progress: Progress
-    # Decides what this rank may still do in its generation.
-    fence: Fence = field(default_factory=OpenFence)
+    fence: Fence = field(default_factory=OpenFence)  # Decides what this rank may still do in its generation.
     peak_lr: float = 0.0
-    # The largest micro-batch that there is memory for.
-    largest_micro_batch: int = 1
-    # Ranks at launch. A rank that joined later has a higher id.
-    launched_ranks: int = 0
+    largest_micro_batch: int = 1  # The largest micro-batch that there is memory for.
+    launched_ranks: int = 0  # Ranks at launch. A rank that joined later has a higher id.
     # The lineages before this launch's first one, and the step after which each was left.
     history: tuple[tuple[str, int], ...] = ()
     # The last step whose periodic tasks (evaluation, checkpoint, comparison) are done, and the last evaluated step.
@@ -98,16 +91,13 @@ class Trainer:
     evaluated_step: int = -1
     stragglers: Stragglers = field(default_factory=Stragglers)
     compute: ComputeChoice = field(default_factory=ComputeChoice)
-    # Seconds of the last step by phase.
-    times: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
     # Called on every rank after a step that another one follows.
     between_steps: Callable[[], None] = field(default=lambda: None)
     # Where the steps began of which this rank does not know the world's loss yet.
     _unsettled: deque[Progress] = field(default_factory=deque)
-    # All ranks have agreed to leave the generation together after a step.
-    _leaves_at_boundary: bool = False
-    # This rank's first result that was not finite.
-    _nonfinite: StepResult | None = None
+    _leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
+    _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
 
     def step(self) -> bool:
         """Train on one global batch; return whether any rank is known to want to stop."""
@@ -146,8 +136,12 @@ class Trainer:
         return self.exchanges.steps
 
     @property
+    def batch_plan(self) -> BatchPlan:
+        return self.batches.shard.plan
+
+    @property
     def global_batch(self) -> int:
-        return self.batches.shard.deal.global_batch
+        return self.batch_plan.global_batch
 
     @property
     def global_tokens(self) -> int:
@@ -155,7 +149,7 @@ class Trainer:
 
     @property
     def own_tokens(self) -> int:
-        return self.batches.shard.deal.share(self.world.rank) * self.config.model.seq_len
+        return self.batch_plan.share(self.world.rank) * self.config.model.seq_len
 
     def settle(self) -> bool:
         """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
@@ -205,7 +199,7 @@ class Trainer:
 
     def connect(self) -> None:
         """Make the exchanges with the ranks of this world."""
-        self.exchanges = make_exchanges(self.config, self.model, self.world, self.batches.shard.deal)
+        self.exchanges = make_exchanges(self.config, self.model, self.world, self.batch_plan)
 
     def change_sync(self, sync: SyncConfig) -> None:
         """Replace the exchanges between two steps, when all ranks have done the last one and their models are equal."""
@@ -246,7 +240,7 @@ class Trainer:
     def _forward_backward(self) -> tuple[float, CommTimes]:
         scale = self.sync.loss_scale(self.global_tokens)
         loss_sum = 0.0
-        remaining = self.batches.shard.deal.micro_batches[self.world.rank]
+        remaining = self.batch_plan.micro_batches[self.world.rank]
         for inputs, targets in self._fetch():
             remaining -= 1
             with self.sync.micro_batch(last=remaining == 0):
@@ -344,7 +338,7 @@ class Trainer:
 
     def _warn_of_stragglers(self, known: list[StepStats]) -> None:
         """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""
-        work, exposed_s = self.batches.shard.deal.micro_batches, self.times.get("exposed", 0.0)
+        work, exposed_s = self.batch_plan.micro_batches, self.times.get("exposed", 0.0)
         for stats in known:
             for slow in self.stragglers.observe(stats.told, work, self.times["step"], exposed_s):
                 if self.world.is_main:
@@ -394,8 +388,7 @@ class StepResult:
     step: int
     loss: float
     norm: float
-    # Positions of its samples in the global order, `[first, end)`.
-    samples: tuple[int, int]
+    samples: tuple[int, int]  # Positions of its samples in the global order, `[first, end)`.
 
     @property
     def is_finite(self) -> bool:
