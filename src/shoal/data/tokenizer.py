@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One id a character, in the order of their code points."""
+    """One id for each character, in the order of code points."""
 
     name = "char"
 
@@ -75,15 +75,12 @@ class CharTokenizer:
         ids = self._ids[np.minimum(points, self._ids.size - 1)]
         unknown = (ids == _NO_ID) | (points >= self._ids.size)
         if unknown.any():
-            raise self._unknown_character(chr(points[unknown.argmax()]))
+            raise DataError(
+                f"the character {chr(points[unknown.argmax()])!a} is not in the vocabulary",
+                why=f"a character tokenizer knows only the {self.vocab_size} characters of the text it was built from",
+                fix="leave that character out, or train with --set data.tokenizer=byte, which knows them all",
+            )
         return ids
-
-    def _unknown_character(self, char: str) -> DataError:
-        return DataError(
-            f"the character {char!a} is not in the vocabulary",
-            why=f"a character tokenizer knows only the {self.vocab_size} characters of the text it was built from",
-            fix="leave that character out, or train with --set data.tokenizer=byte, which knows them all",
-        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return "".join(self._chars[i] if 0 <= i < len(self._chars) else _UNASSIGNED for i in map(int, ids))

@@ -35,6 +35,8 @@ from shoal.train.trainer import Trainer, describe_exchanges, shapes_of
 
 # Ranks exchange whole numbers: times in nanoseconds.
 _NS_PER_S = 1e9
+# Fields of `FirstSteps` in the `choice` event.
+_MEASURED = ("step_s", "exposed_s", "own_s", "allreduce_s")
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,7 @@ def _describe(
         "planned": str(parse_choice(requested.planned)) if requested.planned else None,
         "agrees": decision.agrees,
         "expected_step_s": round(decision.step_s, 7),
-        "measured_step_s": round(measured.step_s, 7),
-        "measured_exposed_s": round(measured.exposed_s, 7),
-        "measured_own_s": round(measured.own_s, 7),
-        "measured_allreduce_s": round(measured.allreduce_s, 7),
+        **{f"measured_{name}": round(getattr(measured, name), 7) for name in _MEASURED},
     }
 
 

@@ -297,7 +297,7 @@ class _Trial:
 class _BlockTimer:
     def __init__(self, model: GPT, micro_batch: int) -> None:
         block = model.blocks[0]
-        assert isinstance(block, Block)  # noqa: S101 - a list of modules does not say so
+        assert isinstance(block, Block)  # noqa: S101 - a `ModuleList` has no type for its modules
         self._block = block
         shape = (micro_batch, model.config.seq_len, model.config.width)
         generator = torch.Generator().manual_seed(0)

@@ -99,7 +99,8 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> None:
         """Make the hidden folder into which ranks write their shards before it is completed."""
-        self._sweep()
+        for leftover in self.path.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
         with self._as_unwritten(step):
             self.unfinished(step).mkdir(parents=True)
             sync_path(self.path.parent)
@@ -113,12 +114,22 @@ class CheckpointFolder:
         when it was put on disk.
         """
         step = checkpoint.progress.step
+        final = self.folder(step)
         with self._as_unwritten(step):
             _write(self.unfinished(step), checkpoint, ledger)
             before_rename()
-            _put_in_place(self.unfinished(step), self.folder(step))
-        self._drop_old()
-        return self.folder(step)
+            # An older checkpoint of the same step is renamed first and removed last: a kill must not leave none.
+            replaced = final.with_name(f".{final.name}.old")
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)
+            self.unfinished(step).rename(final)
+            sync_path(final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+        # Only now, when the newest one is in place with its name on disk.
+        for folder in self._newest_first()[self._keep :]:
+            shutil.rmtree(folder, ignore_errors=True)
+        return final
 
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -193,30 +204,17 @@ class CheckpointFolder:
         return [folders[name] for name in sorted(folders, reverse=True)]
 
     def _newest_first(self) -> list[Path]:
-        """List the checkpoints for a process that writes here, after repairing an interrupted replacement."""
+        """List the checkpoints for a process that writes here, after a repair: `complete` may have been killed."""
         if not self.path.is_dir():
             return []
         with contextlib.suppress(OSError):
-            self._restore_replaced()
+            for replaced in self.path.glob(".step-*.old"):
+                final = self.path / replaced.name.removeprefix(".").removesuffix(".old")
+                if final.exists():
+                    shutil.rmtree(replaced, ignore_errors=True)
+                else:
+                    replaced.rename(final)
         return sorted((path for path in self.path.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
-
-    def _restore_replaced(self) -> None:
-        """Repair the folder after a kill between the two renames of `_put_in_place`."""
-        for replaced in self.path.glob(".step-*.old"):
-            final = self.path / replaced.name.removeprefix(".").removesuffix(".old")
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(final)
-
-    def _drop_old(self) -> None:
-        """Remove old checkpoints. Call it only when the newest one is in place, with its name on disk."""
-        for folder in self._newest_first()[self._keep :]:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        for leftover in self.path.glob(".step-*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -289,17 +287,6 @@ def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None) -> Non
     sync_path(folder)
 
 
-def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename an older checkpoint of the same step first and remove it last: a kill in between must not leave none."""
-    replaced = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    temporary.rename(final)
-    sync_path(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def _set_aside(folder: Path, why: str) -> None:
     names = (f"{folder.name}.{why}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     free = next(path for name in names if not (path := folder.with_name(name)).exists())
@@ -321,7 +308,7 @@ def write_shard(folder: Path, rank: int, tensors: Mapping[str, Tensor], mark: in
         file.unlink(missing_ok=True)
         raise CheckpointError(
             f"cannot write the part of rank {rank} in {folder}: {error}",
-            why="without it a run resumed from this checkpoint goes on from the common state only",
+            why="without it a run resumed from this checkpoint continues from the common state only",
             fix=f"free space or fix the folder: df -h {folder.parent}",
         ) from error
 

@@ -59,7 +59,7 @@ class Comparison:
         return is_last or (is_common_step and step // every > (step - stride) // every)
 
     def compare(self, is_end: bool = False) -> bool:
-        """Return True if all replicas are equal, if need be after a copy; False if the training has gone back.
+        """Return True if all replicas are equal, if need be after a copy; False if the training went back.
 
         At the end of a training there is no going back: it fails.
         """
@@ -127,7 +127,7 @@ class Comparison:
         self._report(difference, step, action, back_to=back_to)
 
     def _find_saved_step(self) -> int:
-        """Return the step of the newest checkpoint in the first rank's folder, on all ranks, so that all fail alike."""
+        """Return, on all ranks alike, the step of the newest checkpoint in the first rank's folder."""
         saved_step = _NO_CHECKPOINT
         if self._trainer.world.is_main:
             with suppress(CheckpointError):

@@ -85,7 +85,7 @@ def agree_on_source(world: World, own: ReplicaState) -> TransferPlan:
 
 @dataclass(frozen=True)
 class JoinerInfo:
-    """What all ranks must know alike beside the state itself, or some would start an exchange that others do not."""
+    """What must be equal on all ranks beside the state itself, or some would start an exchange that others do not."""
 
     cursor: int
     global_batch: int
