@@ -88,7 +88,7 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
         loss.item()
-        self.cursor += self.batches.shard.deal.global_batch
+        self.cursor += self.batches.shard.plan.global_batch
 
 
 def make_step(variant: str, model: str, settings: list[str], folder: Path) -> tuple[Callable[[], object], float, str]:

@@ -47,7 +47,7 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
         loss.item()
-        self.cursor += self.batches.shard.deal.global_batch
+        self.cursor += self.batches.shard.plan.global_batch
 
 
 def main() -> None:

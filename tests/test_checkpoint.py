@@ -39,9 +39,9 @@ from shoal.train.checkpoint import (
     load_weights,
     moments,
     read_checkpoint,
-    read_part,
+    read_shard,
     weights,
-    write_part,
+    write_shard,
 )
 from shoal.train.sample import write_sentences
 from tests.harness import FORKSERVER, run_ranks
@@ -193,15 +193,15 @@ PARTS = RankShards(ranks=2, mark=7, step=4, cursor=40, flying=1)
 def save_with_parts(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:
     folder.begin(step)
     for rank in range(2):
-        write_part(folder.unfinished(step), rank, {"model.w": torch.full((3,), float(rank))}, mark)
+        write_shard(folder.unfinished(step), rank, {"model.w": torch.full((3,), float(rank))}, mark)
     tensors = {"model.w": torch.ones(3)}
     return folder.complete(Checkpoint(Progress(step, 10 * step), tensors, {}, PARTS))
 
 
 def test_parts_come_back(folder: CheckpointFolder) -> None:
     where = save_with_parts(folder, 5)
-    assert folder.load_latest().parts == PARTS
-    assert [read_part(where, rank, 7)["model.w"].tolist() for rank in range(2)] == [[0.0] * 3, [1.0] * 3]
+    assert folder.load_latest().shards == PARTS
+    assert [read_shard(where, rank, 7)["model.w"].tolist() for rank in range(2)] == [[0.0] * 3, [1.0] * 3]
 
 
 def test_any_flipped_bit_of_a_part_is_found(folder: CheckpointFolder) -> None:
@@ -211,24 +211,24 @@ def test_any_flipped_bit_of_a_part_is_found(folder: CheckpointFolder) -> None:
     for position in range(len(good)):
         victim.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
         with pytest.raises(CheckpointError, match="damaged"):
-            read_part(where, 1, 7)
+            read_shard(where, 1, 7)
     assert read_checkpoint(where).progress.step == 5, "what is common is whole"
 
 
 def test_a_part_of_another_save_or_none_is_refused(folder: CheckpointFolder) -> None:
     where = save_with_parts(folder, 5, mark=8)
-    with pytest.raises(CheckpointError, match="another life"):
-        read_part(where, 0, 7)
+    with pytest.raises(CheckpointError, match="another save"):
+        read_shard(where, 0, 7)
     with pytest.raises(CheckpointError, match=r"rank-2\.safetensors is missing"):
-        read_part(where, 2, 7)
+        read_shard(where, 2, 7)
     (where / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-        read_part(where, 0, 8)
+        read_shard(where, 0, 8)
 
 
 def test_a_part_that_cannot_be_written_is_an_error(folder: CheckpointFolder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="part of rank 3"):
-        write_part(tmp_path / "nowhere", 3, {}, 7)
+        write_shard(tmp_path / "nowhere", 3, {}, 7)
 
 
 def test_what_a_run_left_behind_is_set_aside(folder: CheckpointFolder, tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: 
                 assert orders.recv() == -signal.SIGKILL
             torn += len(list(path.glob(".step-*")))
             refused: list[CheckpointError] = []
-            reached = CheckpointFolder(path, keep=3).load_latest(tell=refused.append).progress.step
+            reached = CheckpointFolder(path, keep=3).load_latest(on_error=refused.append).progress.step
             assert refused == []
             assert reached == newest(path)
     assert torn, "no kill fell into a save"
@@ -410,7 +410,8 @@ def choose(world: World, folders: Path) -> tuple[int, int]:
     trainer: Any = SimpleNamespace(
         world=replace(world, keeps_files=True), recorder=SimpleNamespace(warn=lambda error: None)
     )
-    source, kept = resume._choose(trainer, own, "", resume.find_newest(trainer.world, trainer.recorder, own))
+    newest = resume.find_newest(trainer.world, trainer.recorder, own)
+    source, kept = resume.gather_checkpoints(trainer.world, own, "", newest)
     return source, kept[source].progress.step
 
 

@@ -22,7 +22,7 @@ from shoal.sync.replicas import combined, tensor_digests
 from shoal.sync.world import World
 from shoal.tools.report.commit_log import check_ledger
 from shoal.train.build import build_trainer
-from shoal.train.divergence import judge
+from shoal.train.divergence import find_difference
 from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder
 from shoal.train.saving import replica_state
@@ -161,7 +161,7 @@ def test_two_without_a_checkpoint_fail_and_say_so(tmp_path: Path) -> None:
 @given(rows=ROWS.filter(lambda rows: any(row != rows[0] for row in rows)))
 def test_only_a_strict_majority_is_believed(rows: list[list[int]]) -> None:
     names = [f"tensor {index}" for index in range(len(rows[0]))]
-    found = judge(names, rows)
+    found = find_difference(names, rows)
     if found.source is None:
         assert max(rows.count(row) for row in rows) * 2 <= len(rows)
         assert found.odd == tuple(range(len(rows)))

@@ -153,15 +153,15 @@ def standing(membership: GenerationChanger) -> dict[str, Any]:
         "held": position is not None and position.step,
         "has_state": membership.has_state,
         "weights": combined(tensor_digests(weights(trainer.model))),
-        "lasting": combined(tensor_digests(membership._lasting)),
+        "lasting": combined(tensor_digests(membership._outer_momentum)),
         "moments": combined(tensor_digests(moments(trainer.model, trainer.optimizer))),
         "counted": sorted({float(state["step"]) for state in trainer.optimizer.state.values()}),
-        "progress": (trainer.progress.step, trainer.progress.cursor, membership._retreated),
+        "progress": (trainer.progress.step, trainer.progress.cursor, membership._state_step),
         "history": trainer.history,
         "peak_lr": trainer.peak_lr,
-        "sync": membership.chooser.tell(),
+        "sync": membership.chooser.as_numbers(),
         "known": sorted({record["step"] for record in (*trainer.recorder.pending, *trainer.recorder.committed)}),
-        "unknown": len(trainer.unknown()),
+        "unknown": len(trainer.unsettled_steps()),
     }
 
 
@@ -175,12 +175,11 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     agent = Agent(folder)
     here = nowhere(Placement(me, size, me, size, launcher="shoal"), world.device)
     recorder = Recorder(run, here, agent.member)
-    trainer = make_trainer(config, run, here, recorder, StopRequest())
-    trainer.fence = agent.member.fence
+    trainer = make_trainer(config, run, here, recorder, StopRequest(), agent.member.fence)
     store = dist.FileStore(str(folder / "keys"), size)
     place = RankIdentity("local", world.device, "lo", None, agent.member.release)
     membership = GenerationChanger(agent.member, store, place, trainer, SyncChooser(trainer, config.sync), run)
-    worker._begin(membership, agent.enter(tuple(range(size)), me, 0, first=True), resume=False)
+    worker.enter_first_generation(membership, agent.enter(tuple(range(size)), me, 0, first=True), resume=False)
     for _ in range(TRAINED):
         trainer.step()
     # Through files: the first rank that leaves a barrier would halt those that are still in it.
@@ -189,13 +188,13 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
         time.sleep(0.02)
     agent.report()
     agent.await_end()
-    membership._let_go()
+    membership.release_group()
     with torch.no_grad():
         for tensor in (*weights(trainer.model).values(), *moments(trainer.model, trainer.optimizer).values()):
             tensor.add_(1 + me)
     seen = [standing(membership)]
     for turn, k in enumerate(deaths):
-        enter = agent.enter(tuple(range(turn, size)), me, membership._retreated)
+        enter = agent.enter(tuple(range(turn, size)), me, membership._state_step)
         if turn == me:
             die_before(k, agent.report)
             membership.try_to_enter(enter, time.perf_counter())
@@ -204,10 +203,10 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
             os._exit(9)
         if membership.try_to_enter(enter, time.perf_counter()):
             agent.await_end()
-        membership._let_go()
+        membership.release_group()
         seen.append(standing(membership))
     last = tuple(range(len(deaths), size))
-    assert membership.try_to_enter(agent.enter(last, me, membership._retreated), time.perf_counter())
+    assert membership.try_to_enter(agent.enter(last, me, membership._state_step), time.perf_counter())
     for _ in range(3):
         trainer.step()
     trainer.settle()
@@ -250,10 +249,10 @@ def transfer_to(world: World, has_memory: bool) -> dict[str, Any]:
         setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))  # noqa: B010 - mypy minds the rest
     refused = False
     try:
-        room = transfer.make_room(own, {}, has_state=True)
+        room = transfer.allocate(own, {}, has_state=True)
     except MemoryError:
         refused = True
-        room = transfer.make_room(own, {}, has_state=False)
+        room = transfer.allocate(own, {}, has_state=False)
     transfer.run(room)
     return {"refused": refused, "before": before, "own": digest_of(own), "received": digest_of(room)}
 

@@ -344,7 +344,7 @@ def test_a_text_whose_header_lies_is_refused(tmp_path: Path, training: RunFolder
         host.cargo = RunFiles(files={**true.files, name: forged}, texts=true.texts)
         done = attack(machine, host)
     assert done.returncode == 3, done.stderr
-    assert "does not go with the tokenizer" in done.stderr
+    assert "does not match the tokenizer" in done.stderr
     assert not list((machine.home / "cache").rglob("*-train"))
 
 

@@ -106,7 +106,7 @@ def run_poisoned(folder: Path, way: str, poison: Poison, culprits: tuple[int, ..
 def test_one_bad_batch_is_named_and_nobody_has_it(way: str, tmp_path: Path) -> None:
     error, is_sound = run_poisoned(tmp_path, way, bad_batch)
     assert error.startswith(
-        f"error: a loss was no number in step {BAD}: that of rank 1 on samples 39 to 41 became nan; "
+        f"error: a loss was not finite in step {BAD}: that of rank 1 on samples 39 to 41 became nan; "
         "no rank has applied or committed the step\n"
     )
     assert "shoal train --resume RUN" in error
@@ -132,8 +132,8 @@ def bad_weight_now(module: nn.Module) -> None:
 def test_a_weight_that_goes_bad_after_the_loss_names_its_rank(tmp_path: Path) -> None:
     error, is_sound = run_poisoned(tmp_path, "fp32", late_weight)
     assert error.startswith(
-        f"error: the gradient norm was no number in step {BAD}: weights of rank 1 are none either, and those of the "
-        "others are; no rank has applied or committed the step\n"
+        f"error: the gradient norm was not finite in step {BAD}: weights of rank 1 are not finite either, and those of "
+        "the others are; no rank has applied or committed the step\n"
     )
     assert is_sound == [True, False]
 
@@ -149,7 +149,7 @@ def test_a_weight_that_is_no_number_reaches_nobody_else(way: str, tmp_path: Path
 @pytest.mark.long
 def test_a_gradient_of_one_rank_is_named_where_replicas_part(tmp_path: Path) -> None:
     error, is_sound = run_poisoned(tmp_path, "diloco", bad_gradient)
-    assert f"a gradient norm was no number in step {BAD}: that of rank 1 on samples 39 to 41 became" in error
+    assert f"a gradient norm was not finite in step {BAD}: that of rank 1 on samples 39 to 41 became" in error
     assert is_sound == [True, True]
 
 

@@ -297,7 +297,7 @@ def recover_in_vain(world: World, folder: Path) -> list[str]:
     seen = []
     for _ in range(6):
         try:
-            membership._recover(replace(world, keeps_files=True), launched=1)
+            membership._return_to_checkpoint(replace(world, keeps_files=True), launched=1)
         except RunFailed as error:
             seen.append(error.seen)
     return seen

@@ -38,14 +38,14 @@ def watch(
 ) -> list[tuple[int, str]]:
     """Each phase for so many steps; what was said, and how many steps after the last phase began."""
     stragglers = Stragglers()
-    stragglers.begin_anew(NAMES[: len(phases[0][0])])
+    stragglers.reset(NAMES[: len(phases[0][0])])
     said: list[tuple[int, str]] = []
     for number, (figures, steps) in enumerate(phases):
         for step in range(1, steps + 1):
             exposed_s = exposed[number] / 1e3 if exposed else 0.001
             step_s = max(each.ready_s for each in figures) + exposed_s + 0.001
             said += [
-                (step, slow.seen) for slow in stragglers.saw(figures, work or [1] * len(figures), step_s, exposed_s)
+                (step, slow.seen) for slow in stragglers.observe(figures, work or [1] * len(figures), step_s, exposed_s)
             ]
     return said
 
@@ -58,8 +58,8 @@ def test_a_starved_rank_is_named_within_twenty_steps() -> None:
     [(steps, text)] = watch((EVEN, 60), (told([10, 30, 10], starved=[0.1, 0.8, 0.1]), 60))
     assert steps <= 20
     assert text == (
-        "everybody waits for rank 1 on cellar: it takes 3.0 times as long as the others for its part of a step "
-        "(30 ms, and not 10); for 80% of the time it is kept from its processor, by other programs or a limit"
+        "all ranks wait for rank 1 on cellar: it takes 3.0 times as long as the others for its part of a step "
+        "(30 ms, and not 10); for 80% of the time it waits for a processor, because of other programs or a limit"
     )
 
 
@@ -87,7 +87,7 @@ def test_a_slow_link_is_named_by_what_the_slow_edges_share() -> None:
     [(steps, text)] = watch((EVEN, 60), (slow, 60), exposed=[1, 40])
     assert steps <= 20
     assert text == (
-        "everybody waits for the network of cellar: it carries 9.4 Mbit/s, and the best link here 900; exchanging "
+        "all ranks wait for the network of cellar: it carries 9.4 Mbit/s, and the best link here 900; exchanging "
         "takes 78% of a step"
     )
 
@@ -119,7 +119,7 @@ def test_lost_packets_are_told_of() -> None:
         for (source, target), share in zip(RING, (0.011, 0.009, 0.0), strict=True)
     ]
     [(_, text)] = watch((EVEN, 60), (lossy, 60))
-    assert text == "packets are lost by the network of cellar: 1.1% of what is sent there is sent again"
+    assert text == "packets are lost by the network of cellar: 1.1% of what is sent is sent again"
 
 
 def test_the_same_is_told_once_and_again_after_it_was_over() -> None:
@@ -144,8 +144,8 @@ def test_a_batch_that_does_not_come_out_even_is_no_slow_processor() -> None:
 
 def advice(own_ms: Sequence[float], work: Sequence[int], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> str:
     stragglers = Stragglers()
-    stragglers.begin_anew([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
-    [slow] = [slow for _ in range(60) for slow in stragglers.saw(told(own_ms), work, 0.03, 0.0)]
+    stragglers.reset([f"rank {number}" for number in ids or range(len(own_ms))], ids, weights)
+    [slow] = [slow for _ in range(60) for slow in stragglers.observe(told(own_ms), work, 0.03, 0.0)]
     return slow.fix
 
 
@@ -181,15 +181,15 @@ def test_a_weight_below_one_micro_batch_is_not_raised() -> None:
 def test_the_cause_is_that_of_the_trouble_whenever_it_began(onset: int) -> None:
     """The kernel's counters are looked at every five steps: what they say may be older than the trouble."""
     stragglers = Stragglers()
-    stragglers.begin_anew(NAMES)
+    stragglers.reset(NAMES)
     starved, told_at = 0.0, None
     for step in range(200):
         is_slow = step >= 60 + onset
         if step % 5 == 0:
             starved = 0.7 if step >= 65 + onset else 0.7 * max(0, step - 60 - onset) / 5
         figures = told([10, 30 if is_slow else 10, 10], starved=[0.05, starved, 0.05])
-        for slow in stragglers.saw(figures, [1, 1, 1], 0.03, 0.001):
-            assert "kept from its processor" in slow.seen
+        for slow in stragglers.observe(figures, [1, 1, 1], 0.03, 0.001):
+            assert "waits for a processor" in slow.seen
             told_at = step - 60 - onset
     assert told_at is not None
     assert told_at <= 20
@@ -198,15 +198,15 @@ def test_the_cause_is_that_of_the_trouble_whenever_it_began(onset: int) -> None:
 def test_another_world_does_not_hear_it_again() -> None:
     stragglers, slow = Stragglers(), told([10, 30, 10])
     for expected in (1, 0):
-        stragglers.begin_anew(NAMES)
-        assert sum(len(stragglers.saw(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
+        stragglers.reset(NAMES)
+        assert sum(len(stragglers.observe(slow, [1, 1, 1], 0.03, 0.0)) for _ in range(60)) == expected
 
 
 def test_ranks_without_nodes_have_a_name_too() -> None:
     stragglers = Stragglers()
-    stragglers.begin_anew(("rank 0", "rank 1"))
-    [slow] = [slow for _ in range(60) for slow in stragglers.saw(told([10, 30]), [1, 1], 0.03, 0.0)]
-    assert slow.seen.startswith("everybody waits for rank 1: it takes")
+    stragglers.reset(("rank 0", "rank 1"))
+    [slow] = [slow for _ in range(60) for slow in stragglers.observe(told([10, 30]), [1, 1], 0.03, 0.0)]
+    assert slow.seen.startswith("all ranks wait for rank 1: it takes")
 
 
 def test_the_kernel_counts_what_a_connection_carried() -> None:

@@ -233,11 +233,11 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, kept: int) -> None:
     [
         (b"SHOALTOK", b"PARQUET1", "begins with"),
         (b"\x01\x00\x00\x00", b"\x09\x00\x00\x00", "format is 9"),
-        (b'"<u2"', b'"<f2"', "makes no sense"),
-        (b'"count": 1000', b'"count": -100', "makes no sense"),
+        (b'"<u2"', b'"<f2"', "impossible values"),
+        (b'"count": 1000', b'"count": -100', "impossible values"),
         (b'"count": 1000', b'"count": 9000', "cut short"),
         (b'"count": 1000', b'"count": 0999', "header is not readable"),
-        (b'"count": 1000', b'"count": 1e10', "makes no sense"),
+        (b'"count": 1000', b'"count": 1e10', "impossible values"),
         (b'"dtype"', b'"other"', "header is not readable"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path, old: bytes, new: bytes, sai
 def test_a_file_with_something_appended_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     path.write_bytes(path.read_bytes() + b"xx")
-    with pytest.raises(DataError, match="longer than it says"):
+    with pytest.raises(DataError, match="longer than its header says"):
         open_tokens(path)
 
 

@@ -44,43 +44,45 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_what_is_missing_is_added_and_what_is_there_is_not(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
-    train_recorder.amend(EventLog(path, 0), [record(2, "1-0"), record(3, "4-0")])
+    train_recorder.add_missing(EventLog(path, 0), [record(2, "1-0"), record(3, "4-0")])
     assert [(each["step"], each["generation"]) for each in read_jsonl(path)] == [(1, "1-0"), (2, "1-0"), (3, "4-0")]
 
 
 def test_a_lineage_is_given_up_once_however_many_say_so(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-0", "2-0"), record(3, "2-1", "2-1"))
     for _ in range(2):
-        train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
+        train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
     [line] = [each for each in read_jsonl(path) if "abandoned" in each]
     assert (line["abandoned"], line["standing"], line["after"]) == ("2-0", "2-1", 2)
 
 
 def test_a_copy_that_has_nothing_of_a_lineage_need_not_know_that_it_ended(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(3, "2-1", "2-1"))
-    train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
     assert not [each for each in read_jsonl(path) if "abandoned" in each]
 
 
 def test_a_new_machine_has_no_ledger_yet(tmp_path: Path) -> None:
     path = tmp_path / "commits.jsonl"
     assert train_recorder.last_step(path) == 0
-    train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
-    train_recorder.amend(EventLog(path, 0), [record(1, "1-0")])
+    train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.add_missing(EventLog(path, 0), [record(1, "1-0")])
     assert train_recorder.last_step(path) == 1
 
 
 def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"))
-    assert train_recorder.missing(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
-    assert train_recorder.missing(path, [record(2, "2-0")]) == [record(2, "2-0")]
-    assert train_recorder.missing(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
+    assert train_recorder.missing_records(path, [record(2, "1-0"), record(3, "1-0")]) == [record(3, "1-0")]
+    assert train_recorder.missing_records(path, [record(2, "2-0")]) == [record(2, "2-0")]
+    assert train_recorder.missing_records(tmp_path / "none", [record(1, "1-0")]) == [record(1, "1-0")]
 
 
 def test_of_a_long_ledger_the_end_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in range(1, 12_000)))
     assert path.stat().st_size > 1 << 20
-    assert train_recorder.missing(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [record(12_000, "1-0")]
+    assert train_recorder.missing_records(path, [record(11_999, "1-0"), record(12_000, "1-0")]) == [
+        record(12_000, "1-0")
+    ]
 
 
 def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_two_lineages_in_one_folder_are_told_apart_when_they_meet(tmp_path: Path
     both = [left[0], right[0], right[1], left[1], record(5, "2-1", "2-1")]
     path = write(tmp_path / "commits.jsonl", record(1, "1-0"), record(2, "1-0"), *both)
     assert not check_ledger(read_jsonl(path)).ok
-    train_recorder.give_up(EventLog(path, 0), [GIVEN_UP])
+    train_recorder.mark_abandoned(EventLog(path, 0), [GIVEN_UP])
     report = check_ledger(read_jsonl(path))
     assert report.ok
     assert (report.steps, report.abandoned) == (5, 2)
@@ -99,10 +101,10 @@ def test_steps_of_a_lineage_that_was_given_up_come_with_that_word(tmp_path: Path
     """A machine was away while two others parted and met: its copy must not show a fork that is none."""
     left, right = [[record(step, name, name) for step in (3, 4)] for name in ("2-0", "2-1")]
     theirs = write(tmp_path / "theirs.jsonl", record(1, "1-0"), record(2, "1-0"), *left, *right)
-    train_recorder.give_up(EventLog(theirs, 0), [GIVEN_UP])
+    train_recorder.mark_abandoned(EventLog(theirs, 0), [GIVEN_UP])
     ours = write(tmp_path / "ours.jsonl", record(1, "1-0"), record(2, "1-0"))
     for _ in range(2):
-        train_recorder.amend(EventLog(ours, 0), train_recorder.after(theirs, 2))
+        train_recorder.add_missing(EventLog(ours, 0), train_recorder.records_after(theirs, 2))
     assert check_ledger(read_jsonl(ours)) == check_ledger(read_jsonl(theirs))
     assert check_ledger(read_jsonl(ours)).ok
     assert len(read_jsonl(ours)) == len(read_jsonl(theirs))
@@ -114,9 +116,9 @@ def bring(world: World, folder: Path) -> list[tuple[int, str, str]]:
     whole = [record(step, "1-0") for step in range(1, 11)]
     end = {"abandoned": "2-0", "standing": "1-0", "after": 2}
     write(path, *(whole[:3] if world.rank else [*whole, record(4, "2-0", "2-0"), end]))
-    state_transfer._PIECE = 4
-    state_transfer.bring_ledger(replace(world, keeps_files=True), world.rank == 1, path, [], lambda: EventLog(path, 0))
-    return [train_recorder.name_of(each) for each in read_jsonl(path)]
+    state_transfer._RECORDS_PER_EXCHANGE = 4
+    state_transfer.sync_ledgers(replace(world, keeps_files=True), world.rank == 1, path, [], lambda: EventLog(path, 0))
+    return [train_recorder.record_key(each) for each in read_jsonl(path)]
 
 
 def test_a_long_ledger_comes_in_pieces(tmp_path: Path) -> None:
@@ -135,11 +137,11 @@ def test_in_a_shared_folder_a_machine_counts_only_its_own_steps(tmp_path: Path) 
 
 def test_what_a_copy_lacks_is_named_once(tmp_path: Path) -> None:
     path = write(tmp_path / "commits.jsonl", *(record(step, "1-0") for step in (1, 2, 5, 9)))
-    assert train_recorder.lacking(path, 10) == [(3, 4), (6, 8), (10, 10)]
-    assert train_recorder.lacking(path, 5) == [(3, 4)]
+    assert train_recorder.find_gaps(path, 10) == [(3, 4), (6, 8), (10, 10)]
+    assert train_recorder.find_gaps(path, 5) == [(3, 4)]
     train_recorder.record_holes(EventLog(path, 0), [(3, 4)])
-    assert train_recorder.lacking(path, 10) == [(6, 8), (10, 10)]
-    assert train_recorder.lacking(tmp_path / "none", 2) == [(1, 2)]
+    assert train_recorder.find_gaps(path, 10) == [(6, 8), (10, 10)]
+    assert train_recorder.find_gaps(tmp_path / "none", 2) == [(1, 2)]
 
 
 def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int], list[Any], list[str]]:
@@ -151,7 +153,7 @@ def mend(world: World, folder: Path, sizes: tuple[int, int]) -> tuple[list[int],
     recorder = SimpleNamespace(warn=lambda error: told.append(error.seen), open_ledger=lambda: log)
     progress = SimpleNamespace(step=10)
     trainer: Any = SimpleNamespace(world=replace(world, keeps_files=True), progress=progress, recorder=recorder)
-    state_transfer.mend_ledger(trainer, path)
+    state_transfer.fill_ledger_gaps(trainer, path)
     records = read_jsonl(path)
     holes = [each["hole"] for each in records if "hole" in each]
     return [each["step"] for each in records if "step" in each], holes, told
@@ -166,7 +168,7 @@ def test_a_ledger_that_was_cut_is_filled_in_from_another_machine(tmp_path: Path)
 def test_what_no_machine_has_is_a_hole_and_the_user_is_told(tmp_path: Path) -> None:
     for steps, holes, told in run_ranks(mend, 2, tmp_path, tmp_path, (4, 7)):
         assert (steps, holes) == (list(range(1, 8)), [[8, 10]])
-        assert "lacks the lines of the steps 8 to 10, which the checkpoint of step 10 has behind it" in told[0]
+        assert "lacks the lines of the steps 8 to 10, which are before the checkpoint of step 10" in told[0]
     report = check_ledger(read_jsonl(tmp_path / "commits-0.jsonl"))
     assert (report.ok, report.last, report.holes) == (False, 7, [(8, 10)])
 
@@ -178,11 +180,13 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
     brought = [record(2, "1-0"), record(3, "2-1", "2-1")]
     with no_file_beyond(path.stat().st_size):
         for _ in range(2):
-            train_recorder.give_up(log, [GIVEN_UP])
-            train_recorder.amend(log, brought)
+            train_recorder.mark_abandoned(log, [GIVEN_UP])
+            train_recorder.add_missing(log, brought)
         assert len(read_jsonl(path)) == 2
-        assert train_recorder.lacking(path, 3, log.kept_events()) == []
-        assert [each["step"] for each in train_recorder.after(path, 1, log.kept_events()) if "step" in each] == [
+        assert train_recorder.find_gaps(path, 3, log.kept_events()) == []
+        assert [
+            each["step"] for each in train_recorder.records_after(path, 1, log.kept_events()) if "step" in each
+        ] == [
             3,
             2,
             3,
@@ -215,7 +219,7 @@ def test_a_rank_that_no_longer_keeps_the_ledger_writes_no_line_a_second_time(tmp
         assert read_jsonl(path) == []
         former.forget_committed() if recovers else None
         former.drop_unwritten() if recovers else None
-        former.begin_anew(replace(world, keeps_files=False), [])
+        former.enter_world(replace(world, keeps_files=False), [])
     successor, _ = make_recorder(tmp_path, 0, keeps_files=True)
     successor.hold([record(step, "3-0", "3-0") for step in range(1, 301)] if recovers else steps[-256:])
     successor.commit()

@@ -1,1 +1,1 @@
-"""Text in, token windows out: corpora, tokenizers, encoded files, order and shards."""
+"""Training data: corpora, tokenizers, encoded files, sample order and shards."""

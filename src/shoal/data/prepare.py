@@ -1,4 +1,11 @@
-"""From a `DataConfig` to encoded training and validation text on disk, made once and reused while nothing changed."""
+"""Prepare data and run folders: encode the text once, reuse it from a cache, and create or reopen a run with it.
+
+A cache entry is one folder, complete or absent, whose files are checked against their SHA-256 before use. It is built
+in a hidden folder beside its place and renamed into it. Of two processes that build the same entry at once, the first
+rename wins; the other process removes its own folder and uses the winner's.
+
+Called once per run by the launcher, or by rank 0 where plain torchrun started the worker. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +29,11 @@ from shoal.control.rank_env import user_cache
 from shoal.cost.batch_plan import world_batch
 from shoal.data.corpus import (
     GRAMMAR_VERSION,
-    Sentence,
     digest_files,
+    file_stamps,
     find_texts,
     generate,
     read_texts,
-    stamps,
     write_corpus,
 )
 from shoal.data.sampling import FORMAT_VERSION, TokenHeader, deal_for, open_tokens, window_count, write_tokens
@@ -38,23 +44,51 @@ from shoal.events import EventLog
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.units import format_si
 
-# SECTION data/cache
-# The cache of encoded texts: one folder an entry, complete or absent, checked against its SHA-256s before it is used.
-#
-# An entry is built in a hidden folder beside its place and renamed into it, so two processes that build the same one at
-# the same time both end well: the first rename wins, and the loser throws its own away and uses the winner's.
-
-
-INDEX = "index"
-_TOKENS = ".tokens"
-# Each attempt loses only to another process that just finished, or repaired, the same entry.
-_ATTEMPTS = 5
+TRAIN = "train.tokens"
+VAL = "val.tokens"
+TOKENIZER = "tokenizer.json"
+_INDEX = "index"
+# Part of the package; see "Texts" in docs/train.md.
+SHAKESPEARE = Path(__file__).with_name("shakespeare.txt")
+_SHAKESPEARE_SOURCE = "Coriolanus and Romeo and Juliet (288 kB, part of shoal)"
+# Raise it when the same text and settings would be split or encoded differently.
+_PREPARE_VERSION = 1
+# Tries to rename an entry into place. A try fails only when another process has just finished the same entry.
+_RENAME_ATTEMPTS = 5
+# Advice for a short text names no shorter sequences: from fewer tokens a model learns nothing.
+_MIN_USEFUL_SEQ_LEN = 8
 
 Index = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class PreparedData:
+    """Encoded text, ready to be mapped."""
+
+    folder: Path
+    train: Path
+    val: Path
+    tokenizer: Path
+    vocab_size: int
+    train_tokens: int
+    val_tokens: int
+    digest: str  # The same on every node that has the same data and tokenizer.
+    source: str
+    sentences: int | None
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """`data.json`: where this node keeps the encoded text, and which text it is."""
+
+    train: str
+    val: str
+    digest: str
+    source: str
+
+
 def cache_root(configured: Path | None) -> Path:
-    """`data.cache_dir`, or where the XDG rules put caches; the same rules say to ignore a relative path."""
+    """Return `data.cache_dir`, or the user's cache folder by the XDG rules, which ignore a relative path."""
     try:
         if configured is not None:
             return configured.expanduser().absolute()
@@ -67,17 +101,21 @@ def cache_root(configured: Path | None) -> Path:
         ) from None
 
 
-def obtain(entry: Path, build: Callable[[Path], Index]) -> Index:
-    """The index of a whole entry, built by `build(folder)` unless a good one is there; a damaged one is replaced."""
+def _get_or_build(entry: Path, build: Callable[[Path], Index]) -> Index:
+    """Return the index of a cache entry; call `build(folder)` if the entry is missing or damaged."""
     index = read_entry(entry)
     if index is not None:
         return index
-    workshop = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}")
+    temporary = _hidden_name(entry)
     try:
-        workshop.mkdir(parents=True)
-        index = {**build(workshop), "files": _digests(workshop)}
-        (workshop / INDEX).write_text(_seal(index), encoding="utf-8")
-        return _move_in(workshop, entry, index)
+        temporary.mkdir(parents=True)
+        index = build(temporary)
+        # A token file's header has its digest: gigabytes need not be hashed twice.
+        index["files"] = {path.name: _file_digest(path, check=False) for path in sorted(temporary.iterdir())}
+        body = json.dumps(index, indent=1) + "\n"
+        # The index lists the digests of the files; its first line is the digest of the index itself.
+        (temporary / _INDEX).write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}", encoding="utf-8")
+        return _rename_into_place(temporary, entry, index)
     except OSError as error:
         raise UsageError(
             f"cannot write the encoded text to {entry.parent}: {error.strerror}",
@@ -85,23 +123,26 @@ def obtain(entry: Path, build: Callable[[Path], Index]) -> Index:
             fix="choose another one: --set data.cache_dir=FOLDER",
         ) from None
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_entry(entry: Path) -> Index | None:
-    """The index if every file it lists is there with the right SHA-256, otherwise nothing."""
+    """Return the index if every file it lists is there with the right SHA-256, otherwise None."""
     try:
-        index = _unseal((entry / INDEX).read_text(encoding="utf-8"))
-        whole = all(_file_digest(entry / name, check=True) == digest for name, digest in index["files"].items())
+        digest, _, body = (entry / _INDEX).read_text(encoding="utf-8").partition("\n")
+        if digest != hashlib.sha256(body.encode()).hexdigest():
+            return None
+        index: Index = json.loads(body)
+        is_whole = all(_file_digest(entry / name, check=True) == digest for name, digest in index["files"].items())
     except (OSError, ValueError, DataError):
         return None
-    return index if whole else None
+    return index if is_whole else None
 
 
-def _move_in(workshop: Path, entry: Path, index: Index) -> Index:
-    for _ in range(_ATTEMPTS):
+def _rename_into_place(temporary: Path, entry: Path, index: Index) -> Index:
+    for _ in range(_RENAME_ATTEMPTS):
         try:
-            workshop.rename(entry)
+            temporary.rename(entry)
         except OSError:
             if not os.path.lexists(entry):
                 raise
@@ -110,101 +151,59 @@ def _move_in(workshop: Path, entry: Path, index: Index) -> Index:
         winner = read_entry(entry)
         if winner is not None:
             return winner
-        _throw_away(entry)
+        _remove_entry(entry)
     raise FileExistsError(0, f"{entry.name} is damaged and cannot be replaced")
 
 
-def _throw_away(entry: Path) -> None:
-    """Renamed first: half of a removed entry must not look like an entry."""
-    rubbish = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}")
+def _remove_entry(entry: Path) -> None:
+    """Rename the entry before removing it: a half-removed entry must not look like an entry."""
+    renamed = _hidden_name(entry)
     try:
-        entry.rename(rubbish)
+        entry.rename(renamed)
     except FileNotFoundError:
         return
-    if rubbish.is_dir():
-        shutil.rmtree(rubbish, ignore_errors=True)
+    if renamed.is_dir():
+        shutil.rmtree(renamed, ignore_errors=True)
     else:
-        rubbish.unlink()
+        renamed.unlink()
 
 
-def _seal(index: Index) -> str:
-    """The index vouches for the files, and its first line for the index."""
-    body = json.dumps(index, indent=1) + "\n"
-    return f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}"
-
-
-def _unseal(text: str) -> Index:
-    seal, _, body = text.partition("\n")
-    if seal != hashlib.sha256(body.encode()).hexdigest():
-        raise ValueError("the index was changed after it was written")
-    index: Index = json.loads(body)
-    return index
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """Of files just written: a token file says its own, and gigabytes need not be hashed twice."""
-    return {path.name: _file_digest(path, check=False) for path in sorted(folder.iterdir())}
+def _hidden_name(entry: Path) -> Path:
+    return entry.with_name(f".{entry.name}.{secrets.token_hex(4)}")
 
 
 def _file_digest(path: Path, check: bool) -> str:
-    if path.suffix == _TOKENS:
+    if path.suffix == ".tokens":
         return open_tokens(path, check=check).header.sha256
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-TRAIN = "train.tokens"
-VAL = "val.tokens"
-TOKENIZER = "tokenizer.json"
-# Part of the package; see "Texts" in docs/train.md.
-SHAKESPEARE = Path(__file__).with_name("shakespeare.txt")
-SHAKESPEARE_IS = "Coriolanus and Romeo and Juliet (288 kB, part of shoal)"
-# Raise it when the same text and settings would be split or encoded in another way than before.
-PREPARE_VERSION = 1
-# Advice for a short text names no shorter sequences: from fewer tokens a model learns nothing.
-_SHORTEST_USEFUL = 8
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """Encoded text, ready to map. `digest` is the same on every node that has the same data and tokenizer."""
-
-    folder: Path
-    train: Path
-    val: Path
-    tokenizer: Path
-    vocab_size: int
-    train_tokens: int
-    val_tokens: int
-    digest: str
-    source: str
-    sentences: int | None
-
-
 def prepare(config: DataConfig) -> PreparedData:
+    """Encode the configured text, or find it in the cache."""
     root = cache_root(config.cache_dir)
     if config.path is None and config.builtin == "grammar":
         entry = root / _key(config, f"grammar {GRAMMAR_VERSION} {config.sentences} {config.seed}")
-        index = obtain(entry, partial(_build_grammar, config))
+        index = _get_or_build(entry, partial(_build_grammar, config))
         return _prepared(entry, index, f"{config.sentences} generated English sentences", config.sentences)
     path = config.path or SHAKESPEARE
     files = find_texts(path)
-    seen = stamps(files)
+    stamps = file_stamps(files)
     entry = root / _key(config, digest_files(files))
-    index = obtain(entry, partial(_build_text, config, path, files, seen))
-    return _prepared(entry, index, _describe(path, seen) if config.path else SHAKESPEARE_IS, None)
+    index = _get_or_build(entry, partial(_build_text, config, path, files, stamps))
+    return _prepared(entry, index, _describe_files(path, stamps) if config.path else _SHAKESPEARE_SOURCE, None)
 
 
 def _key(config: DataConfig, content: str) -> str:
-    """Only what changes the encoded files, so that nothing else encodes a large text again."""
+    """Return the name of the cache entry: a digest of exactly what changes the encoded files."""
     merges = config.bpe_vocab if config.tokenizer == "bpe" else None
-    parts = [content, config.tokenizer, merges, config.val_fraction, PREPARE_VERSION, FORMAT_VERSION]
+    parts = [content, config.tokenizer, merges, config.val_fraction, _PREPARE_VERSION, FORMAT_VERSION]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _describe(path: Path, seen: Sequence[tuple[int, int]]) -> str:
-    size = format_si(sum(size for size, _ in seen), "B")
-    return f"{path} ({size})" if len(seen) == 1 else f"{path} ({len(seen)} files, {size})"
+def _describe_files(path: Path, stamps: Sequence[tuple[int, int]]) -> str:
+    size = format_si(sum(size for size, _ in stamps), "B")
+    return f"{path} ({size})" if len(stamps) == 1 else f"{path} ({len(stamps)} files, {size})"
 
 
 def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> PreparedData:
@@ -213,10 +212,7 @@ def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> 
         train=entry / TRAIN,
         val=entry / VAL,
         tokenizer=entry / TOKENIZER,
-        vocab_size=index["vocab_size"],
-        train_tokens=index["train_tokens"],
-        val_tokens=index["val_tokens"],
-        digest=index["digest"],
+        **{name: index[name] for name in ("vocab_size", "train_tokens", "val_tokens", "digest")},
         source=source,
         sentences=sentences,
     )
@@ -225,19 +221,16 @@ def _prepared(entry: Path, index: Index, source: str, sentences: int | None) -> 
 def _build_grammar(config: DataConfig, folder: Path) -> Index:
     sentences = generate(config.sentences, config.seed)
     train, val = write_corpus(folder, sentences, config.val_fraction, config.seed)
-    return _encode(config, folder, _lines(train), _lines(val))
-
-
-def _lines(sentences: Sequence[Sentence]) -> str:
-    return "\n".join(sentence.text for sentence in sentences)
+    train_text, val_text = ("\n".join(sentence.text for sentence in part) for part in (train, val))
+    return _encode(config, folder, train_text, val_text)
 
 
 def _build_text(
-    config: DataConfig, path: Path, files: Sequence[Path], seen: Sequence[tuple[int, int]], folder: Path
+    config: DataConfig, path: Path, files: Sequence[Path], stamps: Sequence[tuple[int, int]], folder: Path
 ) -> Index:
     text = "\n".join(read_texts(path))
-    # The cache key is the digest of what was there a moment ago.
-    if (find_texts(path), stamps(files)) != (files, seen):
+    # The cache key is the digest of the files as they were before this read.
+    if (find_texts(path), file_stamps(files)) != (files, stamps):
         raise DataError(
             f"{path} changed while it was being read",
             why="something is still writing to it",
@@ -247,7 +240,7 @@ def _build_text(
 
 
 def split_text(text: str, val_fraction: float) -> tuple[str, str]:
-    """The tail is for validation; the cut moves back to the end of a line, by no more than the tail's own length."""
+    """Hold out the tail for validation. The cut moves back to a line end, by at most the length of the tail."""
     held_out = max(round(len(text) * val_fraction), 1)
     cut = len(text) - held_out
     cut = text.rfind("\n", max(cut - held_out, 0), cut) + 1 or cut
@@ -259,42 +252,39 @@ def _encode(config: DataConfig, folder: Path, train: str, val: str) -> Index:
     known = train + val if config.tokenizer == "char" else train
     tokenizer = build_tokenizer(config.tokenizer, known, config.bpe_vocab)
     save_tokenizer(tokenizer, folder / TOKENIZER)
-    return {"vocab_size": tokenizer.vocab_size, **_write_parts(tokenizer, folder, train, val)}
-
-
-def _write_parts(tokenizer: Tokenizer, folder: Path, train: str, val: str) -> Index:
-    made_with = tokenizer_digest(tokenizer)
+    encoded_by = tokenizer_digest(tokenizer)
     headers = [
-        write_tokens(folder / name, tokenizer.encode(text), vocab_size=tokenizer.vocab_size, tokenizer=made_with)
+        write_tokens(folder / name, tokenizer.encode(text), vocab_size=tokenizer.vocab_size, tokenizer=encoded_by)
         for name, text in ((TRAIN, train), (VAL, val))
     ]
     return {
+        "vocab_size": tokenizer.vocab_size,
         "train_tokens": headers[0].count,
         "val_tokens": headers[1].count,
-        "digest": _identity(made_with, headers),
+        "digest": _combine_digests(encoded_by, headers),
     }
 
 
 def digest_of(tokenizer: Tokenizer, train: Path, val: Path) -> str:
-    """What `PreparedData.digest` is for these files, from their own bytes: for a machine that was sent them.
+    """Compute `PreparedData.digest` from the bytes of files that this machine was sent.
 
-    The digest is of the payloads and the tokenizer. What the headers say besides must follow from the tokenizer, else
-    the same payload could be read as other numbers.
+    The digest covers the payloads and the tokenizer. The other header fields must follow from the tokenizer, or the
+    same payload could be read as other numbers.
     """
-    made_with = tokenizer_digest(tokenizer)
-    due = (made_with, tokenizer.vocab_size, tokenizer.encode("").dtype.newbyteorder("<").str)
+    encoded_by = tokenizer_digest(tokenizer)
+    expected = (encoded_by, tokenizer.vocab_size, tokenizer.encode("").dtype.newbyteorder("<").str)
     headers = [open_tokens(path, check=True).header for path in (train, val)]
     for path, header in zip((train, val), headers, strict=True):
-        if (header.tokenizer, header.vocab_size, header.dtype) != due:
+        if (header.tokenizer, header.vocab_size, header.dtype) != expected:
             raise DataError(
-                f"the header of {path} does not go with the tokenizer",
+                f"the header of {path} does not match the tokenizer",
                 why="the text was encoded with another one, or the header was changed",
                 fix="prepare the text again where it comes from",
             )
-    return _identity(made_with, headers)
+    return _combine_digests(encoded_by, headers)
 
 
-def _identity(tokenizer: str, headers: list[TokenHeader]) -> str:
+def _combine_digests(tokenizer: str, headers: list[TokenHeader]) -> str:
     return hashlib.sha256(" ".join([tokenizer, *(header.sha256 for header in headers)]).encode()).hexdigest()
 
 
@@ -307,26 +297,27 @@ def check_enough(
 ) -> None:
     """Refuse a corpus shorter than one batch before any process is started.
 
-    A batch of `global_batch` sequences is `batch_unit` times the setting `train.global_batch`, and `can_deal` says
-    which values of it the ranks can share: both serve to advise only what works.
+    A batch of `global_batch` sequences is `batch_unit` times the setting `train.global_batch`. `can_deal` tells which
+    values of that setting the ranks can share. Both serve to advise only settings that work.
     """
     parts = (("training", prepared.train_tokens, global_batch), ("validation", prepared.val_tokens, 1))
     for part, tokens, needed in parts:
-        found = window_count(tokens, seq_len)
-        if found < needed:
+        sequences = window_count(tokens, seq_len)
+        if sequences < needed:
             raise DataError(
-                f"the {part} text has {found} sequences of {seq_len} tokens, {needed} are needed ({prepared.source})",
+                f"the {part} text has {sequences} sequences of {seq_len} tokens, {needed} are needed "
+                f"({prepared.source})",
                 why=f"its {tokens} tokens are shorter than {'one batch' if needed > 1 else 'one sequence'}",
-                fix=_what_fits(prepared, seq_len, global_batch, batch_unit, can_deal),
+                fix=_advise_settings(prepared, seq_len, global_batch, batch_unit, can_deal),
             )
 
 
-def _what_fits(
+def _advise_settings(
     prepared: PreparedData, seq_len: int, global_batch: int, batch_unit: int, can_deal: Callable[[int], bool]
 ) -> str:
-    """The settings with which both parts of this text suffice, if there are any that teach a model something.
+    """Name settings with which this text is long enough, or the length of text that the present settings need.
 
-    They are named with `--set`, which every verb that trains has; not every one has `--seq-len`.
+    Uses `--set`, which every command that trains has; not every one has `--seq-len`.
     """
     setting = global_batch // batch_unit
     largest = min(setting, window_count(prepared.train_tokens, seq_len) // batch_unit)
@@ -336,33 +327,20 @@ def _what_fits(
     least = next(filter(can_deal, range(1, setting)), setting)
     for batch, flag in ((global_batch, ""), (batch_unit * least, f" --set train.global_batch={least}")):
         shorter = min((prepared.train_tokens - 1) // batch, prepared.val_tokens - 1)
-        if shorter >= _SHORTEST_USEFUL:
+        if shorter >= _MIN_USEFUL_SEQ_LEN:
             return f"use --set model.seq_len={shorter}{flag}, or more text: --set data.path=LONGER.txt"
     part = prepared.val_tokens / max(1, prepared.train_tokens + prepared.val_tokens)
     whole = max(global_batch * seq_len / (1 - part), seq_len / part) if part else global_batch * seq_len
     return f"name a longer text, of at least {math.ceil(1.1 * whole):,} tokens: --set data.path=LONGER.txt"
 
 
-# SECTION data/run_setup
-# A run folder ready to train in: configuration resolved, text encoded, everything that can be checked checked.
-#
-# Called once per run by the launcher, or by rank 0 where the worker was started by plain torchrun. Torch-free.
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """`data.json`: where this node has the encoded text, and which text it is."""
-
-    train: str
-    val: str
-    digest: str
-    source: str
-
-
 def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
-    """Refuses bad input before anything is written; `config.toml` comes last and makes the folder a run."""
+    """Create a run folder: check the input, encode the text, resolve the configuration.
+
+    Refuses bad input before anything is written. `config.toml` is written last and makes the folder a run.
+    """
     check_shares(config, world_size)
-    config = _with_absolute_path(config)
+    config = _with_absolute_paths(config)
     prepared = prepare(config.data)
     resolved = _with_vocabulary(config, prepared.vocab_size)
     batch = resolved.sync.accumulate * world_batch(resolved.train, world_size)
@@ -386,9 +364,9 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
 
 
 def reopen_run(path: Path, config: Config | None = None, lineage: str = "", changed: Sequence[str] = ()) -> RunFolder:
-    """For `--resume`: the same text or none at all, and the saved settings unless others are given.
+    """Reopen a run for `--resume` with the same text, and with the saved settings unless `config` is given.
 
-    `lineage` counts for this once. `changed` says what is different, for the record.
+    `lineage` applies to this resume only. `changed` lists the changed settings for the event log.
     """
     run = RunFolder.open(path)
     config = config or load_config(run.config)
@@ -406,16 +384,15 @@ def reopen_run(path: Path, config: Config | None = None, lineage: str = "", chan
 
 
 def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -> None:
-    """Writes other settings into a run folder and records that in `supervisor.jsonl`; does nothing where they are the
-    same.
+    """Write changed settings into a run folder and record the change in `supervisor.jsonl`.
 
-    `shoal verify` compares the file with the digest that the ranks recorded when they started. A resume may end before
-    any rank has started, and a newer version may format the same settings in another way: neither is damage.
+    `shoal verify` compares the file with the digest that the ranks recorded at their start. A resume may end before any
+    rank has started, and a newer version may format the same settings differently: neither is damage.
     """
     if config == load_config(run.config):
         return
     text, before = to_toml(config), run.config.read_bytes()
-    # A run that torchrun started has no supervisor; there the ranks start at once.
+    # A run started by torchrun has no supervisor; its ranks record the new digest at once.
     if run.supervisor.exists():
         log = EventLog(run.supervisor, 0, private=True)
         log.write(
@@ -439,7 +416,7 @@ def read_facts(run: RunFolder) -> DataFacts:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{run.data} cannot be used: {str(error).splitlines()[0]}",
-            why="it says where the encoded text lies and is written when a run is created",
+            why="it names the files of the encoded text and is written when a run is created",
             fix="start a new run with shoal train",
         ) from error
 
@@ -463,14 +440,14 @@ def _can_deal(config: Config, world_size: int, global_batch: int) -> bool:
     return True
 
 
-def _with_absolute_path(config: Config) -> Config:
-    """A run is resumed from wherever its user stands by then."""
-    places = {
-        name: place.expanduser().absolute()
-        for name, place in (("path", config.data.path), ("cache_dir", config.data.cache_dir))
-        if place is not None
+def _with_absolute_paths(config: Config) -> Config:
+    """Make the paths absolute: a run may be resumed from another working directory."""
+    paths = {
+        name: path.expanduser().absolute()
+        for name, path in (("path", config.data.path), ("cache_dir", config.data.cache_dir))
+        if path is not None
     }
-    return config.model_copy(update={"data": config.data.model_copy(update=places)})
+    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 
 
 def _with_vocabulary(config: Config, needed: int) -> Config:

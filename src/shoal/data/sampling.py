@@ -1,9 +1,20 @@
-"""The order of data: a pure function of seed, epoch and position.
+"""Which rank trains on which samples in which order, and the token files they are read from.
 
-An epoch's order is a keyed permutation computed position by position (a Feistel network, walked until it lands inside
-the range), not a shuffled list: it needs no memory, any rank can ask for any position, and it is the same integer
-arithmetic on every machine. `numpy.random` promises no such thing across its versions, and two ranks that disagree
-about the order would silently train on the wrong samples.
+The order of samples is a pure function of seed, epoch and position: a keyed permutation computed position by position
+(a Feistel network, walked until it lands inside the range), not a shuffled list. It needs no memory, any rank can ask
+for any position, and it is the same integer arithmetic on every machine. `numpy.random` guarantees no such thing across
+its versions, and two ranks that disagree about the order would silently train on the wrong samples.
+
+Data is split over ranks in one of two ways. `cursor`: one global order; each step takes the next global batch and
+divides it over the ranks present, so the samples of a step do not depend on the number of ranks. `modulo`: rank r only
+ever sees samples with `index % world_size == r`, as most tutorials do it.
+
+A token file is mapped into memory, not read:
+
+    8 bytes    magic
+    4 + 4      format version, length of the header (little-endian)
+    header     JSON, padded with spaces so that the payload starts at a multiple of 64 bytes
+    payload    the token ids, little-endian
 """
 
 from __future__ import annotations
@@ -33,12 +44,12 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def window_count(tokens: int, seq_len: int) -> int:
-    """How many samples a text has: windows of `seq_len` inputs whose last target is the next window's first token."""
+    """Count the samples of a text: windows of `seq_len` inputs whose last target is the next window's first token."""
     return max(0, (tokens - 1) // seq_len)
 
 
 def sample_indices(positions: Indices, count: int, seed: int) -> Indices:
-    """Which sample stands at each position of the endless stream of epochs over `count` samples."""
+    """Return the sample at each position of the endless stream of epochs over `count` samples."""
     epochs, inside = np.divmod(positions, count)
     result = np.empty_like(positions)
     for epoch in np.unique(epochs):
@@ -48,7 +59,7 @@ def sample_indices(positions: Indices, count: int, seed: int) -> Indices:
 
 
 def permute(positions: Indices, count: int, seed: int, epoch: int) -> Indices:
-    """The image of each position under the epoch's permutation of `range(count)`."""
+    """Map each position by the epoch's permutation of `range(count)`."""
     half_bits = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
     values = _feistel(positions.astype(np.uint64), half_bits, keys)
@@ -72,18 +83,10 @@ def _round_keys(seed: int, epoch: int) -> _Words:
 
 
 def _mix(words: _Words) -> _Words:
-    """splitmix64's finaliser: every bit of the input moves about half the bits of the output."""
+    """Apply the finaliser of splitmix64: every input bit flips about half of the output bits."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))
-
-
-# SECTION data/shards
-# Who gets which samples: the share of each rank in a global batch, and classroom shards.
-#
-# Two ways to split data over ranks. `cursor`: one global order, each step takes the next global batch and deals it over
-# whoever is there, so the samples a step sees do not depend on the number of ranks. `modulo`: rank r only ever sees
-# samples with `index % world_size == r`, as most first lessons do it.
 
 
 T = TypeVar("T")
@@ -94,11 +97,16 @@ def make_shard(rank: int, world_size: int) -> list[str]: ...
 @overload
 def make_shard(rank: int, world_size: int, items: Sequence[T]) -> list[T]: ...
 def make_shard(rank: int, world_size: int, items: Sequence[T] | None = None) -> list[T] | list[str]:
-    """The items with `index % world_size == rank`: disjoint, complete, and equal in size to within one.
+    """Return the items with `index % world_size == rank`: disjoint, complete, and equal in size to within one.
 
-    Without `items`, the training sentences of the built-in English-verb corpus.
+    Without `items`, use the training sentences of the built-in English-verb corpus.
     """
-    check_rank(rank, world_size)
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(
+            f"rank {rank} of {world_size} does not exist",
+            why="ranks count from 0 to world_size - 1",
+            fix="pass the two values that init_distributed() returns",
+        )
     if items is None:
         from shoal.data.corpus import training_sentences
 
@@ -106,17 +114,8 @@ def make_shard(rank: int, world_size: int, items: Sequence[T] | None = None) -> 
     return list(items[rank::world_size])
 
 
-def check_rank(rank: int, world_size: int) -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise UsageError(
-            f"rank {rank} of {world_size} does not exist",
-            why="ranks count from 0 to world_size - 1",
-            fix="pass the two values that init_distributed() returns",
-        )
-
-
 def deal_for(config: Config, world_size: int) -> BatchPlan:
-    """Accumulated batches are dealt as one, in micro-batches of the size that a single one would have."""
+    """Divide the global batch over the ranks. Accumulated batches count as one, in micro-batches of the usual size."""
     weights = rank_weights(config.run, world_size)
     batch = config.sync.accumulate * world_batch(config.train, world_size)
     return deal(batch, micro_batch(config.train, weights), weights)
@@ -124,60 +123,56 @@ def deal_for(config: Config, world_size: int) -> BatchPlan:
 
 @dataclass(frozen=True)
 class CursorShard:
-    """This rank's samples when one global order is dealt over the world."""
+    """This rank's samples when one global order is divided over the world."""
 
     rank: int
-    deal: BatchPlan
+    plan: BatchPlan
     count: int
     seed: int
 
     def indices(self, cursor: int) -> Indices:
-        """The samples of the step that begins at the global position `cursor`."""
+        """Return the samples of the step that begins at the global position `cursor`."""
         return sample_indices(np.arange(*self.positions(cursor)), self.count, self.seed)
 
     def positions(self, cursor: int) -> tuple[int, int]:
-        """Where these stand in the order of the data, `[first, end)`."""
-        first = cursor + self.deal.offset(self.rank)
-        return first, first + self.deal.share(self.rank)
+        """Return the positions of these samples in the global order, `[first, end)`."""
+        first = cursor + self.plan.offset(self.rank)
+        return first, first + self.plan.share(self.rank)
 
     @property
     def size(self) -> int:
-        """How many samples of the first epoch fall to this rank; the sizes of all ranks add up to `count`."""
-        steps, rest = divmod(self.count, self.deal.global_batch)
-        share = self.deal.share(self.rank)
-        return steps * share + min(max(rest - self.deal.offset(self.rank), 0), share)
+        """Samples of the first epoch that this rank trains on; the sizes of all ranks add up to `count`."""
+        steps, rest = divmod(self.count, self.plan.global_batch)
+        share = self.plan.share(self.rank)
+        return steps * share + min(max(rest - self.plan.offset(self.rank), 0), share)
 
 
 @dataclass(frozen=True)
 class ModuloShard:
-    """This rank's samples when it owns every `world_size`-th one."""
+    """This rank's samples when it owns every `world_size`-th sample."""
 
     rank: int
-    deal: BatchPlan
+    plan: BatchPlan
     count: int
     seed: int
 
     def indices(self, cursor: int) -> Indices:
         inside = sample_indices(np.arange(*self.positions(cursor)), self.size, self.seed)
-        return inside * len(self.deal.micro_batches) + self.rank
+        return inside * len(self.plan.micro_batches) + self.rank
 
     def positions(self, cursor: int) -> tuple[int, int]:
-        """Where a step's samples stand in the order of this shard, `[first, end)`."""
-        share = self.deal.share(self.rank)
-        first = cursor // self.deal.global_batch * share
+        """Return the positions of a step's samples in the order of this shard, `[first, end)`."""
+        share = self.plan.share(self.rank)
+        first = cursor // self.plan.global_batch * share
         return first, first + share
 
     @property
     def size(self) -> int:
-        return len(range(self.rank, self.count, len(self.deal.micro_batches)))
+        return len(range(self.rank, self.count, len(self.plan.micro_batches)))
 
 
 Shard = CursorShard | ModuloShard
 SHARDS: dict[str, type[CursorShard] | type[ModuloShard]] = {"cursor": CursorShard, "modulo": ModuloShard}
-
-
-# SECTION data/batches
-# Micro-batches of one fixed shape, copied straight from the memory map.
 
 
 Tokens = npt.NDArray[Any]
@@ -185,7 +180,7 @@ Rows = npt.NDArray[np.int64]
 
 
 class Batches:
-    """This rank's part of every step: `micro_batches(cursor)` yields arrays of `micro_batch` × (`seq_len` + 1)."""
+    """This rank's part of every step, in micro-batches of one shape copied straight from the memory map."""
 
     def __init__(self, tokens: Tokens, seq_len: int, shard: Shard) -> None:
         self.shard = shard
@@ -193,19 +188,20 @@ class Batches:
         self._seq_len = seq_len
 
     def micro_batches(self, cursor: int) -> Iterator[Rows]:
+        """Yield arrays of `micro_batch` × (`seq_len` + 1) tokens."""
         indices = self.shard.indices(cursor)
-        size = self.shard.deal.micro_batch
+        size = self.shard.plan.micro_batch
         for start in range(0, len(indices), size):
             yield windows(self._tokens, indices[start : start + size], self._seq_len)
 
     def first_tokens(self) -> Tokens:
-        """The first sample this rank trains on and what follows it, enough to show a whole sentence of it."""
+        """Return the first sample of this rank and the next one: enough to show a whole sentence."""
         start = int(self.shard.indices(0)[0]) * self._seq_len
         return self._tokens[start : start + 2 * self._seq_len]
 
 
 def windows(tokens: Tokens, indices: Indices, seq_len: int) -> Rows:
-    """Inputs and targets share a row: targets are the row shifted by one."""
+    """Copy windows into rows that inputs and targets share: targets are the row shifted by one."""
     rows = np.empty((len(indices), seq_len + 1), dtype=np.int64)
     for row, index in zip(rows, indices, strict=True):
         start = int(index) * seq_len
@@ -216,21 +212,12 @@ def windows(tokens: Tokens, indices: Indices, seq_len: int) -> Rows:
 def validation_batches(
     tokens: Tokens, seq_len: int, sequences: int, micro_batch: int, rank: int, world_size: int
 ) -> Iterator[Rows]:
-    """The first `sequences` windows of the validation text in whole micro-batches, every `world_size`-th one ours.
+    """Yield this rank's micro-batches, every `world_size`-th, of the first `sequences` windows of the validation text.
 
-    The last micro-batch may be shorter; evaluation is not compiled for one shape, so no text is thrown away.
+    The last micro-batch may be shorter: evaluation is not compiled for one shape, so no text is dropped.
     """
     for start in range(rank * micro_batch, sequences, world_size * micro_batch):
         yield windows(tokens, np.arange(start, min(start + micro_batch, sequences)), seq_len)
-
-
-# SECTION data/tokenfile
-# Encoded text in one file that is mapped into memory, not read.
-#
-# 8 bytes    magic
-# 4 + 4      format version, length of the header (little-endian)
-# header     JSON, padded with spaces so that the payload starts at a multiple of 64 bytes
-# payload    the token ids, little-endian
 
 
 FORMAT_VERSION = 1
@@ -242,23 +229,22 @@ _DTYPES = ("<u2", "<u4")
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """`sha256` is of the payload; `tokenizer` is the digest of the tokenizer that made it."""
-
     dtype: str
     count: int
     vocab_size: int
+    # Of the payload.
     sha256: str
-    tokenizer: str
+    tokenizer: str  # The digest of the tokenizer that encoded the text.
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    tokens: npt.NDArray[Any]
+    tokens: Tokens
     header: TokenHeader
 
 
-def write_tokens(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int, tokenizer: str) -> TokenHeader:
-    """All or nothing: the name appears when every byte is on the disk. A full disk is the caller's `OSError`."""
+def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, tokenizer: str) -> TokenHeader:
+    """Write a token file atomically: its name appears when every byte is on disk. A full disk raises `OSError`."""
     payload = np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<"))
     dtype = payload.dtype.str
     if dtype not in _DTYPES:
@@ -278,7 +264,7 @@ def write_tokens(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int, token
 
 
 def open_tokens(path: Path, check: bool = False) -> TokenFile:
-    """The tokens as a read-only map. `check` reads all of them once to compare the SHA-256."""
+    """Map the tokens read-only. With `check`, read all of them once to compare the SHA-256."""
     try:
         with path.open("rb") as file:
             header, offset = _read_header(file, path)
@@ -294,12 +280,13 @@ def open_tokens(path: Path, check: bool = False) -> TokenFile:
     return TokenFile(tokens, header)
 
 
-def _map(path: Path, header: TokenHeader, offset: int) -> npt.NDArray[Any]:
+def _map(path: Path, header: TokenHeader, offset: int) -> Tokens:
     dtype = np.dtype(header.dtype)
-    expected, found = offset + header.count * dtype.itemsize, path.stat().st_size
-    if found != expected:
-        what = "cut short" if found < expected else "longer than it says"
-        raise _damaged(path, f"it is {what}: {found} bytes, not {expected}", "a write or a copy did not finish")
+    expected_bytes, actual_bytes = offset + header.count * dtype.itemsize, path.stat().st_size
+    if actual_bytes != expected_bytes:
+        what = "cut short" if actual_bytes < expected_bytes else "longer than its header says"
+        seen = f"it is {what}: {actual_bytes} bytes, not {expected_bytes}"
+        raise _damaged(path, seen, "a write or a copy did not finish")
     if not header.count:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(header.count,))
@@ -330,11 +317,11 @@ def _parse_header(text: bytes, path: Path) -> TokenHeader:
         raise _damaged(path, "its header is not readable", "bytes changed after it was written") from None
     counts = (header.count, header.vocab_size)
     if header.dtype not in _DTYPES or not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise _damaged(path, f"its header makes no sense: {header}", "bytes changed after it was written")
+        raise _damaged(path, f"its header has impossible values: {header}", "bytes changed after it was written")
     return header
 
 
-def _sha256(payload: npt.NDArray[Any]) -> str:
+def _sha256(payload: Tokens) -> str:
     return hashlib.sha256(payload.view(np.uint8).data).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Text to numbers and back: characters, bytes, or byte-level BPE trained on the text itself. Kept as JSON.
+"""Tokenizers: characters, bytes, or byte-level BPE trained on the text itself. Saved as JSON.
 
-A model may have a larger vocabulary than its tokenizer (`model.vocab_size`), so `decode` meets ids that nobody
-assigned: it shows them as U+FFFD or leaves them out, and never fails.
+A model may have a larger vocabulary than its tokenizer (`model.vocab_size`), so `decode` can meet unassigned ids: it
+shows them as U+FFFD or leaves them out, and never fails.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # uint16 where the vocabulary allows it, else uint32.
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
-# Keeps the four bytes a character of UTF-32 and the library's bookkeeping per token small for a text of gigabytes.
+# Bounds the memory for a text of gigabytes: UTF-32 takes four bytes a character, and the library allocates per token.
 _CHUNK_CHARS = 1 << 16
-# What BPE encodes at once, spread over the cores by the library.
+# Chunks that BPE encodes in one call; the library spreads them over the cores.
 _BATCH_CHUNKS = 64
 _NO_ID = -1
 _UNASSIGNED = "\ufffd"
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One id a character, in the order of their code points."""
+    """One id for each character, in the order of code points."""
 
     name = "char"
 
@@ -75,15 +75,12 @@ class CharTokenizer:
         ids = self._ids[np.minimum(points, self._ids.size - 1)]
         unknown = (ids == _NO_ID) | (points >= self._ids.size)
         if unknown.any():
-            raise self._unknown_character(chr(points[unknown.argmax()]))
+            raise DataError(
+                f"the character {chr(points[unknown.argmax()])!a} is not in the vocabulary",
+                why=f"a character tokenizer knows only the {self.vocab_size} characters of the text it was built from",
+                fix="leave that character out, or train with --set data.tokenizer=byte, which knows them all",
+            )
         return ids
-
-    def _unknown_character(self, char: str) -> DataError:
-        return DataError(
-            f"the character {char!a} is not in the vocabulary",
-            why=f"a character tokenizer knows only the {self.vocab_size} characters of the text it was built from",
-            fix="leave that character out, or train with --set data.tokenizer=byte, which knows them all",
-        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return "".join(self._chars[i] if 0 <= i < len(self._chars) else _UNASSIGNED for i in map(int, ids))
@@ -93,7 +90,7 @@ class CharTokenizer:
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as they are."""
+    """The bytes of UTF-8."""
 
     name = "byte"
     vocab_size = 256
@@ -110,7 +107,7 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte pairs merged by how often they occur; every byte is in the vocabulary, so any text can be encoded."""
+    """Byte pairs merged by frequency. Every byte is in the vocabulary, so any text can be encoded."""
 
     name = "bpe"
 
@@ -119,8 +116,8 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> BpeTokenizer:
-        """A text with too little in it to merge ends below `vocab_size`."""
-        # Imported here: half the tool never needs the library.
+        """Learn the merges; a text with too few pairs to merge gives fewer than `vocab_size` tokens."""
+        # Imported here: most commands never need the library.
         from tokenizers import Tokenizer as Inner
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -172,7 +169,7 @@ def to_text(tokenizer: Tokenizer) -> str:
 
 
 def digest(tokenizer: Tokenizer) -> str:
-    """Equal for two tokenizers that do the same; a token file names the one it was made with."""
+    """Return a digest that is equal for equal tokenizers; a token file names the tokenizer it was made with."""
     return hashlib.sha256(to_text(tokenizer).encode()).hexdigest()
 
 
@@ -192,7 +189,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def parse_tokenizer(text: str | bytes, name: str) -> Tokenizer:
-    """`name` is what messages call it."""
+    """Parse a saved tokenizer; error messages call it `name`."""
     try:
         return _from_json(json.loads(text))
     # The library raises plain `Exception` for JSON that is not one of its tokenizers.
@@ -219,7 +216,7 @@ def _from_json(content: dict[str, Any]) -> Tokenizer:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """`_CHUNK_CHARS` each, cut after a newline where there is one: BPE never merges across a cut."""
+    """Yield chunks of `_CHUNK_CHARS`, cut after a newline if there is one: BPE never merges across a cut."""
     start = 0
     while start < len(text):
         end = min(start + _CHUNK_CHARS, len(text))

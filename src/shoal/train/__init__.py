@@ -1,4 +1,4 @@
-"""The worker: model, optimizer and data put together into steps.
+"""The worker process of a rank: training steps, checkpoints, resume and recovery.
 
-Imports torch; the tool starts it as a process and never imports it.
+Imports torch; the launcher starts it as a process and never imports it.
 """

@@ -1,14 +1,12 @@
-"""`--sync auto`: the first steps exchange gradients and are measured; then all ranks choose how to go on, once a run.
+"""`--sync auto`: measure the first steps, which exchange gradients; then all ranks choose a sync mode, once per run.
 
-A run that is resumed goes on with the choice it made, by its own events: at the same step as before, so that it is the
-same training to the bit.
+A resumed run repeats the choice of its own events at the same step, so that it is the same training to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -27,171 +25,158 @@ from shoal.cost.select_sync import (
     is_enough,
     typical_step,
 )
-from shoal.events import Event, read_events
+from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.sync.replicas import gather
 from shoal.sync.world import World, barrier
-from shoal.train.trainer import Trainer, change_exchanges, describe_exchanges, shapes_of
+from shoal.train.recorder import last_event
+from shoal.train.trainer import Trainer, describe_exchanges, shapes_of
 
-# Ranks tell each other whole numbers.
-_PER_S = 1e9
+# Ranks exchange whole numbers: times in nanoseconds.
+_NS_PER_S = 1e9
+# Fields of `FirstSteps` in the `choice` event.
+_MEASURED = ("step_s", "exposed_s", "own_s", "allreduce_s")
 
 
 @dataclass(frozen=True)
 class PastChoice:
-    """A choice of an earlier life of this run, and the step after which it was made; `said` is what this rank wrote of
-    it then, if it did."""
+    """The choice of an earlier launch of this run."""
 
     choice: SyncChoice
-    step: int
-    said: Event
+    step: int  # The step after which it was made.
+    fields: Event  # The fields of this rank's `choice` event, if it wrote one.
 
 
 class SyncChooser:
-    """`asked` are the settings of the run; of other modes than `auto` there is nothing to choose."""
+    """Chooses the sync mode, if the run's setting is `auto`."""
 
-    def __init__(self, trainer: Trainer, asked: SyncConfig, made: PastChoice | None = None) -> None:
+    def __init__(self, trainer: Trainer, requested: SyncConfig) -> None:
         self._trainer = trainer
-        self._asked = asked
-        self._made = made
-        self._is_open = asked.mode == "auto"
-        self._chosen: SyncChoice | None = None
-        self._look_anew()
+        self._requested = requested
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """As in a run that has just begun: its state is lost."""
-        self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
-        self._look_anew()
+    def reset(self) -> None:
+        """Start as in a new run, and measure again."""
+        self._is_open = self._requested.mode == "auto"
+        self._choice: SyncChoice | None = None
+        self._past: PastChoice | None = None
+        self._warm_up_left = WARM_UP_STEPS
+        self._measured: list[list[RankStep]] = []
 
     @property
-    def begun(self) -> SyncConfig:
-        """How the first steps exchange."""
-        return self._asked.begun
+    def initial_sync(self) -> SyncConfig:
+        """The sync mode of the first steps."""
+        return self._requested.begun
 
-    def _look_anew(self) -> None:
-        self._to_come = WARM_UP_STEPS
-        self._seen: list[list[RankStep]] = []
+    def as_numbers(self) -> tuple[int, ...]:
+        """Return for a joining rank whether a choice was made, and which."""
+        return (0, 0, 0, 0) if self._choice is None else (1, *_as_numbers(self._choice))
 
-    def tell(self) -> tuple[int, ...]:
-        """For a rank that comes later: whether a choice was made, and which."""
-        return (0, 0, 0, 0) if self._chosen is None else (1, *_as_numbers(self._chosen))
+    def preview(self, numbers: Sequence[int]) -> SyncConfig:
+        """Return the settings that `adopt` would return; change nothing."""
+        return self._requested.settled(_as_choice(numbers[1:])) if numbers[0] else self._requested.begun
 
-    def foresee(self, told: Sequence[int]) -> SyncConfig:
-        """The settings that `follow` would return; changes nothing."""
-        return self._asked.settled(_as_choice(told[1:])) if told[0] else self._asked.begun
-
-    def follow(self, told: Sequence[int]) -> SyncConfig:
-        """In a new world: what the others have chosen; or all look again, since its steps take another time."""
-        if told[0]:
-            self._is_open, self._chosen = False, _as_choice(told[1:])
+    def adopt(self, numbers: Sequence[int]) -> SyncConfig:
+        """Take over the choice of a new world's ranks. Without one measure again, since step times change."""
+        if numbers[0]:
+            self._is_open, self._choice = False, _as_choice(numbers[1:])
         else:
-            self._is_open, self._chosen, self._made = self._asked.mode == "auto", None, None
-            self._look_anew()
-        return self.foresee(told)
+            self.reset()
+        return self.preview(numbers)
 
     def recall(self, run: RunFolder) -> None:
-        """What an earlier life of this run has chosen; asked of all ranks."""
+        """Read the choice of an earlier launch. All ranks must call it."""
         if self._is_open:
-            self._made = find_made(run, self._trainer.world)
+            self._past = _find_past_choice(run, self._trainer.world)
 
-    def resume_at(self, step: int, parted: bool) -> None:
-        """Before the state of that step is loaded; `parted`: it is one of replicas that have moments of their own."""
-        made = self._made
-        if self._is_open and made is not None and (parted or (step >= made.step and not made.choice.is_outer)):
-            self._go_over(made.choice)
+    def resume_at(self, step: int, has_own_moments: bool) -> None:
+        """Repeat a past choice, if needed, before the state of `step` is loaded.
+
+        `has_own_moments`: the checkpoint is of replicas with moments of their own.
+        """
+        past = self._past
+        if self._is_open and past is not None and (has_own_moments or (step >= past.step and not past.choice.is_outer)):
+            self._switch_to(past.choice)
 
     def after_step(self) -> None:
-        """On every rank, between two steps of which the second is still to come."""
+        """Measure the last step, and choose after enough of them. Every rank calls it before the next step."""
         if not self._is_open:
             return
-        if self._made is None:
-            self._look()
-        elif self._trainer.progress.step >= self._made.step:
-            self._go_over(self._made.choice)
-            trainer = self._trainer
-            self._say({**self._made.said, **describe_exchanges(trainer), "step": trainer.progress.step})
-
-    def _look(self) -> None:
-        if self._to_come:
-            self._to_come -= 1
-            return
-        self._seen.append(_everybodys(self._trainer))
-        if is_enough(self._seen):
-            self._choose(typical_step(self._seen))
+        trainer = self._trainer
+        if self._past is not None:
+            if trainer.progress.step >= self._past.step:
+                self._switch_to(self._past.choice)
+                fields = {**self._past.fields, **describe_exchanges(trainer), "step": trainer.progress.step}
+                trainer.recorder.event("choice", **fields)
+        elif self._warm_up_left:
+            self._warm_up_left -= 1
+        else:
+            self._measured.append(_gather_times(trainer))
+            if is_enough(self._measured):
+                self._choose(typical_step(self._measured))
 
     def _choose(self, measured: FirstSteps) -> None:
         trainer = self._trainer
-        # Machines differ in what they have, and all must choose alike.
+        # The resources of machines differ, and all must choose the same.
         threads, spare_bytes = map(min, zip(*gather(trainer.world, _resources(trainer.world)), strict=True))
         begun, shapes = trainer.config.sync.foreseen, shapes_of(trainer.model)
         exchanged = MeasuredExchange(begun, shapes, threads, trainer.sync.extra_bytes)
-        open_to = SyncLimits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
-        decision = decide(measured, exchanged, self._asked, open_to)
-        self._go_over(decision.choice)
-        self._say(_describe(trainer, decision, measured, self._asked))
+        limits = SyncLimits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
+        decision = decide(measured, exchanged, self._requested, limits)
+        self._switch_to(decision.choice)
+        trainer.recorder.event("choice", **_describe(trainer, decision, measured, self._requested))
 
-    def _say(self, fields: Event) -> None:
-        self._trainer.recorder.event("choice", **fields)
-
-    def _go_over(self, choice: SyncChoice) -> None:
-        self._is_open, self._chosen = False, choice
-        # Everybody has done the last step then, and nobody needs its exchange any more.
+    def _switch_to(self, choice: SyncChoice) -> None:
+        self._is_open, self._choice = False, choice
+        # After the barrier all ranks have done the last step, and none needs its exchange any more.
         barrier(self._trainer.world)
         self._trainer.recorder.commit()
-        if (sync := self._asked.settled(choice)) != self._trainer.config.sync:
-            change_exchanges(self._trainer, sync)
+        if (sync := self._requested.settled(choice)) != self._trainer.config.sync:
+            self._trainer.change_sync(sync)
 
 
-def find_made(run: RunFolder, world: World) -> PastChoice | None:
-    """By the events of the first rank that has any of it: every rank writes the choice down."""
-    mine = _last_choice(run.events(world.rank))
-    choice = choice_in(mine)
-    numbers = [0] * 5 if choice is None else [1, int(mine.get("step", 0)), *_as_numbers(choice)]
-    found = [rest for known, *rest in gather(world, numbers) if known]
-    if not found:
+def _find_past_choice(run: RunFolder, world: World) -> PastChoice | None:
+    """Return the choice in the events of the first rank that has one: every rank records it."""
+    event = last_event(run.events(world.rank), "choice")
+    choice = choice_in(event)
+    numbers = [0] * 5 if choice is None else [1, int(event.get("step", 0)), *_as_numbers(choice)]
+    choices = [rest for has_choice, *rest in gather(world, numbers) if has_choice]
+    if not choices:
         return None
-    step, chosen = found[0][0], _as_choice(found[0][1:])
-    said = {name: value for name, value in mine.items() if name not in ("event", "rank", "time")}
-    return PastChoice(chosen, step, {"why": f"{chosen}: as before", **said})
+    step, chosen = choices[0][0], _as_choice(choices[0][1:])
+    fields = {name: value for name, value in event.items() if name not in ("event", "rank", "time")}
+    return PastChoice(chosen, step, {"why": f"{chosen}: as before", **fields})
 
 
-def _everybodys(trainer: Trainer) -> list[RankStep]:
+def _gather_times(trainer: Trainer) -> list[RankStep]:
     times = trainer.times
-    mine = RankStep(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
-    told = gather(trainer.world, [round(_PER_S * seconds) for seconds in astuple(mine)])
-    return [RankStep(*(number / _PER_S for number in numbers)) for numbers in told]
+    own = RankStep(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
+    rows = gather(trainer.world, [round(_NS_PER_S * seconds) for seconds in astuple(own)])
+    return [RankStep(*(number / _NS_PER_S for number in row)) for row in rows]
 
 
 def _resources(world: World) -> list[int]:
-    """Threads and bytes of memory that a rank of this machine has."""
+    """Return the threads and the bytes of free memory of a rank of this machine."""
     return [torch.get_num_threads(), psutil.virtual_memory().available // world.local_size]
 
 
 def _wires(world: World, inside: str) -> Sequence[str]:
+    """Return the formats to choose from: fp32 alone through shared memory, and some formats on CPUs only."""
     return allowed_wires(inside != "gloo" and world.local_size == world.size, world.device.type == "cpu")
 
 
-def _describe(trainer: Trainer, decision: SyncDecision, measured: FirstSteps, asked: SyncConfig) -> dict[str, object]:
+def _describe(
+    trainer: Trainer, decision: SyncDecision, measured: FirstSteps, requested: SyncConfig
+) -> dict[str, object]:
     return {
         "step": trainer.progress.step,
         **describe_exchanges(trainer),
         "why": decision.why,
-        "planned": str(parse_choice(asked.planned)) if asked.planned else None,
+        "planned": str(parse_choice(requested.planned)) if requested.planned else None,
         "agrees": decision.agrees,
         "expected_step_s": round(decision.step_s, 7),
-        "measured_step_s": round(measured.step_s, 7),
-        "measured_exposed_s": round(measured.exposed_s, 7),
-        "measured_own_s": round(measured.own_s, 7),
-        "measured_allreduce_s": round(measured.allreduce_s, 7),
+        **{f"measured_{name}": round(getattr(measured, name), 7) for name in _MEASURED},
     }
-
-
-def _last_choice(events: Path) -> Event:
-    try:
-        made = [event for event in read_events(events) if event["event"] == "choice"]
-    except OSError:
-        return {}
-    return made[-1] if made else {}
 
 
 def _as_numbers(choice: SyncChoice) -> list[int]:

@@ -1,7 +1,11 @@
-"""Tries on one block of the model how this machine computes it best. Every rank takes part, and all choose the same.
+"""Choose whether to compile the blocks and whether to multiply in bf16, by a trial on one block of the model.
 
-One block stands for all of them: it is a twelfth of GPT-2's time, all blocks share what is compiled for one, and its
-gradients are thrown away, so that neither DDP nor the training sees anything of it.
+Both win on some machines and lose on others, and compiling costs half a minute before the first step. Every rank takes
+part in the trial, and all choose the same. One block stands for all: it takes a twelfth of GPT-2's time, all blocks
+share the code compiled for one, and its gradients are dropped, so that neither DDP nor the training sees the trial.
+
+The times are kept for this machine and model in a small JSON file of the user's cache. The file only saves time:
+whatever is wrong with it (damaged, foreign, unwritable), the trial is made again.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ from shoal.cost.model_size import flops_per_token
 from shoal.cost.select_sync import LEAST_GAIN
 from shoal.data.prepare import cache_root
 from shoal.errors import ShoalError
-from shoal.events import Event, read_events
 from shoal.host.facts import cpu_name
 from shoal.model.gpt import GPT, Block
 from shoal.model.kernels import prefer_blas
@@ -35,50 +38,47 @@ from shoal.sync.replicas import tell_all
 from shoal.sync.step_stats import worst_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
+from shoal.train.recorder import last_event
 from shoal.units import format_duration
-
-# SECTION train/tuning
-# Whether compiling the blocks, or multiplying in bf16, is worth it here: the decision, by measured times. Pure.
-#
-# Both win on some machines and lose on others, and compiling costs half a minute before the first step. So one block is
-# tried (`train/trial.py`), the times are remembered for this machine and model (`train/memory.py`), and this decides.
-
 
 Precision = Literal["fp32", "bf16"]
 
-# What compiling a block takes without any cache on a slow machine; once tried, the measured time counts.
-COLD_S = 60.0
-# The most that compiling has been seen to save of a block: what cannot pay even then is not tried.
-_HOPED = 0.35
-# A machine slower than this would gain from a trial that we leave out; none such is known.
-_SLOW_FLOPS = 5e9
+# Compiling a block without any cache on a slow machine. Once tried, the measured time counts.
+_COLD_COMPILE_S = 60.0
+# The largest part of a block's time that compiling was seen to save: if even that cannot pay, it is not tried.
+_BEST_SAVING = 0.35
+# The slowest machine that is assumed: a slower one would gain from a trial that is skipped. None such is known.
+_SLOWEST_FLOPS = 5e9
+# The time of what does not work or was not tried.
 NEVER = math.inf
+
+_TRIALS_VERSION = 1
+_MAX_TRIALS = 64
+# A block is timed at least twice, and then until the runs or the seconds are used up.
+_MAX_RUNS = 5
+_BUDGET_S = 1.0
+_MATMUL_BUDGET_S = 0.02
+# Compiling takes minutes on a slow machine: the others wait for it in a barrier, and not in an exchange.
+_COMPILE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class RemainingWork:
-    """What the busiest rank has still to do: so often a block's forward and backward, so many operations in all."""
+    """What the busiest rank still has to compute."""
 
-    blocks: int
-    flops: float
+    blocks: int  # Forward and backward passes of a block.
+    flops: float  # Operations in all.
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one block's forward and backward on one micro-batch; infinite for what does not work or was not tried.
-
-    `compiled_s` is in the precision that won without compiling, `compile_s` what compiling took, `tried` whether it was
-    tried at all (1) or not (0).
-    """
+    """Seconds of one block's forward and backward pass on one micro-batch, or `NEVER`."""
 
     plain_s: float = NEVER
     bf16_s: float = NEVER
-    compiled_s: float = NEVER
-    compile_s: float = COLD_S
-    tried: float = 0.0
-
-    def as_list(self) -> list[float]:
-        return list(astuple(self))
+    compiled_s: float = NEVER  # In the precision that won without compiling.
+    compile_s: float = _COLD_COMPILE_S  # The time that compiling took.
+    tried: float = 0.0  # Whether compiling was tried (1) or not (0).
 
     @property
     def uncompiled_s(self) -> float:
@@ -91,7 +91,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class ComputeChoice:
-    """How the model computes, and the reason in words for the `start` event."""
+    """How the model computes, and the reason for the `start` event."""
 
     compiled: bool = False
     precision: Precision = "fp32"
@@ -104,37 +104,38 @@ def work_left(model: ModelConfig, micro_batch: int, micro_batches: int, steps: i
 
 
 def settled(train: TrainConfig, is_cpu: bool, work: RemainingWork) -> ComputeChoice | None:
-    """The choice that needs no trial: all is said, there is nothing known to try, or the run is too short for one."""
-    said = ComputeChoice(train.compile == "on", "bf16" if train.precision == "bf16" else "fp32")
+    """Return the choice if it needs no trial: by the settings, on a GPU, or if the run is too short to gain."""
+    configured = ComputeChoice(train.compile == "on", "bf16" if train.precision == "bf16" else "fp32")
     if not is_cpu or "auto" not in (train.compile, train.precision):
-        return said
-    if train.compile != "on" and train.precision != "auto" and _HOPED * work.flops / _SLOW_FLOPS < 2 * COLD_S:
-        return ComputeChoice(False, said.precision, "not compiled: the run is too short to gain from it")
+        return configured
+    best_saved_s = _BEST_SAVING * work.flops / _SLOWEST_FLOPS
+    if train.compile != "on" and train.precision != "auto" and best_saved_s < 2 * _COLD_COMPILE_S:
+        return ComputeChoice(False, configured.precision, "not compiled: the run is too short to gain from it")
     return None
 
 
 def may_pay(times: BlockTimes, work: RemainingWork) -> bool:
-    """Whether compiling could save more than twice what it takes, if it does here what it does at best."""
-    return _HOPED * times.uncompiled_s * work.blocks > 2 * times.compile_s
+    """Return whether compiling could save more than twice its own time, at best."""
+    return _BEST_SAVING * times.uncompiled_s * work.blocks > 2 * times.compile_s
 
 
 def decide(train: TrainConfig, times: BlockTimes, work: RemainingWork, is_paid: bool) -> ComputeChoice:
-    """`is_paid`: the trial has just compiled the block, so that using it costs nothing more."""
+    """Choose by measured times. `is_paid`: the trial has just compiled the block, so that using it costs no more."""
     takes_bf16 = train.precision == "bf16" or (train.precision == "auto" and times.favour_bf16)
     precision: Precision = "bf16" if takes_bf16 else "fp32"
     if train.compile != "auto":
-        return ComputeChoice(train.compile == "on", precision, _say_precision(train, times))
+        return ComputeChoice(train.compile == "on", precision, _explain_precision(train, times))
     saved_s = (times.uncompiled_s - times.compiled_s) * work.blocks - (0.0 if is_paid else times.compile_s)
     compiled = saved_s > 0 and _gains(times)
-    words = (_say_compiled(times, compiled), _say_precision(train, times))
-    return ComputeChoice(compiled, precision, "; ".join(word for word in words if word))
+    reasons = (_explain_compiled(times, compiled), _explain_precision(train, times))
+    return ComputeChoice(compiled, precision, "; ".join(filter(None, reasons)))
 
 
 def _gains(times: BlockTimes) -> bool:
     return times.compiled_s * LEAST_GAIN < times.uncompiled_s
 
 
-def _say_compiled(times: BlockTimes, compiled: bool) -> str:
+def _explain_compiled(times: BlockTimes, compiled: bool) -> str:
     if not times.tried:
         return "not compiled: the run is too short to gain from it, or there is no g++"
     if math.isinf(times.compiled_s):
@@ -147,7 +148,7 @@ def _say_compiled(times: BlockTimes, compiled: bool) -> str:
     return f"not compiled: a block is {gain:.2f}× as fast, but compiling takes {format_duration(times.compile_s)}"
 
 
-def _say_precision(train: TrainConfig, times: BlockTimes) -> str:
+def _explain_precision(train: TrainConfig, times: BlockTimes) -> str:
     if train.precision != "auto":
         return ""
     if math.isinf(times.bf16_s):
@@ -157,21 +158,10 @@ def _say_precision(train: TrainConfig, times: BlockTimes) -> str:
 
 
 def key(machine: str, torch_version: str, threads: int, ranks: int, model: ModelConfig, micro_batch: int) -> str:
-    """What a time depends on. How many ranks compute beside each other is part of it: they share memory and caches."""
+    """Return the key of a trial: all that its times depend on. Ranks of one machine share memory and caches."""
     shape = f"width {model.width}, {model.heads} heads, {micro_batch} × {model.seq_len} tokens"
     where = f"{machine}, torch {torch_version}, {threads} threads, {ranks} ranks"
     return f"{where}, {shape}, dropout {model.dropout:g}"
-
-
-# SECTION train/memory
-# What trials found on this machine, in one small JSON file of the user's cache.
-#
-# It only ever saves time: whatever is wrong with it (damaged, foreign, unwritable), the trial is made anew.
-
-
-_VERSION = 1
-_MOST = 64
-_NAMES = {field.name for field in fields(BlockTimes)}
 
 
 def trials_file() -> Path | None:
@@ -182,38 +172,37 @@ def trials_file() -> Path | None:
 
 
 def recall(file: Path | None, key: str) -> BlockTimes | None:
-    return _times(_read(file).get(key))
+    return _parse_times(_read_trials(file).get(key))
 
 
 def remember(file: Path | None, key: str, times: BlockTimes) -> None:
-    """The newest entries only; two ranks that write at once leave the entry of one of them."""
+    """Write a trial, and keep only the newest ones. If two ranks write at once, one entry is lost."""
     if file is None:
         return
-    kept = {name: entry for name, entry in _read(file).items() if name != key}
-    newest = dict([*kept.items()][-_MOST + 1 :]) | {key: _document(times)}
+    trials = [(name, entry) for name, entry in _read_trials(file).items() if name != key]
+    # JSON has no infinity.
+    entry = {name: value if math.isfinite(value) else None for name, value in asdict(times).items()}
+    newest = dict(trials[-_MAX_TRIALS + 1 :]) | {key: entry}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"version": _VERSION, "trials": newest}, indent=1) + "\n")
+        write_atomically(file, json.dumps({"version": _TRIALS_VERSION, "trials": newest}, indent=1) + "\n")
 
 
-def _read(file: Path | None) -> dict[str, Any]:
+def _read_trials(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    found = document.get("trials") if isinstance(document, dict) and document.get("version") == _VERSION else None
-    return found if isinstance(found, dict) else {}
+    if not isinstance(document, dict) or document.get("version") != _TRIALS_VERSION:
+        return {}
+    trials = document.get("trials")
+    return trials if isinstance(trials, dict) else {}
 
 
-def _document(times: BlockTimes) -> dict[str, float | None]:
-    """JSON has no infinity: what does not work has no time."""
-    return {name: value if math.isfinite(value) else None for name, value in asdict(times).items()}
-
-
-def _times(entry: Any) -> BlockTimes | None:
-    if not isinstance(entry, dict) or entry.keys() != _NAMES:
+def _parse_times(entry: Any) -> BlockTimes | None:
+    if not isinstance(entry, dict) or entry.keys() != {field.name for field in fields(BlockTimes)}:
         return None
     if not all(value is None or _is_time(value) for value in entry.values()) or entry["plain_s"] is None:
         return None
@@ -224,41 +213,25 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-_RUNS = 5
-# At least two runs, and then as many as fit into this.
-_BUDGET_S = 1.0
-_PEAK_S = 0.02
-# Compiling takes a slow machine minutes; the others wait for it here, and not in an exchange.
-_COMPILE_TIMEOUT_S = 600.0
-
-
 def choose(model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World) -> ComputeChoice:
-    """Settings that leave nothing open, and runs too short to gain, are answered without a trial."""
+    """Choose by the settings if they leave nothing open, otherwise by a trial. All ranks must call it."""
     choice = settled(config.train, world.device.type == "cpu", work)
-    if choice is not None:
-        return choice
-    trial = _Trial(model, config, micro_batch, work, world)
-    return trial.run()
+    return choice or _Trial(model, config, micro_batch, work, world).run()
 
 
 def earlier_choice(run: RunFolder, world: World) -> ComputeChoice | None:
-    """What the run chose when it began, by rank 0's own events: another choice would round otherwise, and a resumed run
-    would not be the same to the bit. None where nothing is known, or it cannot be done any more."""
-    known = _last_start(run.events(0)) if world.is_main else {}
-    precision = known.get("precision")
-    said, compiled, bf16 = tell_all(world, 0, [precision is not None, bool(known.get("compiled")), precision == "bf16"])
-    cannot = worst_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
-    if not said or cannot:
+    """Return the run's first choice, from rank 0's events; None if it is unknown or not possible any more.
+
+    Another choice would round differently, and a resumed run would not be the same to the bit.
+    """
+    start = last_event(run.events(0), "start") if world.is_main else {}
+    precision = start.get("precision")
+    numbers: list[int] = [precision is not None, bool(start.get("compiled")), precision == "bf16"]
+    is_known, compiled, bf16 = tell_all(world, 0, numbers)
+    lacks_compiler = worst_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
+    if not is_known or lacks_compiler:
         return None
     return ComputeChoice(bool(compiled), "bf16" if bf16 else "fp32", "as when the run began")
-
-
-def _last_start(events: Path) -> Event:
-    try:
-        starts = [event for event in read_events(events) if event["event"] == "start"]
-    except OSError:
-        return {}
-    return starts[-1] if starts else {}
 
 
 def apply(choice: ComputeChoice, model: GPT) -> None:
@@ -272,7 +245,7 @@ def apply(choice: ComputeChoice, model: GPT) -> None:
 
 
 class _Trial:
-    """Each rank remembers its own times; the decision is made by those of the slowest, which all ranks know."""
+    """Times a block on every rank. Each keeps its own times; all decide by those of the slowest rank."""
 
     def __init__(self, model: GPT, config: Config, micro_batch: int, work: RemainingWork, world: World) -> None:
         self._train = config.train
@@ -286,64 +259,63 @@ class _Trial:
     def run(self) -> ComputeChoice:
         file = trials_file()
         known = recall(file, self._key)
-        mine = known or BlockTimes(plain_s=self._block.seconds(torch.float32))
-        if self._train.precision == "auto" and not self._all(mine.bf16_s < NEVER):
-            mine = replace(mine, bf16_s=self._try_bf16())
-        mine, is_paid = self._maybe_compile(mine)
-        if mine != known and self._world.is_node_main:
-            remember(file, self._key, mine)
-        return decide(self._train, self._worst(mine), self._work, is_paid)
+        own = known or BlockTimes(plain_s=self._block.seconds(torch.float32))
+        if self._train.precision == "auto" and not self._all(own.bf16_s < NEVER):
+            own = replace(own, bf16_s=self._try_bf16())
+        own, is_paid = self._maybe_compile(own)
+        if own != known and self._world.is_node_main:
+            remember(file, self._key, own)
+        return decide(self._train, self._slowest(own), self._work, is_paid)
 
-    def _maybe_compile(self, mine: BlockTimes) -> tuple[BlockTimes, bool]:
-        worst = self._worst(mine)
-        wanted = self._train.compile == "auto" and may_pay(worst, self._work)
-        # Where one rank was never asked before, all try: it is the slowest of them together that counts.
-        everyone_tried = -worst_over_world(self._world, [-mine.tried])[0]
-        if not wanted or everyone_tried or not self._all(has_compiler()):
-            return mine, False
-        precision = torch.bfloat16 if worst.favour_bf16 and self._train.precision == "auto" else torch.float32
+    def _maybe_compile(self, own: BlockTimes) -> tuple[BlockTimes, bool]:
+        """Compile the block if that may pay; return the times, and whether it was compiled now."""
+        slowest = self._slowest(own)
+        is_wanted = self._train.compile == "auto" and may_pay(slowest, self._work)
+        # If one rank has not tried before, all try: the slowest of all ranks together counts.
+        all_tried = -worst_over_world(self._world, [-own.tried])[0]
+        if not is_wanted or all_tried or not self._all(has_compiler()):
+            return own, False
+        precision = torch.bfloat16 if slowest.favour_bf16 and self._train.precision == "auto" else torch.float32
         compile_s, compiled_s = self._block.compiled(precision)
         barrier(self._world, timeout_s=_COMPILE_TIMEOUT_S)
-        return replace(mine, compiled_s=compiled_s, compile_s=compile_s, tried=1.0), True
+        return replace(own, compiled_s=compiled_s, compile_s=compile_s, tried=1.0), True
 
     def _try_bf16(self) -> float:
-        """On a processor without instructions for it a block would take minutes: one product tells."""
-        with_bf16, without = (matmul_gflops(kind, _PEAK_S) for kind in (torch.bfloat16, torch.float32))
+        """Time a block in bf16 if one product is faster: without instructions for it a block would take minutes."""
+        with_bf16, without = (matmul_gflops(kind, _MATMUL_BUDGET_S) for kind in (torch.bfloat16, torch.float32))
         return self._block.seconds(torch.bfloat16) if with_bf16 > without else NEVER
 
-    def _worst(self, mine: BlockTimes) -> BlockTimes:
-        return BlockTimes(*worst_over_world(self._world, mine.as_list()))
+    def _slowest(self, own: BlockTimes) -> BlockTimes:
+        return BlockTimes(*worst_over_world(self._world, list(astuple(own))))
 
-    def _any(self, fact: bool) -> bool:
-        return worst_over_world(self._world, [float(fact)])[0] > 0
-
-    def _all(self, fact: bool) -> bool:
-        return not self._any(not fact)
+    def _all(self, own: bool) -> bool:
+        """Return whether `own` is true on every rank."""
+        return worst_over_world(self._world, [float(not own)])[0] <= 0
 
 
 class _BlockTimer:
     def __init__(self, model: GPT, micro_batch: int) -> None:
         block = model.blocks[0]
-        assert isinstance(block, Block)  # noqa: S101 - a list of modules does not say so
+        assert isinstance(block, Block)  # noqa: S101 - a `ModuleList` has no type for its modules
         self._block = block
         shape = (micro_batch, model.config.seq_len, model.config.width)
-        chance = torch.Generator().manual_seed(0)
-        self._input = torch.randn(shape, generator=chance, requires_grad=True)
-        self._slope = torch.randn(shape, generator=chance)
+        generator = torch.Generator().manual_seed(0)
+        self._input = torch.randn(shape, generator=generator, requires_grad=True)
+        self._out_grad = torch.randn(shape, generator=generator)
 
     def seconds(self, precision: torch.dtype) -> float:
-        """After one that does not count."""
+        """Return the median time of several runs, after one that does not count."""
         self._run(precision)
         times: list[float] = []
-        until = time.perf_counter() + _BUDGET_S
-        while len(times) < 2 or (len(times) < _RUNS and time.perf_counter() < until):
+        deadline = time.perf_counter() + _BUDGET_S
+        while len(times) < 2 or (len(times) < _MAX_RUNS and time.perf_counter() < deadline):
             began = time.perf_counter()
             self._run(precision)
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
     def compiled(self, precision: torch.dtype) -> tuple[float, float]:
-        """Seconds to compile, and of the compiled block; infinite where compiling fails, for whatever reason."""
+        """Return the seconds to compile, and those of the compiled block: `NEVER` if compiling fails for any reason."""
         _prepare_compiler()
         began = time.perf_counter()
         try:
@@ -351,7 +323,7 @@ class _BlockTimer:
             self._run(precision)
             return time.perf_counter() - began, self.seconds(precision)
         except Exception as error:
-            print(f"compiling was given up: {type(error).__name__}: {error}")
+            print(f"compiling failed, the block stays uncompiled: {type(error).__name__}: {error}")
             return time.perf_counter() - began, NEVER
         finally:
             self._block._compiled_call_impl = None
@@ -359,8 +331,8 @@ class _BlockTimer:
     def _run(self, precision: torch.dtype) -> None:
         with torch.autocast("cpu", precision, enabled=precision != torch.float32):
             out = self._block(self._input)
-        # Not backward: that would leave gradients in the parameters.
-        torch.autograd.grad(out, [self._input, *self._block.parameters()], self._slope)
+        # `backward` would leave gradients in the parameters.
+        torch.autograd.grad(out, [self._input, *self._block.parameters()], self._out_grad)
 
 
 def has_compiler() -> bool:
@@ -368,9 +340,9 @@ def has_compiler() -> bool:
 
 
 def _prepare_compiler() -> None:
-    """Without the pool of processes that would compile parts at once: each imports torch, and outlives its use."""
+    """Turn off the pool of processes that compile in parallel: each imports torch, and outlives its use."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
-    # Of torch's own parts, about each other.
+    # torch's own modules warn about each other.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")

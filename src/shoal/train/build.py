@@ -1,4 +1,7 @@
-"""Puts a trainer together from a run folder and a world."""
+"""Builds a trainer from a run folder and a world, and starts or resumes its training.
+
+Also pins a rank to cores of its own, and describes rank and machine for the `start` event.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from typing import Any
 import numpy
 import psutil
 import torch
-import torch.distributed as dist
 from torch.optim import AdamW
 
 import shoal
@@ -29,32 +31,34 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.host.facts import cpu_name, deal_cores, physical_cores, usable_cores
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
+from shoal.sync.fence import Fence, OpenFence
 from shoal.sync.gradients import NoExchange
-from shoal.sync.interruptible import await_work
 from shoal.sync.outer import EveryStep
-from shoal.sync.replicas import all_agree, copy_from
+from shoal.sync.replicas import all_agree, copy_from, gather
 from shoal.sync.step_stats import StepGather, StepTimer, WholeStepTimer
 from shoal.sync.world import World
 from shoal.train.auto_sync import SyncChooser
-from shoal.train.autotune import ComputeChoice, apply, choose, earlier_choice, work_left
+from shoal.train.autotune import ComputeChoice, choose, earlier_choice, work_left
 from shoal.train.checkpoint import CheckpointFolder, Progress, digest, load_weights, weights
 from shoal.train.recorder import Recorder
-from shoal.train.resume import NewestCheckpoint
-from shoal.train.resume import resume as go_on
-from shoal.train.state_transfer import mend_ledger
-from shoal.train.trainer import StopRequest, Trainer, describe_exchanges, make_exchanges
+from shoal.train.resume import NewestCheckpoint, resume_training
+from shoal.train.state_transfer import fill_ledger_gaps
+from shoal.train.trainer import Exchanges, StopRequest, Trainer, describe_exchanges
 
 
 def build_trainer(
     config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopRequest, resume: bool
 ) -> Trainer:
+    """Return a trainer that is ready for its first step, in a world whose members do not change."""
     trainer = make_trainer(config, run, world, recorder, stop)
-    found(trainer, SyncChooser(trainer, config.sync), run, resume)
+    start_training(trainer, SyncChooser(trainer, config.sync), run, resume)
     return trainer
 
 
-def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopRequest) -> Trainer:
-    """What a rank can make by itself, before it has met anybody: all but the exchanges."""
+def make_trainer(
+    config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopRequest, fence: Fence | None = None
+) -> Trainer:
+    """Make everything that needs no other rank: all but the exchanges."""
     config = config.model_copy(update={"sync": config.sync.begun})
     torch.manual_seed(config.train.seed)
     model = GPT(config.model).to(world.device)
@@ -63,18 +67,16 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
         world=world,
         model=model,
         optimizer=_make_optimizer(model, config.train),
-        sync=NoExchange(model),
-        outer=EveryStep(),
-        exchange=StepGather(world),
+        exchanges=Exchanges(NoExchange(model), EveryStep(), StepGather(world)),
         batches=deal_batches(config, run, world, BatchPlan(1, (1,) * world.size)),
         timer=_make_timer(config, world),
         recorder=recorder,
         stop=stop,
-        peak_lr=0.0,
         progress=Progress(step=0, cursor=0),
+        fence=fence or OpenFence(),
     )
-    # All of this lives as long as the process. Collections that look only at what comes later, exchanges above all,
-    # take milliseconds instead of a fifth of a second.
+    # All of this lives as long as the process. Frozen, it is not scanned again: a collection of the later objects
+    # takes milliseconds instead of a fifth of a second.
     gc.collect()
     gc.freeze()
     return trainer
@@ -82,65 +84,62 @@ def make_trainer(config: Config, run: RunFolder, world: World, recorder: Recorde
 
 @dataclass(frozen=True)
 class ResumeContext:
-    """What is known when a world goes back to a checkpoint. `launched`: how many ranks the launch had. `newest`: what
-    this machine has; it takes long to find out."""
+    """What is known when a world returns to a checkpoint."""
 
-    launched: int
+    launched: int  # Ranks at launch.
     is_compiled: bool
-    newest: NewestCheckpoint
+    newest: NewestCheckpoint  # This machine's newest checkpoint, which takes long to check.
 
 
-def found(
+def start_training(
     trainer: Trainer, chooser: SyncChooser, run: RunFolder, resume: bool, recovery: ResumeContext | None = None
 ) -> None:
-    """The first world of a launch, or with `recovery` a world that goes back to a checkpoint: all ranks begin alike, or
-    go on from one checkpoint.
+    """Make all ranks equal, divide the batch, connect the exchanges and load a checkpoint if asked to.
 
-    After a recovery there may be fewer or more ranks than the launch had. The global batch and the learning rate stay
-    those of the launch, and the model keeps computing as it does.
+    Called in the first world of a launch, or with `recovery` in a world that returns to a checkpoint. After a recovery
+    there may be fewer or more ranks than at launch: the global batch and the learning rate stay those of the launch,
+    and the model keeps its precision and compilation.
     """
     config, world = trainer.config, trainer.world
     launched = world.size if recovery is None else recovery.launched
-    dealt = at_launch = deal_for(config, launched)
+    plan = launch_plan = deal_for(config, launched)
     if recovery is not None and world.ids != tuple(range(launched)):
-        weights = weights_of(config.run, world.ids)
-        dealt = deal_anew(at_launch.global_batch, at_launch.micro_batch, weights, recovery.is_compiled)
+        shares = weights_of(config.run, world.ids)
+        plan = deal_anew(launch_plan.global_batch, launch_plan.micro_batch, shares, recovery.is_compiled)
     _make_equal(trainer)
-    trainer.batches = deal_batches(config, run, world, dealt)
-    trainer.largest_micro_batch = at_launch.micro_batch
-    trainer.launched = launched
-    trainer.judge_stragglers_anew()
-    exchanges = make_exchanges(config, trainer.model, world, trainer.batches.shard.deal)
-    trainer.sync, trainer.outer, trainer.exchange = exchanges.sync, exchanges.outer, exchanges.steps
-    trainer.peak_lr = scaled_lr(config.train, launched, config.sync.accumulate)
+    peak_lr = scaled_lr(config.train, launched, config.sync.accumulate)
+    trainer.set_batches(deal_batches(config, run, world, plan), launch_plan.micro_batch, peak_lr)
+    trainer.set_launched_ranks(launched)
+    trainer.connect()
     trainer.between_steps = chooser.after_step
     if resume:
         chooser.recall(run)
         checkpoints = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints)
         newest = recovery.newest if recovery is not None else None
-        trainer.progress = go_on(trainer, checkpoints, chooser.resume_at, config.run.lineage, newest)
-        mend_ledger(trainer, run.commits)
-    trainer.tended_step = trainer.progress.step
+        resume_training(trainer, checkpoints, chooser.resume_at, config.run.lineage, newest)
+        fill_ledger_gaps(trainer, run.commits)
+    trainer.restore_periodic(trainer.progress.step)
     if recovery is None:
-        trainer.compute = _tune(trainer, run if resume else None)
+        trainer.set_compute(_choose_compute(trainer, run if resume else None))
 
 
 def initialize(trainer: Trainer) -> None:
-    """Back to the weights of step 0: the same seed gives the same ones."""
+    """Reset to the weights of step 0: the same seed gives the same ones."""
     torch.manual_seed(trainer.config.train.seed)
     load_weights(trainer.model, weights(GPT(trainer.config.model).to(trainer.world.device)))
     trainer.optimizer.state.clear()
 
 
-def deal_batches(config: Config, run: RunFolder, world: World, dealt: BatchPlan) -> Batches:
+def deal_batches(config: Config, run: RunFolder, world: World, plan: BatchPlan) -> Batches:
+    """Open the training text and return this rank's part of it under `plan`."""
     tokens = open_tokens(Path(read_facts(run).train)).tokens
     seq_len = config.model.seq_len
     count = window_count(len(tokens), seq_len)
-    return Batches(tokens, seq_len, SHARDS[config.data.sharding](world.rank, dealt, count, config.data.seed))
+    return Batches(tokens, seq_len, SHARDS[config.data.sharding](world.rank, plan, count, config.data.seed))
 
 
 def announce(trainer: Trainer, run: RunFolder, **process: object) -> None:
-    """That this rank begins, and with what."""
+    """Record the start of this rank: process, settings and shard."""
     recorder, world, shard = trainer.recorder, trainer.world, describe_shard(trainer, run)
     digest = hashlib.sha256(run.config.read_bytes()).hexdigest()
     recorder.event("start", **process, **describe_start(trainer), config_sha256=digest)
@@ -153,15 +152,15 @@ def announce(trainer: Trainer, run: RunFolder, **process: object) -> None:
 
 
 def describe_start(trainer: Trainer) -> dict[str, object]:
-    """What the `start` event says of the training itself."""
-    dealt = trainer.batches.shard.deal
+    """Return the fields of the `start` event about the training itself."""
+    plan = trainer.batch_plan
     return {
         "params": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "params_expected": parameter_count(trainer.config.model),
         **describe_exchanges(trainer),
-        "global_batch": dealt.global_batch,
-        "micro_batch": dealt.micro_batch,
-        "share": dealt.micro_batches[trainer.world.rank],
+        "global_batch": plan.global_batch,
+        "micro_batch": plan.micro_batch,
+        "share": plan.micro_batches[trainer.world.rank],
         "tokens_per_step": trainer.global_tokens,
         "lr": trainer.peak_lr,
         "seed": trainer.config.train.seed,
@@ -174,10 +173,10 @@ def describe_start(trainer: Trainer) -> dict[str, object]:
 
 
 def describe_shard(trainer: Trainer, run: RunFolder) -> dict[str, object]:
-    """This rank's part of the data; the sizes of all ranks add up to the total."""
+    """Describe this rank's part of the data; the sizes of all ranks add up to the total."""
     shard = trainer.batches.shard
     text = load_tokenizer(run.tokenizer).decode(trainer.batches.first_tokens().tolist())
-    # A sample seldom begins where a sentence does: the first that begins inside it stands behind a line's end.
+    # A sample seldom begins at the start of a sentence: show the first one that follows a line end.
     first = text.partition("\n")[2].partition("\n")[0] or text.partition("\n")[0]
     return {
         "size": shard.size,
@@ -189,26 +188,24 @@ def describe_shard(trainer: Trainer, run: RunFolder) -> dict[str, object]:
 
 
 def _make_equal(trainer: Trainer) -> None:
-    """The same seed on every rank gives the same weights; where it doesn't (another CPU), rank 0's are copied."""
+    """Copy rank 0's weights if they differ: the same seed gives the same weights, except on another kind of CPU."""
     world, model = trainer.world, trainer.model
     if not all_agree(world, digest(weights(model))):
         copy_from(world, 0, weights(model).values())
     torch.manual_seed(trainer.config.train.seed + world.rank)
 
 
-def _tune(trainer: Trainer, resumed: RunFolder | None) -> ComputeChoice:
-    """A trial asks for gradients without leaving them anywhere: neither DDP nor the training sees it."""
-    config, deal = trainer.config, trainer.batches.shard.deal
+def _choose_compute(trainer: Trainer, resumed: RunFolder | None) -> ComputeChoice:
+    """Return the choice of the resumed run, or make one, by a trial that leaves no gradients behind."""
+    config, plan = trainer.config, trainer.batch_plan
     steps = max(0, config.train.steps - trainer.progress.step)
-    work = work_left(config.model, deal.micro_batch, max(deal.micro_batches), steps)
+    work = work_left(config.model, plan.micro_batch, max(plan.micro_batches), steps)
     earlier = earlier_choice(resumed, trainer.world) if resumed else None
-    choice = earlier or choose(trainer.model, config, deal.micro_batch, work, trainer.world)
-    apply(choice, trainer.model)
-    return choice
+    return earlier or choose(trainer.model, config, plan.micro_batch, work, trainer.world)
 
 
 def _make_optimizer(model: GPT, train: TrainConfig) -> AdamW:
-    # Fused updates all moments in one pass: measured five times faster than the plain loop on CPU for 124M parameters.
+    # Fused: one pass over all moments. Measured five times faster than the plain loop on CPU for 124M parameters.
     groups = model.decay_groups(train.weight_decay)
     return AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
 
@@ -218,62 +215,45 @@ def _make_timer(config: Config, world: World) -> StepTimer:
     return (WholeStepTimer if config.sync.measure == "off" else StepTimer)(synchronize)
 
 
-# SECTION train/pinning
-# Keeps this rank's computing on cores of its own, apart from the other ranks of the same machine.
+def pin(world: World, setting: str) -> tuple[int, ...] | None:
+    """Pin the calling thread, and those it will start, to cores apart from the other ranks of this machine.
 
-
-def pin(world: World, wish: str) -> tuple[int, ...] | None:
-    """Pins the calling thread and those it will start; the cores, or None where all stays as it was.
-
-    gloo's threads are there by now and stay free: they go to whatever core has nothing to do. Emulated nodes share the
-    cores of one machine, so what counts is not who is on the same node but who is on the same machine.
+    Return the cores, or None if nothing was pinned. gloo's threads exist by now and stay free: they run on any idle
+    core. Emulated nodes share the cores of one machine, so ranks of the same machine count, not of the same node.
     """
-    if wish == "off" or world.device.type != "cpu":
+    if setting == "off" or world.device.type != "cpu":
         return None
-    machines = _machines(world)
+    machines = _machine_ids(world)
     neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     cores = deal_cores(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
-    if cores is None or (wish == "auto" and len(neighbours) == 1):
+    if cores is None or (setting == "auto" and len(neighbours) == 1):
         return None
-    return pin_to(cores, wish)
+    return pin_to(cores, setting)
 
 
-def pin_to(cores: tuple[int, ...] | None, wish: str) -> tuple[int, ...] | None:
-    """These cores, where it is wished and allowed."""
-    if cores is None or wish == "off":
+def pin_to(cores: tuple[int, ...] | None, setting: str) -> tuple[int, ...] | None:
+    """Pin to these cores if that is configured and allowed; return them, or None."""
+    if cores is None or setting == "off":
         return None
     try:
         os.sched_setaffinity(0, cores)
     except OSError:
-        # A container may forbid it; then whoever runs it has decided.
+        # A container may forbid it.
         return None
     return cores
 
 
-def _machines(world: World) -> list[int]:
-    """A number for every rank's machine, equal for those on the same one."""
-    mine = torch.tensor([_machine_id()], dtype=torch.int64, device=world.device)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    await_work(dist.all_gather(everyone, mine, group=world.group, async_op=True), world.release)
-    return [int(number) for number in everyone]
-
-
-def _machine_id() -> int:
-    try:
-        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        name = socket.gethostname()
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-
-
-# SECTION train/facts
-# What this machine and this process are, for the `start` event.
+def _machine_ids(world: World) -> list[int]:
+    """Return a number for every rank's machine, equal for ranks on the same machine."""
+    name = _boot_id() or socket.gethostname()
+    own_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    return [machine_id for [machine_id] in gather(world, [own_id])]
 
 
 def _boot_id() -> str | None:
-    """The same for all emulated nodes of one machine, which share its cores."""
+    """Return an id that all emulated nodes of one machine share, as they share its cores."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return None
 

@@ -4,12 +4,15 @@
         model.safetensors  optimizer.safetensors  state.json  ledger.json  manifest.json  [rank-0.safetensors …]
 
 Neither `torch.load` nor safetensors notices a flipped bit (measured: 0 of 40 each), so sums are checked before a byte
-is used. A folder that fails is set aside as `….corrupt` and the one before it is tried. Where replicas differ, every
-rank puts its own part beside what is common, in the folder of its own machine; see `train/part.py`. `ledger.json` says
-how long the ledger was, and its SHA-256: a ledger that was cut or changed later is noticed by it.
+is used. A folder that fails is renamed to `….corrupt` and the one before it is tried. `ledger.json` has the length and
+the SHA-256 of the ledger, so that a later cut or change of the ledger is noticed.
 
-Everything is on disk before the rename, and the rename before an older checkpoint goes: after a kill or a power cut at
-any moment the folder holds a whole checkpoint, if it ever held one.
+Where replicas differ, every rank writes a shard, `rank-N.safetensors`, beside the common state in the folder of its own
+machine. All shards of one save carry the same mark: a shard of the same step from an earlier launch, left on a machine
+that was away for a while, does not fit and is refused.
+
+All files are on disk before the rename, and the rename is before an older checkpoint is removed: after a kill or a
+power cut at any moment the folder holds a whole checkpoint, if it ever held one.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,37 +38,34 @@ from shoal.events import FileMark, sync_path
 from shoal.sync.replicas import flat_bytes
 
 _NAME = re.compile(r"step-(\d{8})")
-_MODEL, _OPTIMIZER, _STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+_MODEL, _OPTIMIZER, _STATE, _MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _LEDGER = "ledger.json"
 _FORMAT = 1
+# The inner optimizer's tensors of every parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 Counts = TypeVar("Counts")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come: steps done, and the global position of the next sample; in which generation, of which
-    lineage (`docs/faults.md`). `history`: the lineages before it, and the step after which each was left."""
+    """The position of a training."""
 
-    step: int
-    cursor: int
-    generation: str = "0-0"
+    step: int  # Steps done.
+    cursor: int  # Global position of the next sample.
+    generation: str = "0-0"  # See docs/faults.md.
     lineage: str = "0-0"
-    history: tuple[tuple[str, int], ...] = ()
+    history: tuple[tuple[str, int], ...] = ()  # The lineages before this one, and the step after which each was left.
 
 
 @dataclass(frozen=True)
 class RankShards:
-    """What was saved beside the common state: a part of each of so many ranks.
-
-    `mark` is the same in all parts of one save and in no other. `step` and `cursor` are where a run goes on that has
-    nothing but the common state; `flying` is what was on its way between replicas.
-    """
+    """The shards that were saved beside the common state, one for every rank."""
 
     ranks: int
-    mark: int
-    step: int
+    mark: int  # The same in all shards of one save, and in no other.
+    step: int  # Where a run continues that has only the common state.
     cursor: int
-    flying: int = 0
+    flying: int = 0  # Outer exchanges that were under way between replicas.
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,19 @@ class Checkpoint:
     progress: Progress
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    parts: RankShards | None = None
+    shards: RankShards | None = None
+
+
+class DamagedCheckpoint(CheckpointError):
+    """The bytes are not those that were written. A file that merely cannot be read now may be whole."""
+
+
+def no_checkpoint(path: Path, reasons: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"no checkpoint to resume from in {path}",
+        why="; ".join(reasons) or "the run ended before its first checkpoint",
+        fix="start anew: shoal train … --out NEW_FOLDER",
+    )
 
 
 class CheckpointFolder:
@@ -86,24 +98,38 @@ class CheckpointFolder:
         return self.complete(checkpoint)
 
     def begin(self, step: int) -> None:
-        """Makes the hidden folder in which ranks put their parts, if they have any, before it is completed."""
-        self._sweep()
+        """Make the hidden folder into which ranks write their shards before it is completed."""
+        for leftover in self.path.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
         with self._as_unwritten(step):
             self.unfinished(step).mkdir(parents=True)
             sync_path(self.path.parent)
 
     def complete(
-        self, checkpoint: Checkpoint, may: Callable[[], None] = lambda: None, ledger: FileMark | None = None
+        self, checkpoint: Checkpoint, before_rename: Callable[[], None] = lambda: None, ledger: FileMark | None = None
     ) -> Path:
-        """Whole or not at all: a kill at any point leaves the older checkpoints and at most a hidden leftover. `may`
-        raises if it must not be put in place any more. `ledger` is what the ledger was when it was put on disk."""
+        """Write the checkpoint atomically: a kill leaves the older checkpoints and at most a hidden folder.
+
+        `before_rename` raises if the checkpoint must not be put in place any more. `ledger` is the mark of the ledger
+        when it was put on disk.
+        """
         step = checkpoint.progress.step
+        final = self.folder(step)
         with self._as_unwritten(step):
             _write(self.unfinished(step), checkpoint, ledger)
-            may()
-            _put_in_place(self.unfinished(step), self.folder(step))
-        self._drop_old()
-        return self.folder(step)
+            before_rename()
+            # An older checkpoint of the same step is renamed first and removed last: a kill must not leave none.
+            replaced = final.with_name(f".{final.name}.old")
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)
+            self.unfinished(step).rename(final)
+            sync_path(final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+        # Only now, when the newest one is in place with its name on disk.
+        for folder in self._newest_first()[self._keep :]:
+            shutil.rmtree(folder, ignore_errors=True)
+        return final
 
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -112,49 +138,44 @@ class CheckpointFolder:
         return self.path / f".step-{step:08d}.tmp"
 
     def load_latest(
-        self, set_aside: bool = False, tell: Callable[[CheckpointError], None] = lambda error: None
+        self, set_aside: bool = False, on_error: Callable[[CheckpointError], None] = lambda error: None
     ) -> Checkpoint:
-        """The newest one that is whole. `set_aside` renames damaged ones on the way, for those who will write here;
-        `tell` hears of each."""
-        refused: list[str] = []
-        for folder in self._newest_first() if set_aside else self._readable_first():
+        """Read the newest whole checkpoint. With `set_aside` (for a process that writes here) rename damaged ones."""
+        problems: list[str] = []
+        for folder in self._newest_first() if set_aside else self._list_for_reader():
             try:
                 return read_checkpoint(folder)
             except CheckpointError as error:
-                refused.append(error.seen)
-                tell(error)
+                problems.append(error.seen)
+                on_error(error)
                 if set_aside and isinstance(error, DamagedCheckpoint):
                     _set_aside(folder, "corrupt")
-        raise CheckpointError(
-            f"no checkpoint to resume from in {self.path}",
-            why="; ".join(refused) or "the run ended before its first checkpoint",
-            fix="start anew: shoal train … --out NEW_FOLDER",
-        )
+        raise no_checkpoint(self.path, problems)
 
-    def newest_whole(self, tell: Callable[[CheckpointError], None] = lambda error: None) -> Progress | None:
-        """How far the newest one has come whose files have the sums that were written; damaged ones are set aside."""
+    def newest_whole(self, on_error: Callable[[CheckpointError], None] = lambda error: None) -> Progress | None:
+        """Return the progress of the newest checkpoint with correct sums; set damaged ones aside."""
         for folder in self._newest_first():
             try:
                 check_sums(folder)
-                if (found := _peek(folder)) is not None:
-                    return found
+                if (progress := _read_progress_of(folder)) is not None:
+                    return progress
             except CheckpointError as error:
-                tell(error)
+                on_error(error)
                 if isinstance(error, DamagedCheckpoint):
                     _set_aside(folder, "corrupt")
         return None
 
     def set_aside_lineage(self, lineage: str, after: int) -> None:
-        """For a machine whose training was given up for another one's: what both had in common is common still."""
+        """Set aside the checkpoints of an abandoned lineage, except those up to step `after`, which both share."""
         for folder in self._newest_first():
-            found = _peek(folder)
-            if found is not None and found.lineage == lineage and found.step > after:
+            progress = _read_progress_of(folder)
+            if progress is not None and progress.lineage == lineage and progress.step > after:
                 _set_aside(folder, "abandoned")
         for folder in sorted(self.path.glob("step-*.abandoned*"), reverse=True)[self._keep :]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside_newer(self, step: int) -> None:
-        """For a run that went back to `step`: it would otherwise be resumed from what it has left behind."""
+        """Set aside the checkpoints after `step`, to which the run has returned, so that no resume uses them."""
         for folder in self._newest_first():
             if folder.name > self.folder(step).name:
                 _set_aside(folder, "superseded")
@@ -171,64 +192,52 @@ class CheckpointFolder:
                 fix=f"free space or fix the folder: df -h {self.path}",
             ) from error
 
-    def _readable_first(self) -> list[Path]:
-        """For those who only read: a training may be writing here, so nothing is renamed. One that is just being
-        replaced is read where it lies."""
+    def _list_for_reader(self) -> list[Path]:
+        """List the checkpoints, newest first, without renaming any: a training may be writing here.
+
+        A checkpoint that is being replaced is read under its hidden name.
+        """
         if not self.path.is_dir():
             return []
-        found = {path.name: path for path in self.path.glob(".step-*.old")}
-        found = {name.removeprefix(".").removesuffix(".old"): path for name, path in found.items()}
-        found |= {path.name: path for path in self.path.iterdir() if _NAME.fullmatch(path.name)}
-        return [found[name] for name in sorted(found, reverse=True)]
+        folders = {path.name.removeprefix(".").removesuffix(".old"): path for path in self.path.glob(".step-*.old")}
+        folders |= {path.name: path for path in self.path.iterdir() if _NAME.fullmatch(path.name)}
+        return [folders[name] for name in sorted(folders, reverse=True)]
 
     def _newest_first(self) -> list[Path]:
-        """For those who write here."""
+        """List the checkpoints for a process that writes here, after a repair: `complete` may have been killed."""
         if not self.path.is_dir():
             return []
         with contextlib.suppress(OSError):
-            self._restore_replaced()
+            for replaced in self.path.glob(".step-*.old"):
+                final = self.path / replaced.name.removeprefix(".").removesuffix(".old")
+                if final.exists():
+                    shutil.rmtree(replaced, ignore_errors=True)
+                else:
+                    replaced.rename(final)
         return sorted((path for path in self.path.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
-
-    def _restore_replaced(self) -> None:
-        """After a kill between the two renames of `_put_in_place`."""
-        for replaced in self.path.glob(".step-*.old"):
-            final = self.path / replaced.name.removeprefix(".").removesuffix(".old")
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(final)
-
-    def _drop_old(self) -> None:
-        """Only after the newest one is in place, with its name on disk."""
-        for folder in self._newest_first()[self._keep :]:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        for leftover in self.path.glob(".step-*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Checks every sum, then reads. Any damage is one `DamagedCheckpoint` that names the file."""
+    """Check every sum, then read. Any damage raises a `DamagedCheckpoint` that names the file."""
     check_sums(folder)
     with _as_checkpoint_error(folder):
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        parts = _counted(RankShards, state.pop("parts")) if "parts" in state else None
-        return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), parts)
+        shards = _parse_counts(RankShards, state.pop("parts")) if "parts" in state else None
+        return Checkpoint(read_progress(state), load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), shards)
 
 
 def check_sums(folder: Path) -> None:
-    """Raises `DamagedCheckpoint` unless the common files are what was written."""
+    """Raise `DamagedCheckpoint` unless the common files have the sums that were written."""
     with _as_checkpoint_error(folder):
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {_FORMAT}")
         for name in (_MODEL, _OPTIMIZER, _STATE):
-            if sha256_of(folder / name) != manifest["sha256"][name]:
+            if _sha256(folder / name) != manifest["sha256"][name]:
                 raise DamagedCheckpoint(f"{folder / name} is damaged: its SHA-256 is not the one written")
 
 
-def _peek(folder: Path) -> Progress | None:
+def _read_progress_of(folder: Path) -> Progress | None:
     with contextlib.suppress(CheckpointError), _as_checkpoint_error(folder):
         state = json.loads((folder / _STATE).read_text())
         state.pop("parts", None)
@@ -238,21 +247,17 @@ def _peek(folder: Path) -> Progress | None:
 
 def read_progress(state: dict[str, Any]) -> Progress:
     history = tuple((str(lineage), int(step)) for lineage, step in state.pop("history", ()))
-    return _counted(Progress, {**state, "history": history})
+    return _parse_counts(Progress, {**state, "history": history})
 
 
-def _counted(kind: type[Counts], numbers: dict[str, Any]) -> Counts:
-    """A training that went on from anything else than whole numbers would fail much later, if at all."""
-    found = kind(**numbers)
-    for each in fields(found):  # type: ignore[arg-type]
-        number = getattr(found, each.name)
-        if each.type == "int" and (type(number) is not int or not 0 <= number < 1 << 63):
-            raise ValueError(f"{each.name} is {number!r:.40}, which is no count")
-    return found
-
-
-class DamagedCheckpoint(CheckpointError):
-    """Its bytes are not those that were written; a file that merely cannot be read now may be whole."""
+def _parse_counts(kind: type[Counts], values: dict[str, Any]) -> Counts:
+    """Make a dataclass whose `int` fields are counts: a training with other values would fail much later, if at all."""
+    counts = kind(**values)
+    for field in fields(counts):  # type: ignore[arg-type]
+        value = getattr(counts, field.name)
+        if field.type == "int" and (type(value) is not int or not 0 <= value < 1 << 63):
+            raise ValueError(f"{field.name} is {value!r:.40}, which is no count")
+    return counts
 
 
 @contextlib.contextmanager
@@ -271,26 +276,15 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 def _write(folder: Path, checkpoint: Checkpoint, ledger: FileMark | None) -> None:
     save_file(checkpoint.model, folder / _MODEL)
     save_file(checkpoint.optimizer, folder / _OPTIMIZER)
-    parts = {"parts": asdict(checkpoint.parts)} if checkpoint.parts else {}
-    (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress) | parts))
+    shards = {"parts": asdict(checkpoint.shards)} if checkpoint.shards else {}
+    (folder / _STATE).write_text(json.dumps(asdict(checkpoint.progress) | shards))
     if ledger is not None:
         (folder / _LEDGER).write_text(json.dumps(asdict(ledger)))
-    sums = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
+    sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "sha256": sums}, indent=1))
     for file in folder.iterdir():
         sync_path(file)
     sync_path(folder)
-
-
-def _put_in_place(temporary: Path, final: Path) -> None:
-    """A checkpoint of the same step is moved aside first and removed last: a kill in between must not leave none."""
-    replaced = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    temporary.rename(final)
-    sync_path(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _set_aside(folder: Path, why: str) -> None:
@@ -300,43 +294,36 @@ def _set_aside(folder: Path, why: str) -> None:
         folder.rename(free)
 
 
-def sha256_of(file: Path) -> str:
+def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# SECTION train/part
-# One rank's own part of a checkpoint: `rank-N.safetensors`, beside the common state on the rank's own machine.
-#
-# It carries the mark of its save. A part of the same step from another life of the run, left on a machine that was away
-# for a while, does not fit and is refused.
-
-
-def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor], mark: int) -> None:
-    """Into the folder of a checkpoint that is not complete yet: its manifest will hold the sum."""
-    file = _file(folder, rank)
+def write_shard(folder: Path, rank: int, tensors: Mapping[str, Tensor], mark: int) -> None:
+    """Write a rank's shard into the folder of an incomplete checkpoint, whose manifest will hold its sum."""
+    file = _shard_file(folder, rank)
     try:
         save_file(dict(tensors), file, metadata={"mark": str(mark)})
     except (OSError, SafetensorError) as error:
         file.unlink(missing_ok=True)
         raise CheckpointError(
             f"cannot write the part of rank {rank} in {folder}: {error}",
-            why="without it a run resumed from this checkpoint goes on from the common state only",
+            why="without it a run resumed from this checkpoint continues from the common state only",
             fix=f"free space or fix the folder: df -h {folder.parent}",
         ) from error
 
 
-def read_part(folder: Path, rank: int, mark: int) -> dict[str, Tensor]:
-    """Whole, undamaged and of this very save, or a `CheckpointError` that says what it is instead."""
-    file = _file(folder, rank)
+def read_shard(folder: Path, rank: int, mark: int) -> dict[str, Tensor]:
+    """Read a rank's shard; raise `CheckpointError` unless it is whole and of the save with this mark."""
+    file = _shard_file(folder, rank)
     try:
-        sums = json.loads((folder / MANIFEST).read_text())["sha256"]
-        if sha256_of(file) != sums[file.name]:
+        sums = json.loads((folder / _MANIFEST).read_text())["sha256"]
+        if _sha256(file) != sums[file.name]:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one written")
         with safe_open(file, framework="pt") as opened:
-            found = (opened.metadata() or {}).get("mark")
-        if found != str(mark):
-            raise CheckpointError(f"{file} belongs to another life of this run")
+            file_mark = (opened.metadata() or {}).get("mark")
+        if file_mark != str(mark):
+            raise CheckpointError(f"{file} belongs to another save of this run")
         return load_file(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename} is missing") from error
@@ -344,23 +331,17 @@ def read_part(folder: Path, rank: int, mark: int) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} cannot be used: {error}") from error
 
 
-def _file(folder: Path, rank: int) -> Path:
+def _shard_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.safetensors"
 
 
-# SECTION train/state
-# What a replica is: weights, the optimizer's moments, and how far it has come. One naming for files and digests.
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's parameters by the names that checkpoint files and digests use."""
     return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Named after their parameters; empty before the first step."""
+    """Return the inner optimizer's moments, named after their parameters; none before the first step."""
     return {
         f"optimizer.{moment}.{name}": state[moment]
         for name, parameter in model.named_parameters()
@@ -370,7 +351,7 @@ def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def empty_moments(model: nn.Module) -> dict[str, Tensor]:
-    """Room for moments that somebody else is about to send."""
+    """Allocate moments that another rank is about to send."""
     return {
         f"optimizer.{moment}.{name}": torch.empty_like(parameter)
         for name, parameter in model.named_parameters()
@@ -379,8 +360,8 @@ def empty_moments(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(room: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in room.items():
+def fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in targets.items():
         tensor.copy_(_take(tensors, name, tensor))
 
 
@@ -393,7 +374,7 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def load_moments(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], step: int) -> None:
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
-            # The fused kernel wants its count as a tensor beside the parameter.
+            # The fused kernel wants its step as a tensor on the parameter's device.
             "step": torch.tensor(float(step), device=parameter.device),
             **{
                 moment: _take(tensors, f"optimizer.{moment}.{name}", parameter).to(parameter.device)
@@ -403,7 +384,7 @@ def load_moments(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tens
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names and bytes; equal digests are equal replicas."""
+    """Return the SHA-256 of names and bytes: equal replicas have equal digests."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         hasher.update(name.encode())
@@ -414,9 +395,9 @@ def digest(tensors: dict[str, Tensor]) -> str:
 def _take(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
-        found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        actual = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
         raise CheckpointError(
-            f"the checkpoint has {found} for {name}, the model wants {tuple(like.shape)} {like.dtype}",
+            f"the checkpoint has {actual} for {name}, the model wants {tuple(like.shape)} {like.dtype}",
             why="it was written by a run with another model",
             fix="resume with the configuration of the run that wrote it",
         )

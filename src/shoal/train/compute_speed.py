@@ -1,4 +1,4 @@
-"""What this machine computes: its peaks, and how much of them a small GPT makes use of."""
+"""Measure the compute speed of this machine: its peaks, a small GPT, and one rank of a given model phase by phase."""
 
 from __future__ import annotations
 
@@ -20,24 +20,35 @@ from shoal.model.kernels import prefer_blas
 from shoal.sync.compression.base import from_half, to_half
 from shoal.sync.gradients import clip
 
-# SECTION train/pace
-# How long a rank takes for a micro-batch and for the update, phase by phase, with the threads that a run gives it.
-
-
 _PHASES = ("forward", "backward", "optimizer")
-_PACE_LEAST_RUNS = 3
-_GROWTH = 2
-_MOST_MICRO_BATCH = 64
 _CLIP = 1.0
 # Parameters of one of DDP's buckets.
-_BUCKET = 25 * 2**20 // 4
+_BUCKET_PARAMETERS = 25 * 2**20 // 4
+_MIN_MODEL_RUNS = 3
+_MICRO_BATCH_GROWTH = 2
+_MAX_MICRO_BATCH = 64
+
+_SEQUENCES = 8
+_TOKENS = _SEQUENCES * SMALL_GPT.seq_len
+# The first square matrix is small: bf16 is a hundred times slower than fp32 on a CPU without instructions for it.
+_MIN_MATRIX_SIDE = 128
+_MAX_MATRIX_SIDE = 4096
+# The matrix grows until a product takes this long: in short products, starting threads dominates.
+_MIN_PRODUCT_S = 0.1
+# Larger than any cache.
+_COPY_BYTES = 128 << 20
+_MIN_RUNS = 2
+# Parts of the time for each matrix peak and for the copy; the rest is for training steps.
+_PEAK_PART = 0.15
+_COPY_PART = 0.1
 
 
 @dataclass
 class OptimizerTimer:
-    """AdamW and clipping as a training does them.
+    """Runs clipping and AdamW as a training does.
 
-    By the kernel of `AdamW(fused=True)` alone: the first optimizer of a process imports torch's compiler, for seconds.
+    Calls the kernel of `AdamW(fused=True)` directly: the first optimizer object of a process imports torch's compiler,
+    which takes seconds.
     """
 
     parameters: list[Tensor]
@@ -46,7 +57,7 @@ class OptimizerTimer:
     _steps: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._means, self._squares = ([torch.zeros_like(each) for each in self.parameters] for _ in range(2))
+        self._means, self._squares = ([torch.zeros_like(weight) for weight in self.parameters] for _ in range(2))
         self._steps = [torch.zeros(()) for _ in self.parameters]
 
     @torch.no_grad()
@@ -54,7 +65,7 @@ class OptimizerTimer:
         clip(self.parameters, _CLIP)
         torch._fused_adamw_(
             self.parameters,
-            [each.grad for each in self.parameters if each.grad is not None],
+            [weight.grad for weight in self.parameters if weight.grad is not None],
             self._means,
             self._squares,
             [],
@@ -67,31 +78,31 @@ class OptimizerTimer:
             amsgrad=False,
             maximize=False,
         )
-        for each in self.parameters:
-            each.grad = None
+        for weight in self.parameters:
+            weight.grad = None
 
 
 def halving_s(budget_s: float) -> float:
-    """Seconds a parameter to make fp16 of a bucket of gradients and fp32 of the sum.
+    """Measure the seconds per parameter to convert a bucket of gradients to fp16 and the sum back to fp32.
 
-    Of numbers like gradients: where this is done one by one, equal ones go through in half the time.
+    Uses random numbers like gradients: where numbers are converted one by one, equal ones take half the time.
     """
-    bucket = 1e-3 * torch.randn(_BUCKET)
+    bucket = 1e-3 * torch.randn(_BUCKET_PARAMETERS)
     half = torch.empty_like(bucket, dtype=torch.float16)
     times: list[float] = []
-    until = time.perf_counter() + budget_s
-    while len(times) < _PACE_LEAST_RUNS or time.perf_counter() < until:
+    deadline = time.perf_counter() + budget_s
+    while len(times) < _MIN_MODEL_RUNS or time.perf_counter() < deadline:
         began = time.perf_counter()
         from_half(to_half(bucket, half), bucket)
         times.append(time.perf_counter() - began)
-    return statistics.median(times) / _BUCKET
+    return statistics.median(times) / _BUCKET_PARAMETERS
 
 
 class ModelTimer:
-    """One model on one rank. `measure` gives the times of growing micro-batches, as many as fit into the time."""
+    """Times one model on one rank, with the threads that a run gives it."""
 
     def __init__(self, model: ModelConfig) -> None:
-        # As a training does.
+        # A training does the same.
         prefer_blas()
         self._config = model
         self._model = GPT(model)
@@ -99,22 +110,23 @@ class ModelTimer:
         self._last_s = 0.0
 
     def measure(self, budget_s: float) -> Iterator[dict[str, float]]:
+        """Yield the times of growing micro-batches, as many as fit into the time."""
         deadline = time.perf_counter() + budget_s
         size = 1
-        while size <= _MOST_MICRO_BATCH:
+        while size <= _MAX_MICRO_BATCH:
             began = time.perf_counter()
-            # A quarter of what is left: each one is twice as large as the last, and needs as many runs.
-            yield {"micro_batch": size, **self._timed(size, (deadline - began) / 4)}
-            if deadline - time.perf_counter() < _GROWTH * (1 + _PACE_LEAST_RUNS) * self._last_s:
+            # A quarter of the time left: each micro-batch is twice as large as the last, and needs as many runs.
+            yield {"micro_batch": size, **self._measure_phases(size, (deadline - began) / 4)}
+            if deadline - time.perf_counter() < _MICRO_BATCH_GROWTH * (1 + _MIN_MODEL_RUNS) * self._last_s:
                 return
-            size *= _GROWTH
+            size *= _MICRO_BATCH_GROWTH
 
-    def _timed(self, micro_batch: int, budget_s: float) -> dict[str, float]:
+    def _measure_phases(self, micro_batch: int, budget_s: float) -> dict[str, float]:
         tokens = torch.randint(self._config.vocab_size, (micro_batch, self._config.seq_len))
         self._run(tokens)
         runs: list[dict[str, float]] = []
-        until = time.perf_counter() + budget_s
-        while len(runs) < _PACE_LEAST_RUNS or time.perf_counter() < until:
+        deadline = time.perf_counter() + budget_s
+        while len(runs) < _MIN_MODEL_RUNS or time.perf_counter() < deadline:
             runs.append(self._run(tokens))
         medians = {f"{name}_s": statistics.median(run[name] for run in runs) for name in _PHASES}
         whole = [run["forward"] + run["backward"] for run in runs]
@@ -132,24 +144,8 @@ class ModelTimer:
         return {name: after - before for name, before, after in zip(_PHASES, marks, marks[1:], strict=False)}
 
 
-SEQUENCES = 8
-TOKENS = SEQUENCES * SMALL_GPT.seq_len
-
-# Small, because bf16 is a hundred times slower than fp32 on a CPU that has no instructions for it.
-_FIRST_SIDE = 128
-_MOST_SIDE = 4096
-# The largest product that is quicker than this: small ones are mostly starting threads.
-_PRODUCT_S = 0.1
-# Larger than any cache there is.
-_COPY_BYTES = 128 << 20
-_LEAST_RUNS = 2
-
-_PEAK_PART = 0.15
-_COPY_PART = 0.1
-
-
 def thread_counts(cores: int) -> list[int]:
-    """1, 2, 4 … and all of them."""
+    """Return 1, 2, 4 … and `cores`."""
     counts = []
     count = 1
     while count < cores:
@@ -162,7 +158,7 @@ class ComputePeaks:
     def __init__(self) -> None:
         prefer_blas()
         self.cores = physical_cores()
-        self._step = make_step()
+        self._step = _make_step()
 
     def measure(self, budget_s: float) -> dict[str, Any]:
         before = torch.get_num_threads()
@@ -171,72 +167,69 @@ class ComputePeaks:
             peaks = {
                 "fp32_gflops": matmul_gflops(torch.float32, _PEAK_PART * budget_s),
                 "bf16_gflops": matmul_gflops(torch.bfloat16, _PEAK_PART * budget_s),
-                "memory_gbytes_per_s": copy_gbytes_per_s(_COPY_PART * budget_s),
+                "memory_gbytes_per_s": _copy_gbytes_per_s(_COPY_PART * budget_s),
             }
             counts = thread_counts(self.cores)
-            each_s = (1 - 2 * _PEAK_PART - _COPY_PART) * budget_s / len(counts)
+            count_s = (1 - 2 * _PEAK_PART - _COPY_PART) * budget_s / len(counts)
             return {
                 **peaks,
                 "threads": self.cores,
                 "parameters": parameter_count(SMALL_GPT),
-                "tokens_per_step": TOKENS,
-                "intensity": intensity(SMALL_GPT, TOKENS),
-                "training": [self._train(count, each_s) for count in counts],
+                "tokens_per_step": _TOKENS,
+                "intensity": intensity(SMALL_GPT, _TOKENS),
+                "training": [self._train(count, count_s) for count in counts],
             }
         finally:
             torch.set_num_threads(before)
 
     def _train(self, threads: int, budget_s: float) -> dict[str, float]:
         torch.set_num_threads(threads)
-        tokens_per_s = TOKENS / statistics.median(_times(self._step, budget_s))
+        tokens_per_s = _TOKENS / statistics.median(_times(self._step, budget_s))
         gflops = 1e-9 * flops_per_token(SMALL_GPT) * tokens_per_s
         return {"threads": threads, "tokens_per_s": tokens_per_s, "gflops": gflops}
 
 
-def make_step() -> Callable[[], None]:
-    """Forward, backward, and the update that a training makes."""
-    shape = (SEQUENCES, SMALL_GPT.seq_len)
+def _make_step() -> Callable[[], None]:
+    """Return a function that does one training step of a small GPT."""
+    shape = (_SEQUENCES, SMALL_GPT.seq_len)
     tokens = torch.randint(SMALL_GPT.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     model = GPT(SMALL_GPT)
     updates = OptimizerTimer(list(model.parameters()))
 
     def step() -> None:
-        (model(tokens, tokens) / TOKENS).backward()
+        (model(tokens, tokens) / _TOKENS).backward()
         updates.step()
 
     return step
 
 
 def matmul_gflops(dtype: torch.dtype, budget_s: float) -> float:
-    """The best of several, on squares large enough to keep every thread busy: a peak is what can be reached."""
-    side = _FIRST_SIDE
-    while side < _MOST_SIDE and 8 * min(_times(_product(side, dtype), 0.0)) < _PRODUCT_S:
+    """Return the best of several products of square matrices that are large enough to keep every thread busy."""
+    side = _MIN_MATRIX_SIDE
+    while side < _MAX_MATRIX_SIDE and 8 * min(_times(_product(side, dtype), 0.0)) < _MIN_PRODUCT_S:
         side *= 2
     return 2e-9 * side**3 / min(_times(_product(side, dtype), budget_s))
 
 
 def _product(side: int, dtype: torch.dtype) -> Callable[[], object]:
-    one, other = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
-    out = torch.empty_like(one)
-    return lambda: torch.mm(one, other, out=out)
+    left, right = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
 
 
-def copy_gbytes_per_s(budget_s: float) -> float:
-    """Read and written bytes both count."""
+def _copy_gbytes_per_s(budget_s: float) -> float:
+    """Measure the memory bandwidth. Bytes read and bytes written both count."""
     source, target = torch.ones(_COPY_BYTES // 4), torch.ones(_COPY_BYTES // 4)
     return 2e-9 * _COPY_BYTES / min(_times(lambda: target.copy_(source), budget_s))
 
 
 def _times(call: Callable[[], object], budget_s: float) -> list[float]:
-    return list(_timed(call, budget_s))
-
-
-def _timed(call: Callable[[], object], budget_s: float) -> Iterator[float]:
-    """After one that does not count, as many as fit, but a few at least."""
+    """Time as many calls as fit into `budget_s`, after one that does not count."""
     call()
-    deadline, runs = time.perf_counter() + budget_s, 0
-    while runs < _LEAST_RUNS or time.perf_counter() < deadline:
+    times: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    while len(times) < _MIN_RUNS or time.perf_counter() < deadline:
         began = time.perf_counter()
         call()
-        yield time.perf_counter() - began
-        runs += 1
+        times.append(time.perf_counter() - began)
+    return times

@@ -1,4 +1,4 @@
-"""From the first step to the last: evaluation, checkpoints and garbage collection at their time, and a clean end."""
+"""The training loop: steps, periodic evaluation, checkpoints, comparison and garbage collection, and a clean end."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from shoal.train.recover import GenerationChanger
 from shoal.train.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
 from shoal.train.trainer import Trainer, split
 
-# SECTION train/evaluate
-# Validation loss, every rank on its part of the validation text.
+# `ru_maxrss` is in kilobytes on Linux, in bytes on macOS.
+_MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 @torch.no_grad()
 def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, world: World) -> float:
-    """Mean loss per token over the first `eval_sequences` windows; the same number on every rank."""
+    """Return the mean loss per token over the first `eval_sequences` windows, the same on every rank."""
     seq_len = config.model.seq_len
     sequences = min(config.train.eval_sequences, window_count(len(tokens), seq_len))
     loss_sum, count = 0.0, 0
     model.eval()
-    # Without gradients, without dropout and with a shorter last batch, compiled blocks would be compiled anew.
+    # Compiled blocks would be compiled again: without gradients, without dropout, with a shorter last batch.
     with model.uncompiled():
         for rows in validation_batches(tokens, seq_len, sequences, micro_batch, world.rank, world.size):
             inputs, targets = split(rows, world.device)
@@ -50,41 +50,32 @@ def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, world
     return total_loss / total_count
 
 
-# SECTION train/load
-# How busy the machine was while we trained, how much of that was us, and how much memory we had at most: other
-# programs spoil a measurement, and a full memory ends it.
-
-
-# Linux counts in kilobytes, macOS in bytes.
-_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
-
-
 class LoadMeter:
+    """Measures the load of process and machine: other programs spoil a measurement, and a full memory ends it."""
+
     def __init__(self) -> None:
         self._began = self._read()
 
     def since_start(self) -> dict[str, float]:
-        """Seconds of wall time, of this process's CPU time, and of all cores of this machine at work; the most memory
-        that this process ever had."""
+        """Return seconds of wall time, of this process's CPU time and of all cores at work, and the peak memory."""
         names = ("wall_s", "cpu_s", "machine_busy_s")
         spent = {name: round(now - then, 3) for name, now, then in zip(names, self._read(), self._began, strict=True)}
-        return {**spent, "peak_memory_bytes": _UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        return {**spent, "peak_memory_bytes": _MAXRSS_UNIT_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
     def _read(self) -> tuple[float, float, float]:
         times = psutil.cpu_times()
-        # Guests are counted in user time already; waiting for a disk or for the hypervisor is nobody's work.
+        # Guests are counted in user time already; waiting for a disk or for the hypervisor is not work.
         passive = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "steal", "guest", "guest_nice"))
         return time.perf_counter(), time.process_time(), sum(times) - passive
 
 
 class Loop:
-    """`membership` finds the next world when this one breaks; without one, that is the end."""
-
     def __init__(self, trainer: Trainer, run: RunFolder, membership: GenerationChanger | None = None) -> None:
-        # The state of an earlier end would be compared with one of today.
+        # `shoal verify` would compare the final state of an earlier launch with that of this one.
         run.state(trainer.world.id).unlink(missing_ok=True)
         self._trainer = trainer
         self._run = run
+        # Enters the next world when this one breaks; without it, an error ends the training.
         self._membership = membership
         self._validation = open_tokens(Path(read_facts(run).val)).tokens
         checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
@@ -92,8 +83,8 @@ class Loop:
         self._comparison = Comparison(trainer, checkpoints)
 
     def run(self) -> bool:
-        """Trains to the end, or until somebody wants to stop; True when the end was reached."""
-        # Collected at the same step on every rank: left to itself, one rank's collection makes all others wait.
+        """Train to the end, or until a rank wants to stop; return True if the end was reached."""
+        # Collect garbage at the same step on every rank: a collection on one rank makes all others wait.
         gc.collect()
         gc.disable()
         load = LoadMeter()
@@ -104,76 +95,80 @@ class Loop:
                 if self._membership is None:
                     raise
                 failure = error
-            self._membership.regroup(failure)
+            self._membership.change_generation(failure)
 
     def _train(self, load: LoadMeter) -> bool:
         trainer, last_step = self._trainer, self._trainer.config.train.steps
-        stopped = self._tend()
-        while trainer.progress.step < last_step and not stopped:
-            stopped = trainer.step()
-            stopped |= self._tend()
-            trainer.end_at_edge()
+        wants_stop = self._run_periodic_tasks()
+        while trainer.progress.step < last_step and not wants_stop:
+            wants_stop = trainer.step()
+            wants_stop |= self._run_periodic_tasks()
+            trainer.leave_at_boundary()
         trainer.settle()
         barrier(trainer.world)
         trainer.recorder.commit()
-        self._end(finished := trainer.progress.step >= last_step, load)
-        return finished
+        is_finished = trainer.progress.step >= last_step
+        self._end(is_finished, load)
+        return is_finished
 
-    def _tend(self) -> bool:
-        """What is due after the last step, once, also when the world broke before it was done. Whether it turned out
-        that somebody wants to stop."""
+    def _run_periodic_tasks(self) -> bool:
+        """Do what is due after the current step, once, also if the last world broke before it was done.
+
+        Return whether any rank wants to stop.
+        """
         step, train = self._trainer.progress.step, self._trainer.config.train
-        if step == self._trainer.tended_step:
+        if step == self._trainer.periodic_done_step:
             return False
-        stopped = False
+        wants_stop = False
         if step < train.steps:
             self._trainer.between_steps()
         if step % train.eval_every == 0:
             self._evaluate(step)
         if step % train.checkpoint_every == 0:
-            stopped = self._checkpoint()
+            wants_stop = self._checkpoint()
         elif self._comparison.is_due(step):
-            self._comparison.hold()
+            self._comparison.compare()
         if step % train.gc_every == 0:
             gc.collect()
-        self._trainer.tended_step = step
-        return stopped
+        self._trainer.mark_periodic_done(step)
+        return wants_stop
 
     def _evaluate(self, step: int) -> None:
         trainer = self._trainer
         began = time.perf_counter()
-        micro_batch = trainer.batches.shard.deal.micro_batch
+        micro_batch = trainer.batch_plan.micro_batch
         with trainer.outer.common():
             loss = evaluate(trainer.model, self._validation, trainer.config, micro_batch, trainer.world)
-        trainer.evaluated_step = step
+        trainer.mark_evaluated(step)
         common_step = trainer.outer.common_step(step)
         older = {} if common_step == step else {"common_step": common_step}
         eval_s = round(time.perf_counter() - began, 6)
         trainer.recorder.event("eval", step=step, val_loss=loss, eval_s=eval_s, **older)
 
     def _checkpoint(self, must: bool = False) -> bool:
-        # Whoever resumes from here skips these steps, so the ledger must have them first; and before that, everybody.
-        stopped = self._trainer.settle()
+        """Save a checkpoint; return whether any rank wants to stop."""
+        # A resumed run skips these steps: all ranks must have done them, and the ledger must have them.
+        wants_stop = self._trainer.settle()
         barrier(self._trainer.world)
         self._trainer.recorder.commit()
-        if self._comparison.hold(must):
+        if self._comparison.compare(must):
             self._saver.save(must)
-        return stopped
+        return wants_stop
 
-    def _end(self, finished: bool, load: LoadMeter) -> None:
+    def _end(self, is_finished: bool, load: LoadMeter) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
-        if finished and trainer.evaluated_step != step:
+        if is_finished and trainer.evaluated_step != step:
             self._evaluate(step)
         self._checkpoint(must=True)
         trainer.recorder.finish()
-        if finished:
+        if is_finished:
             self._save_state(step)
         barrier(trainer.world, timeout_s=WRITE_TIMEOUT_S)
-        status = "finished" if finished else "interrupted"
+        status = "finished" if is_finished else "interrupted"
         trainer.recorder.event("end", step=step, status=status, **load.since_start())
 
     def _save_state(self, step: int) -> None:
-        """Every rank's own state, for `shoal verify` to compare."""
+        """Write this rank's final state, for `shoal verify` to compare."""
         trainer = self._trainer
         state = replica_state(trainer)
         path = self._run.state(trainer.world.id)

@@ -1,10 +1,15 @@
-"""Everything a rank writes while it trains: its events, and on one rank per run folder the ledger."""
+"""What a rank writes while it trains: its event log, and on one rank per run folder the ledger (`commits.jsonl`).
+
+The ledger has one line for every committed step. Each machine has a copy, which a rank brings up to date when it
+returns or joins another lineage: see the functions below `Recorder`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ import psutil
 
 from shoal.control.rank_messages import AbandonCommits
 from shoal.errors import CheckpointError, RunFailed, ShoalError
-from shoal.events import FLUSH_S, EventLog, FileMark, FileMarker, read_events, read_last_events, to_stderr
+from shoal.events import FLUSH_S, Event, EventLog, FileMark, FileMarker, read_events, read_last_events, to_stderr
 from shoal.run_folder import RunFolder
 from shoal.sync.membership_client import MembershipClient
 from shoal.sync.world import World, without_group
@@ -22,100 +27,103 @@ from shoal.units import Span, spans_of, subtract_spans
 # One line of the ledger.
 Record = dict[str, Any]
 
-# As many committed steps as a rank remembers that keeps no ledger: whoever keeps it may die before it has written them.
-# It is behind by a step at most, or by a round where replicas part.
-_REMEMBERED = 256
-# The end of a ledger, some thousand lines: read by a rank that has lines of it left to write and does not keep it now.
-_LEFTOVER_BYTES = 1 << 20
+# Committed steps that a rank remembers: the rank that keeps the ledger may die before it has written them. It is behind
+# by one step at most, or by one round in the modes with outer steps.
+_REMEMBERED_COMMITS = 256
+# The end of a ledger that is searched for recent steps: some thousand lines, many times what a rank remembers.
+_TAIL_BYTES = 1 << 20
 
 
 class Recorder:
-    """`member` is told of commits, where somebody counts on them."""
-
     def __init__(self, run: RunFolder, world: World, member: MembershipClient | None = None) -> None:
         self._run = run
+        # Receives the committed steps, in a run whose members can change.
         self._member = member
-        self._events = EventLog(run.events(world.id), world.id, self._tell)
-        # Once opened it stays open: lines that could not be written yet must not be lost with a generation.
+        self._events = EventLog(run.events(world.id), world.id, self._warn_of_disk)
+        # Stays open once opened: lines that could not be written yet must outlive a generation.
         self._ledger: EventLog | None = None
         self._marker = FileMarker(run.commits)
         self._pending: list[Record] = []
-        self._committed: deque[Record] = deque(maxlen=_REMEMBERED)
+        self._committed: deque[Record] = deque(maxlen=_REMEMBERED_COMMITS)
         # Steps whose `step` event has only this rank's own loss.
         self._lacks_loss: set[int] = set()
-        self._enter(world)
-        self._told_step = 0
+        self._recorded_step = 0
+        self._enter_world(world)
 
-    def _enter(self, world: World) -> None:
+    def _enter_world(self, world: World) -> None:
         self._world = world
         self._wire = WireCounter(world.interface) if world.is_node_main else None
         if world.keeps_files:
-            # The rank that kept the ledger in between may have been killed in the middle of a line.
+            # The rank that wrote the ledger before may have been killed in the middle of a line.
             self.open_ledger().cut_torn_line()
         elif self._ledger is not None and self._ledger.kept:
-            self._hand_over(self._ledger)
+            # The next writer of the ledger gets the newest steps from the memory of the other ranks and writes them.
+            # Half of what they remember is certain: a rank that is ahead has forgotten some of what this rank has.
+            # Older lines stay to be written here, unless they are in the file by then.
+            certain = {_step_key(record) for record in list(self._committed)[-_REMEMBERED_COMMITS // 2 :]}
+            self._ledger.drop_kept(lambda record: _step_key(record) in certain)
 
     def open_ledger(self) -> EventLog:
-        """The one log through which this process writes to the ledger of its run folder."""
+        """Return the one log through which this process writes to the ledger of its run folder."""
         if self._ledger is None:
-            self._ledger = EventLog(self._run.commits, self._world.id, self._tell)
+            self._ledger = EventLog(self._run.commits, self._world.id, self._warn_of_disk)
         return self._ledger
 
     def drop_unwritten(self) -> None:
-        """Of a rank that does not keep the ledger any more, when the run goes back to a checkpoint: the steps of these
-        lines are done again, and behind the new lines they would look like a fork."""
+        """Drop unwritten lines on a rank that does not keep the ledger any more, when the run returns to a checkpoint.
+
+        The steps of these lines are done again; behind the new lines they would look like a fork.
+        """
         if self._ledger is not None:
             self._ledger.drop_kept(lambda record: True)
 
-    def _hand_over(self, log: EventLog) -> None:
-        """The rank that keeps the ledger from now on has the newest steps from the memory of the others and writes
-        them. Half of what they remember is certain: one that is ahead has forgotten some of what we have. What is older
-        stays to be written here, unless it is in the file by then."""
-        certain = {_name(record) for record in list(self._committed)[-_REMEMBERED // 2 :]}
-        log.drop_kept(lambda record: _name(record) in certain)
-
     def _write_leftovers(self, log: EventLog) -> None:
+        """Write the lines that a full disk refused, except those that another rank has written since."""
         if log.kept:
-            written = {_name(record) for record in read_last_events(log.path, _LEFTOVER_BYTES)}
-            log.drop_kept(lambda record: _name(record) in written)
+            written = {_step_key(record) for record in read_last_events(log.path, _TAIL_BYTES)}
+            log.drop_kept(lambda record: _step_key(record) in written)
             log.retry()
 
-    def begin_anew(self, world: World, pending: list[Record]) -> None:
-        """In another world, with what all of it has done and nobody may have committed."""
-        self._enter(world)
+    def enter_world(self, world: World, pending: list[Record]) -> None:
+        """Continue in another world, with the steps that all its ranks have done and may not have committed."""
+        self._enter_world(world)
         self._pending = pending
         self._lacks_loss.clear()
 
     def hold(self, pending: list[Record]) -> None:
-        """To be committed in whichever generation comes to it. The world's loss of a step that this rank did before
-        the generation broke is recorded here too: the rank that told it may keep its events on another machine."""
+        """Keep steps to be committed in a later generation, and record the world's loss of those that lack it.
+
+        Without this the loss of a step that this rank did before the generation broke could be missing here: the rank
+        that sent it may keep its events on another machine.
+        """
         self._pending = pending
         generation = str(self._world.generation)
         for record in pending:
             if record["generation"] == generation and not record.get("partial") and record["step"] in self._lacks_loss:
                 self._record_loss(record["step"], record["loss"])
 
-    def let_go(self) -> None:
+    def leave_world(self) -> None:
         self._world = without_group(self._world)
 
     def event(self, name: str, **fields: Any) -> None:
         self._events.write(name, **fields)
 
     def step(self, step: int, phases: dict[str, float], own_loss: float, **fields: Any) -> None:
-        """The loss is that of the whole world where it is known already, and this rank's own until it is."""
+        """Record a step with the loss of the whole world, or with this rank's own loss until that is known."""
         seconds = {f"{name}_s": round(value, 7) for name, value in phases.items()}
-        if self._wire is not None and (crossed := self._wire.since_last()) is not None:
-            fields["wire_bytes"] = crossed
-        known = next((pending["loss"] for pending in self._pending if pending["step"] == step), None)
-        self._events.write("step", step=step, loss=own_loss if known is None else known, **fields, **seconds)
-        self._told_step = step
-        if known is None:
+        if self._wire is not None and (sent := self._wire.since_last()) is not None:
+            fields["wire_bytes"] = sent
+        world_loss = next((pending["loss"] for pending in self._pending if pending["step"] == step), None)
+        loss = own_loss if world_loss is None else world_loss
+        self._events.write("step", step=step, loss=loss, **fields, **seconds)
+        self._recorded_step = step
+        if world_loss is None:
             self._lacks_loss.add(step)
 
     def propose(self, step: int, first: int, end: int, loss: float) -> None:
-        """This step is done here; whether everybody had it is known when the next exchange succeeds."""
+        """Add a step that is done here. Whether all ranks have it is known when the next exchange succeeds."""
         self._pending.append(self.describe(step, first, end, loss))
-        if step <= self._told_step:
+        if step <= self._recorded_step:
             self._record_loss(step, loss)
 
     def _record_loss(self, step: int, loss: float) -> None:
@@ -123,6 +131,7 @@ class Recorder:
         self._lacks_loss.discard(step)
 
     def describe(self, step: int, first: int, end: int, loss: float) -> Record:
+        """Return the ledger's line of a step on the samples `[first, end)`."""
         world = self._world
         return {
             "step": step,
@@ -140,23 +149,22 @@ class Recorder:
 
     @property
     def committed(self) -> list[Record]:
-        """The last that this rank knows to be committed, whoever had to write them down."""
+        """The newest steps that this rank knows to be committed, also those that another rank writes."""
         return list(self._committed)
 
     @property
     def newest_pending(self) -> int:
-        """The last step that every rank is known to have done; 0 where none waits to be committed."""
+        """The last step that every rank is known to have done; 0 if none waits to be committed."""
         return max((pending["step"] for pending in self._pending), default=0)
 
     def forget_committed(self, after: int = 0) -> None:
-        """Of a rank that copies another's state: what it knew may be of a training that was given up. Or of one that
-        goes back to the step `after`."""
+        """Forget remembered commits after the step `after`: they may belong to an abandoned lineage."""
         kept = [record for record in self._committed if after and record["step"] <= after]
         self._committed.clear()
         self._committed.extend(kept)
 
     def commit(self, through: int | None = None) -> None:
-        """What everybody is known to have; only up to the step `through` where later ones may still be done again."""
+        """Commit the pending steps, only up to `through` if later steps may still be done again."""
         ready = [pending for pending in self._pending if through is None or pending["step"] <= through]
         if not ready:
             return
@@ -176,9 +184,9 @@ class Recorder:
         self._events.write("warning", **error.as_dict(), **fields)
 
     def secure(self, timeout_s: float = 0.0) -> FileMark:
-        """Returns when events and ledger would survive a power cut; the mark is that of the ledger.
+        """Put events and ledger on disk, so that they survive a power cut; return the mark of the ledger.
 
-        Before every checkpoint: a run that is resumed from it skips the steps that the ledger must have.
+        Needed before every checkpoint: a run that resumes from it skips the steps that the ledger must have.
         """
         try:
             self._events.flush(timeout_s)
@@ -197,7 +205,7 @@ class Recorder:
             ) from error
 
     def finish(self) -> None:
-        """At the end of the training. Raises where a part of the ledger could not be written, then or ever."""
+        """Write what is left of the ledger at the end of the training; raise if that is not possible."""
         if self._ledger is not None and not self._world.keeps_files:
             self._write_leftovers(self._ledger)
         if self._ledger is not None and (missing := self._ledger.flush(FLUSH_S)):
@@ -213,22 +221,17 @@ class Recorder:
             self._ledger.close()
         self._events.close()
 
-    def _tell(self, text: str) -> None:
-        """To the user, as a warning of this rank; and to its log, which may lie on another disk."""
+    def _warn_of_disk(self, text: str) -> None:
+        """Warn in the events and on stderr: the process log may lie on another disk."""
         to_stderr(text)
         if hasattr(self, "_events"):
             self.warn(RunFailed(text, why="the disk is or was full", fix=f"look at it: df -h {self._run.path}"))
 
 
-def _name(record: Record) -> tuple[object, object]:
-    """The same step trained by the same generation is the same step."""
-    return record.get("step"), record.get("generation")
-
-
 class WireCounter:
-    """Bytes this node sent over the interface the ranks use, from the kernel's own counter.
+    """Counts the bytes that this node sends over the interface of the ranks, by the kernel's own counter.
 
-    Not from /sys/class/net: an emulated node has an eth0 of its own, and /sys may show the host's.
+    Does not use /sys/class/net: an emulated node has its own eth0, and /sys may show the host's.
     """
 
     def __init__(self, interface: str | None) -> None:
@@ -237,56 +240,54 @@ class WireCounter:
 
     def since_last(self) -> int | None:
         now = self._read()
-        crossed = None if now is None or self._last is None else now - self._last
+        sent = None if now is None or self._last is None else now - self._last
         self._last = now
-        return crossed
+        return sent
 
     def _read(self) -> int | None:
         if self._interface is None:
             return None
         try:
-            return sent_bytes(_COUNTERS.read_text(), self._interface)
+            table = Path("/proc/self/net/dev").read_text()
         except OSError:
             counters = psutil.net_io_counters(pernic=True).get(self._interface)
             return counters.bytes_sent if counters else None
+        for line in table.splitlines():
+            name, colon, numbers = line.partition(":")
+            if colon and name.strip() == self._interface:
+                # The ninth number counts sent bytes; the first eight are about receiving.
+                return int(numbers.split()[8])
+        return None
 
 
-_COUNTERS = Path("/proc/self/net/dev")
-_SENT = 8
+def last_event(path: Path, kind: str) -> Event:
+    """Return the last event of a kind in an event log; empty if there is none."""
+    events: deque[Event] = deque(maxlen=1)
+    with suppress(OSError):
+        events.extend(event for event in read_events(path) if event.get("event") == kind)
+    return events[-1] if events else {}
 
 
-def sent_bytes(table: str, interface: str) -> int | None:
-    """The ninth number of the interface's line: eight about receiving come first."""
-    for line in table.splitlines():
-        name, colon, numbers = line.partition(":")
-        if colon and name.strip() == interface:
-            return int(numbers.split()[_SENT])
-    return None
-
-
-# SECTION train/ledger
-# This machine's copy of the ledger, brought up to date by a rank that comes back or changes sides.
-
-
-# A few thousand steps: many times what a rank remembers of those that it has not written itself.
-_END_BYTES = 1 << 20
+# This machine's copy of the ledger.
 
 
 def last_step(path: Path, rank: int | None = None) -> int:
-    """The last step that this copy has, or that `rank` took part in; 0 where there is none.
+    """Return the last step of this copy, or the last one that `rank` took part in; 0 if there is none.
 
-    Nodes that share a folder share a ledger: a node that comes back finds there what the others did without it.
+    Nodes that share a folder share a ledger: it may have steps that the others did without this node.
     """
-    steps = (record for record in _all(path) if _is_step(record))
+    steps = (record for record in _read_all(path) if _is_step(record))
     return max((record["step"] for record in steps if rank is None or rank in record.get("members", [rank])), default=0)
 
 
-def lacking(path: Path, step: int, kept: Iterable[Record] = ()) -> list[tuple[int, int]]:
-    """Ranges `(first, last)` of the steps up to `step` that this copy has no line of, and has not recorded as lost.
-    `kept`: lines that wait to be written into it."""
+def find_gaps(path: Path, step: int, kept: Iterable[Record] = ()) -> list[tuple[int, int]]:
+    """Return ranges `(first, last)` of the steps up to `step` that this copy neither has nor has recorded as lost.
+
+    `kept` are lines that wait to be written to it.
+    """
     steps: set[int] = set()
     holes: list[Span] = []
-    for record in chain(_all(path), kept):
+    for record in chain(_read_all(path), kept):
         if _is_step(record):
             steps.add(record["step"])
         elif (hole := _hole(record)) is not None:
@@ -295,56 +296,54 @@ def lacking(path: Path, step: int, kept: Iterable[Record] = ()) -> list[tuple[in
 
 
 def record_holes(log: EventLog, ranges: Iterable[tuple[int, int]]) -> None:
-    """Writes down that the lines of these steps are lost: `shoal verify` then says so instead of guessing."""
-    _append(log, ({"hole": list(each)} for each in ranges))
+    """Record that the lines of these steps are lost, so that `shoal verify` reports it."""
+    _append(log, ({"hole": list(span)} for span in ranges))
 
 
-def after(path: Path, step: int, kept: Iterable[Record] = ()) -> Iterator[Record]:
-    """With every word of what was given up: steps of such a lineage must not come without it."""
-    records = chain(_all(path), kept)
+def records_after(path: Path, step: int, kept: Iterable[Record] = ()) -> Iterator[Record]:
+    """Return the steps after `step`, and all records of abandoned lineages: their steps must not be copied alone."""
+    records = chain(_read_all(path), kept)
     return (record for record in records if "abandoned" in record or (_is_step(record) and record["step"] > step))
 
 
-def missing(path: Path, records: Iterable[Record]) -> list[Record]:
-    """Those of the newest that this copy has not. Only its end is read: everybody waits, and it may be long."""
-    known = {name_of(record) for record in _last_steps(path)}
-    return [record for record in records if name_of(record) not in known]
+def missing_records(path: Path, records: Iterable[Record]) -> list[Record]:
+    """Return those of the newest records that this copy lacks. Reads only its end, since all ranks wait."""
+    known = {record_key(record) for record in read_last_events(path, _TAIL_BYTES) if _is_step(record)}
+    return [record for record in records if record_key(record) not in known]
 
 
-def give_up(log: EventLog, given_up: Sequence[AbandonCommits]) -> None:
-    """Marks what this copy has of lineages that ended when they met another one; once, however many say so."""
-    if not given_up:
+def mark_abandoned(log: EventLog, abandoned: Sequence[AbandonCommits]) -> None:
+    """Mark the steps that this copy has of lineages that ended in favour of another one; each lineage once."""
+    if not abandoned:
         return
-    lines = [_abandoned(each) for each in given_up]
-    records = _known(log)
+    lines: list[Record] = [
+        {"abandoned": str(commits.lineage), "standing": str(commits.standing), "after": commits.shared_step}
+        for commits in abandoned
+    ]
+    records = [*_read_all(log.path), *log.kept_events()]
     trained = {record.get("lineage") for record in filter(_is_step, records)}
-    known = {name_of(record) for record in records}
-    _append(log, [line for line in lines if line["abandoned"] in trained and name_of(line) not in known])
+    known = {record_key(record) for record in records}
+    _append(log, [line for line in lines if line["abandoned"] in trained and record_key(line) not in known])
 
 
-def amend(log: EventLog, records: Iterable[Record]) -> None:
-    """What the others have done meanwhile and is not here."""
-    known = {name_of(record) for record in _known(log)}
-    _append(log, (record for record in records if name_of(record) not in known))
-
-
-def _abandoned(each: AbandonCommits) -> Record:
-    return {"abandoned": str(each.lineage), "standing": str(each.standing), "after": each.shared_step}
+def add_missing(log: EventLog, records: Iterable[Record]) -> None:
+    """Append the records that this copy lacks."""
+    known = {record_key(record) for record in chain(_read_all(log.path), log.kept_events())}
+    _append(log, (record for record in records if record_key(record) not in known))
 
 
 def _append(log: EventLog, records: Iterable[Record]) -> None:
-    """With the log that stays open for the ledger: what a full disk does not take now is kept there, not lost."""
+    """Write through the log that stays open for the ledger: it keeps the lines that a full disk refuses."""
     for record in records:
         log.append({"time": round(time.time(), 6)} | record)
 
 
-def _known(log: EventLog) -> list[Record]:
-    return [*_all(log.path), *log.kept_events()]
+def _step_key(record: Record) -> tuple[object, object]:
+    return record.get("step"), record.get("generation")
 
 
-def name_of(record: Record) -> tuple[int, str, str]:
-    """The same step trained by the same generation is the same step; and the same lineage is given up for the same
-    one once."""
+def record_key(record: Record) -> tuple[int, str, str]:
+    """Return what identifies a record: step and generation, the ends of a hole, or both lineages of an abandonment."""
     if _is_step(record):
         return record["step"], record.get("generation", ""), ""
     if (hole := _hole(record)) is not None:
@@ -359,12 +358,8 @@ def _hole(record: Record) -> tuple[int, int] | None:
     return None
 
 
-def _all(path: Path) -> Iterator[Record]:
+def _read_all(path: Path) -> Iterator[Record]:
     return read_events(path) if path.exists() else iter(())
-
-
-def _last_steps(path: Path) -> list[Record]:
-    return list(filter(_is_step, read_last_events(path, _END_BYTES)))
 
 
 def _is_step(record: Record) -> bool:

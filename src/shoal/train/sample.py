@@ -1,4 +1,4 @@
-"""`python -m shoal.train.sample RUN`: sentences from a run's newest checkpoint."""
+"""`python -m shoal.train.sample RUN`: generate sentences from a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.terminal import protect_terminal
 from shoal.train.checkpoint import CheckpointFolder, load_weights
-from shoal.train.worker import say
+from shoal.train.worker import report_error
 
 
 def main() -> int:
@@ -36,31 +36,33 @@ def main() -> int:
         use_private_caches()
         sentences = write_sentences(RunFolder.open(options.run), options)
     except ShoalError as error:
-        return say(error)
+        return report_error(error)
     text = json.dumps({"sentences": sentences}, ensure_ascii=False) if options.json else "\n".join(sentences)
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python would complain once more when it closes stdout.
+        # The reader (head, less) has closed the pipe; Python would fail again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def write_sentences(run: RunFolder, options: argparse.Namespace) -> list[str]:
-    """Each begins at a line's start and ends at the first line's end, or after `length` tokens. A text without line
-    ends has no such start: there the first token of the vocabulary stands in its place and is not shown."""
+    """Generate sentences that start a line and end with it, or after `length` tokens.
+
+    A tokenizer without a newline has no line start: there the first token of the vocabulary replaces it, not shown.
+    """
     config = load_config(run.config)
     checkpoint = CheckpointFolder(run.checkpoints, config.train.keep_checkpoints).load_latest()
     model = GPT(config.model).eval()
     load_weights(model, checkpoint.model)
     tokenizer = load_tokenizer(run.tokenizer)
     ids = tokenizer.encode(_line_start(tokenizer) + options.prompt).astype("int64").tolist()
-    hidden = 0 if ids else 1
+    hidden_tokens = 0 if ids else 1
     start = torch.tensor(ids or [0], dtype=torch.int64)
     generator = torch.Generator().manual_seed(options.seed)
     rows = model.generate(start.repeat(options.count, 1), options.length, options.temperature, generator)
-    texts = (tokenizer.decode(row.tolist()[hidden:]).removeprefix("\n") for row in rows)
-    return [printable(text.split("\n")[0]) for text in texts]
+    texts = (tokenizer.decode(row.tolist()[hidden_tokens:]).removeprefix("\n") for row in rows)
+    return [_printable(text.split("\n")[0]) for text in texts]
 
 
 def _line_start(tokenizer: Tokenizer) -> str:
@@ -71,8 +73,8 @@ def _line_start(tokenizer: Tokenizer) -> str:
     return "\n"
 
 
-def printable(text: str) -> str:
-    """A model that knows bytes can write any, those that steer a terminal too."""
+def _printable(text: str) -> str:
+    """Replace unprintable characters: a byte-level model can write those that control a terminal."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 

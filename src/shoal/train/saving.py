@@ -1,4 +1,4 @@
-"""Checkpoints as all ranks write them together: each its own part, and one of a folder's ranks what is common."""
+"""Save a checkpoint from all ranks together: each rank its shard, and one rank of every folder the common state."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ from shoal.train.checkpoint import (
     load_weights,
     moments,
     weights,
-    write_part,
+    write_shard,
 )
 from shoal.train.trainer import Trainer
 
-# SECTION train/snapshot
-# What of a training is saved: what all replicas have in common, and where they differ each rank's own part.
-
-
+# Raise this when a checkpoint takes more than ten minutes to write.
+WRITE_TIMEOUT_S = 600.0
+_MARK_BITS = 62
+_RETRY_S = 0.2
+# Prefixes of names in a shard.
 _SYNC, _WIRE = "sync.", "wire."
 
 
-def common_state(trainer: Trainer, parts: RankShards | None) -> Checkpoint:
-    with trainer.outer.common():
+def _common_state(trainer: Trainer, shards: RankShards | None) -> Checkpoint:
+    """Return what all replicas have in common."""
+    outer = trainer.outer
+    with outer.common():
         model = weights(trainer.model)
-    return Checkpoint(trainer.progress, model, _common_beside_weights(trainer), parts)
+    optimizer = outer.state() if outer.drifts else moments(trainer.model, trainer.optimizer)
+    return Checkpoint(trainer.progress, model, optimizer, shards)
 
 
-def own_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Nothing where every rank has the same."""
+def _own_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Return this rank's shard: what differs between replicas. Empty if nothing does."""
     own = {_SYNC + name: tensor for name, tensor in trainer.sync.state().items()}
     own |= {_WIRE + name: tensor for name, tensor in trainer.outer.own_state().items()}
     if trainer.outer.drifts:
@@ -51,9 +55,9 @@ def own_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def load_own_state(trainer: Trainer, own: Mapping[str, Tensor], step: int) -> None:
-    """Over what is common and has been loaded already."""
-    trainer.sync.load_state(_below(own, _SYNC))
-    trainer.outer.load_own_state(_below(own, _WIRE))
+    """Load a shard over the common state, which has been loaded already."""
+    trainer.sync.load_state(_select(own, _SYNC))
+    trainer.outer.load_own_state(_select(own, _WIRE))
     if trainer.outer.drifts:
         load_moments(trainer.model, trainer.optimizer, dict(own), step)
     if any(name.startswith("model.") for name in own):
@@ -61,30 +65,21 @@ def load_own_state(trainer: Trainer, own: Mapping[str, Tensor], step: int) -> No
 
 
 def replica_state(trainer: Trainer) -> dict[str, Tensor]:
-    """What must have the same bits on every rank when a training has ended, and before that in `outer.common()`."""
-    beside = trainer.outer.lasting() if trainer.outer.drifts else moments(trainer.model, trainer.optimizer)
-    return {**weights(trainer.model), **beside}
+    """Return what has the same bits on every rank: at the end of a training, and before that in `outer.common()`."""
+    outer = trainer.outer
+    optimizer = outer.lasting() if outer.drifts else moments(trainer.model, trainer.optimizer)
+    return {**weights(trainer.model), **optimizer}
 
 
-def describe_parts(trainer: Trainer, mark: int) -> RankShards:
-    """Batches are of one size since the common state was made: with another world a round begins anew."""
+def _describe_shards(trainer: Trainer, mark: int) -> RankShards:
+    # All batches since the common state have one size: a round starts anew in another world.
     progress, step = trainer.progress, trainer.outer.common_step(trainer.progress.step)
     cursor = progress.cursor - (progress.step - step) * trainer.global_batch
     return RankShards(trainer.world.size, mark, step, cursor, trainer.outer.flying)
 
 
-def _common_beside_weights(trainer: Trainer) -> dict[str, Tensor]:
-    return trainer.outer.state() if trainer.outer.drifts else moments(trainer.model, trainer.optimizer)
-
-
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-# Raise this when a checkpoint takes more than ten minutes to write.
-WRITE_TIMEOUT_S = 600.0
-_MARK_BITS = 62
-_RETRY_S = 0.2
 
 
 class Saver:
@@ -95,30 +90,28 @@ class Saver:
         self._ledger: FileMark | None = None
 
     def save(self, must: bool = False) -> None:
-        """A full disk does not end a training that may still be saved later; one that `must` be saved it does."""
-        own = own_state(self._trainer)
-        is_wanted, parts = self._agree(own)
-        if is_wanted:
-            self._write(own, parts, must)
-        # A slow disk is no dead peer: the others wait here, with a deadline of its own, and not in the next exchange.
-        barrier(self._trainer.world, timeout_s=WRITE_TIMEOUT_S)
+        """Save the current step, unless all ranks have saved it. Without `must` a full disk is only a warning."""
+        trainer = self._trainer
+        own = _own_state(trainer)
+        is_unsaved = self._saved_step != trainer.progress.step
+        rows = gather(trainer.world, [is_unsaved, bool(own), secrets.randbits(_MARK_BITS)])
+        has_shards = any(has_shard for _, has_shard, _ in rows)
+        # All ranks use the mark that the first one has drawn.
+        shards = _describe_shards(trainer, mark=rows[0][2]) if has_shards else None
+        if any(unsaved for unsaved, _, _ in rows):
+            self._write(own, shards, must)
+        # A slow disk is not a dead peer: the others wait here, with a longer timeout, and not in the next exchange.
+        barrier(trainer.world, timeout_s=WRITE_TIMEOUT_S)
 
-    def _agree(self, own: dict[str, Tensor]) -> tuple[bool, RankShards | None]:
-        """Whether somebody has not saved this step yet, and what marks the parts if anybody has one."""
-        is_unsaved = self._saved_step != self._trainer.progress.step
-        told = gather(self._trainer.world, [is_unsaved, bool(own), secrets.randbits(_MARK_BITS)])
-        has_parts = any(has_part for _, has_part, _ in told)
-        return any(unsaved for unsaved, _, _ in told), describe_parts(self._trainer, told[0][2]) if has_parts else None
-
-    def _write(self, own: dict[str, Tensor], parts: RankShards | None, must: bool) -> None:
+    def _write(self, own: dict[str, Tensor], shards: RankShards | None, must: bool) -> None:
         trainer, step = self._trainer, self._trainer.progress.step
         stages: list[Callable[[], object]] = [lambda: self._begin(step, must)]
-        if parts is not None:
-            folder, rank, mark = self._folder.unfinished(step), trainer.world.rank, parts.mark
-            stages.append(lambda: write_part(folder, rank, own, mark))
-        stages.append(lambda: self._complete(parts, must))
+        if shards is not None:
+            folder, rank, mark = self._folder.unfinished(step), trainer.world.rank, shards.mark
+            stages.append(lambda: write_shard(folder, rank, own, mark))
+        stages.append(lambda: self._complete(shards, must))
         began = time.perf_counter()
-        problem = self._together(stages)
+        problem = self._run_stages(stages)
         if problem is not None:
             if must:
                 raise problem
@@ -129,7 +122,7 @@ class Saver:
             trainer.recorder.event("checkpoint", step=step, write_s=round(time.perf_counter() - began, 6))
 
     def _begin(self, step: int, must: bool) -> None:
-        """The ledger is on disk before the checkpoint that relies on it; so are every rank's events."""
+        """Put the ledger and every rank's events on disk before the checkpoint that relies on them."""
         recorder = self._trainer.recorder
         if self._trainer.world.keeps_files:
             self._ledger = recorder.secure(FLUSH_S if must else 0.0)
@@ -138,22 +131,22 @@ class Saver:
             with contextlib.suppress(CheckpointError):
                 recorder.secure()
 
-    def _complete(self, parts: RankShards | None, must: bool) -> None:
+    def _complete(self, shards: RankShards | None, must: bool) -> None:
         if not self._trainer.world.keeps_files:
             return
 
         def write() -> None:
-            # Written in minutes, perhaps: a rank that slept meanwhile must not put an old state in the newest's place.
-            fence, state = self._trainer.fence, common_state(self._trainer, parts)
+            # Writing may take minutes: a rank that was suspended must not put an old state in place of a newer one.
+            fence, state = self._trainer.fence, _common_state(self._trainer, shards)
             if not self._folder.unfinished(state.progress.step).is_dir():
                 self._folder.begin(state.progress.step)
-            self._folder.complete(state, may=fence.await_lease, ledger=self._ledger)
+            self._folder.complete(state, before_rename=fence.await_lease, ledger=self._ledger)
 
-        # A failed try removes the folder, and with it the parts that other ranks have put there.
-        write_patiently(write, FLUSH_S if must and parts is None else 0.0)
+        # A failed attempt removes the folder, and with it the shards of other ranks: retry only without shards.
+        write_patiently(write, FLUSH_S if must and shards is None else 0.0)
 
-    def _together(self, stages: list[Callable[[], object]]) -> CheckpointError | None:
-        """The first that goes wrong here is the last that is tried; everybody goes through all the same."""
+    def _run_stages(self, stages: list[Callable[[], object]]) -> CheckpointError | None:
+        """Run the stages with a barrier between them. After a local failure skip the work but join every barrier."""
         problem: CheckpointError | None = None
         for number, stage in enumerate(stages):
             if number and len(stages) > 2:
@@ -167,7 +160,7 @@ class Saver:
 
 
 def write_patiently(write: Callable[[], object], for_s: float) -> None:
-    """Tries again for a while: a disk that is full now may have room in some seconds."""
+    """Retry a failed write for `for_s` seconds: a disk that is full now may have room soon."""
     deadline = time.monotonic() + for_s
     while True:
         try:

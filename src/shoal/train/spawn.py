@@ -1,6 +1,6 @@
-"""`python -m shoal.train.spawn`: ranks as children of one Python process, by `torch.multiprocessing.spawn`.
+"""`python -m shoal.train.spawn`: start ranks as children of one Python process with `torch.multiprocessing.spawn`.
 
-The parent serves the store on a socket that it bound itself, so the children need no agreed port.
+The parent serves the key-value store on a socket that it bound itself, so no port has to be agreed on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.control.processes import tie_to
 from shoal.control.rank_env import Placement, use_private_caches
 from shoal.errors import ShoalError
 from shoal.train import worker
-from shoal.train.worker import say
+from shoal.train.worker import report_error
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     try:
         use_private_caches()
     except ShoalError as error:
-        return say(error)
+        return report_error(error)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -43,7 +43,7 @@ def main() -> int:
     arguments = ["--folder", str(options.folder), *(["--resume"] if options.resume else [])]
     context = mp.spawn(_child, args=(options.ranks, port, arguments), nprocs=options.ranks, join=False)
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: _pass_on(context.pids()))
+        signal.signal(signum, lambda *_: _interrupt(context.pids()))
     code = _wait(context)
     del store
     return code
@@ -66,7 +66,7 @@ def _child(rank: int, ranks: int, port: int, arguments: list[str]) -> None:
 
 
 def _wait(context: mp.ProcessContext) -> int:
-    """The first rank to fail decides, as in the other launchers."""
+    """Return the exit code of the first rank that fails, as the other launchers do."""
     try:
         while not context.join():
             pass
@@ -75,7 +75,7 @@ def _wait(context: mp.ProcessContext) -> int:
     return 0
 
 
-def _pass_on(pids: list[int]) -> None:
+def _interrupt(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)

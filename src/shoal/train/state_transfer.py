@@ -1,17 +1,16 @@
-"""What ranks of a new generation tell each other before they train: who is ahead, and what whoever comes needs to know.
+"""How the ranks of a new generation become equal: find the replica that is ahead, copy its state, reconcile the ledger.
 
-Decisions are pure; the exchanges themselves are a handful of small collectives that every rank goes through alike.
+The decisions are pure functions. The exchanges are a few small collectives that every rank takes part in.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,192 +31,178 @@ from shoal.train.recorder import Record
 from shoal.train.trainer import Trainer
 from shoal.units import format_spans
 
+# Records of the ledger in one exchange: some megabytes, seconds on any link.
+_RECORDS_PER_EXCHANGE = 20_000
+
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """Where one rank's replica stands. `unknown`: steps of which it has not learned the world's loss."""
+    """One rank's state, as the others need to know it."""
 
-    holds: bool
+    has_state: bool
     step: int
     digest: int
-    unknown: int = 0
+    unsettled: int = 0  # Steps of which the rank has not learned the world's loss.
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """`source` has the state that all go on from; `behind` are the ranks that have another one, or none."""
-
-    source: int
+    source: int  # The rank whose state all ranks continue from.
     step: int
-    behind: tuple[int, ...]
+    behind: tuple[int, ...]  # The ranks that have another state, or none.
 
 
 class NoSurvivingState(RunFailed):
-    """No rank of this generation has a state: the agents have to agree on another one, which goes back to a
-    checkpoint."""
+    """No rank of this generation has a state: the agents agree on the next one, which returns to a checkpoint."""
 
 
-def judge(standings: Sequence[ReplicaState]) -> TransferPlan:
-    """The furthest state counts; where ranks that are equally far differ, what most of them have. Among those that
-    have it, whoever knows most of the last step speaks."""
-    holding = [rank for rank, each in enumerate(standings) if each.holds]
-    if not holding:
+def plan_transfer(states: Sequence[ReplicaState]) -> TransferPlan:
+    """Choose the state to continue from: the furthest, and of several such the one that most ranks have.
+
+    Among the ranks that have it, the source is the one that knows the world's loss of most steps.
+    """
+    holders = [rank for rank, state in enumerate(states) if state.has_state]
+    if not holders:
         raise NoSurvivingState(
-            "no rank of this generation has a state to train on from",
+            "no rank of this generation has a state to continue from",
             why="the ranks that had it were lost while it was being copied",
-            fix="go on from the last checkpoint: shoal train --resume RUN",
+            fix="resume from the last checkpoint: shoal train --resume RUN",
         )
-    step = max(standings[rank].step for rank in holding)
-    furthest = [rank for rank in holding if standings[rank].step == step]
-    votes = Counter(standings[rank].digest for rank in furthest)
-    # Of two digests with as many votes, the one that a lower rank has.
-    digest = max(votes, key=lambda each: (votes[each], -_first(standings, furthest, each)))
-    agreeing = [rank for rank in furthest if standings[rank].digest == digest]
-    source = min(agreeing, key=lambda rank: (standings[rank].unknown, rank))
-    behind = tuple(rank for rank in range(len(standings)) if rank not in agreeing)
+    step = max(states[rank].step for rank in holders)
+    furthest = [rank for rank in holders if states[rank].step == step]
+    # `most_common` keeps the order of first occurrence: of two digests with as many ranks, that of the lower rank.
+    digest = Counter(states[rank].digest for rank in furthest).most_common(1)[0][0]
+    agreeing = [rank for rank in furthest if states[rank].digest == digest]
+    source = min(agreeing, key=lambda rank: (states[rank].unsettled, rank))
+    behind = tuple(rank for rank in range(len(states)) if rank not in agreeing)
     return TransferPlan(source, step, behind)
 
 
-def _first(standings: Sequence[ReplicaState], ranks: Sequence[int], digest: int) -> int:
-    return next(rank for rank in ranks if standings[rank].digest == digest)
-
-
-def compare(world: World, mine: ReplicaState) -> TransferPlan:
-    told = gather(world, [mine.holds, mine.step, mine.digest, mine.unknown])
-    return judge([ReplicaState(bool(holds), step, digest, unknown) for holds, step, digest, unknown in told])
+def agree_on_source(world: World, own: ReplicaState) -> TransferPlan:
+    rows = gather(world, [own.has_state, own.step, own.digest, own.unsettled])
+    return plan_transfer([ReplicaState(bool(has_state), *numbers) for has_state, *numbers in rows])
 
 
 @dataclass(frozen=True)
 class JoinerInfo:
-    """What all ranks must know alike beside the state itself, or some would exchange what others don't. `sync` are the
-    chooser's numbers."""
+    """What must be equal on all ranks beside the state itself, or some would start an exchange that others do not."""
 
     cursor: int
     global_batch: int
     micro_batch: int
     peak_lr: float
-    tended_step: int
+    periodic_done_step: int
     evaluated_step: int
     has_moments: bool
     compiled: bool
     bf16: bool
-    sync: tuple[int, ...]
+    sync: Sequence[int]  # The sync choice as numbers, see `SyncChooser`.
+    history: Sequence[tuple[str, int]]  # The lineages before this launch's first one.
 
-    def tell(self, world: World, source: int) -> JoinerInfo:
-        counts = [self.cursor, self.global_batch, self.micro_batch, self.tended_step, self.evaluated_step]
-        flags = [self.has_moments, self.compiled, self.bf16]
-        told = tell_all(world, source, [*counts, _as_int(self.peak_lr), *flags, *self.sync])
-        cursor, batch, micro, tended, evaluated, lr, has_moments, compiled, bf16, *sync = told
-        return JoinerInfo(
-            cursor=cursor,
-            global_batch=batch,
-            micro_batch=micro,
-            peak_lr=_as_float(lr),
-            tended_step=tended,
-            evaluated_step=evaluated,
-            has_moments=bool(has_moments),
-            compiled=bool(compiled),
-            bf16=bool(bf16),
-            sync=tuple(sync),
-        )
+    def broadcast(self, world: World, source: int) -> JoinerInfo:
+        """Return the source's values. JSON keeps every bit of a float."""
+        return JoinerInfo(**broadcast_json(world, source, asdict(self)))
 
 
 @dataclass(frozen=True)
 class Replica:
-    """The tensors of one replica by name. `lasting`: outer momentum."""
+    """The tensors of one replica by name."""
 
     weights: dict[str, Tensor]
-    lasting: dict[str, Tensor]
+    outer_momentum: dict[str, Tensor]
     moments: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The source's state on its way to all ranks of a new generation.
+    """Copies the source's state to all ranks of a new generation.
 
     A rank that has a state receives into spare memory: at most one further copy of what is sent, freed after the swap.
-    It keeps its own until the last piece has arrived, so that a source that is lost in between costs no state. A rank
-    that has none receives into its model. A rank that agrees with the source drops what arrives of the common part:
-    weights, and outer momentum. Inner moments belong to the common part unless the mode `is_outer`.
+    It keeps its own state until the last piece has arrived, so that losing the source in between costs no state. A rank
+    without a state receives into its model. A rank that agrees with the source takes part and drops what arrives of the
+    common part: weights and outer momentum. Inner moments belong to the common part unless the mode `is_outer`.
     """
 
     world: World
-    verdict: TransferPlan
+    plan: TransferPlan
     is_outer: bool
     has_moments: bool
     new_moments: Callable[[], dict[str, Tensor]]
 
     @property
     def sends_common(self) -> bool:
-        return bool(self.verdict.behind)
+        return bool(self.plan.behind)
 
     @property
     def sends_moments(self) -> bool:
-        """Those of replicas that parted differ anyway: all go on with the source's."""
-        return self.has_moments and (bool(self.verdict.behind) or self.is_outer)
+        """Whether inner moments are sent. They differ between replicas in outer modes: all take the source's."""
+        return self.has_moments and (bool(self.plan.behind) or self.is_outer)
 
     @property
     def _agrees(self) -> bool:
-        return self.world.rank not in self.verdict.behind
+        return self.world.rank not in self.plan.behind
 
     @property
     def _is_source(self) -> bool:
-        return self.world.rank == self.verdict.source
+        return self.world.rank == self.plan.source
 
-    def tell_shapes(self, own: Replica) -> dict[str, list[int]]:
-        """Of the source's outer momentum: a rank that comes from another mode, or is new, has none."""
-        shapes = {name: list(tensor.shape) for name, tensor in own.lasting.items()} if self._is_source else {}
-        told: dict[str, list[int]] = tell_document(self.world, self.verdict.source, shapes)
-        return told
+    def broadcast_shapes(self, own: Replica) -> dict[str, list[int]]:
+        """Return the shapes of the source's outer momentum: a new rank, or one from another sync mode, has none."""
+        shapes = {name: list(tensor.shape) for name, tensor in own.outer_momentum.items()} if self._is_source else {}
+        received: dict[str, list[int]] = broadcast_json(self.world, self.plan.source, shapes)
+        return received
 
-    def sent_bytes(
+    def count_bytes(
         self, own: Replica, shapes: Mapping[str, Sequence[int]], common: bool = True, moments: bool = True
     ) -> int:
-        """From the source to each other rank; the parts of it that are asked for."""
+        """Count the bytes from the source to each other rank, of the parts that are asked for."""
         if self.world.size == 1:
             return 0
         model_bytes = sum(tensor.nbytes for tensor in own.weights.values())
         common_bytes = model_bytes + sum(4 * math.prod(shape) for shape in shapes.values())
         return common_bytes * (common and self.sends_common) + 2 * model_bytes * (moments and self.sends_moments)
 
-    def make_room(self, own: Replica, shapes: Mapping[str, Sequence[int]], has_state: bool) -> Replica:
-        """Where each tensor is received. Raises MemoryError where there is none left for a second copy."""
+    def allocate(self, own: Replica, shapes: Mapping[str, Sequence[int]], has_state: bool) -> Replica:
+        """Return the tensors to receive into. Raise MemoryError if a second copy does not fit."""
         if self._is_source or self.world.size == 1:
             return own
         takes_common = self.sends_common and not self._agrees
         takes_moments = self.sends_moments and (not self._agrees or self.is_outer)
         if has_state:
-            _refuse_without_memory(self.sent_bytes(own, shapes, takes_common, takes_moments), self.world)
+            _check_memory(self.count_bytes(own, shapes, takes_common, takes_moments), self.world)
         with _as_memory_error():
-            weights, lasting, moments = own.weights, own.lasting, own.moments
+            weights, outer_momentum, moments = own.weights, own.outer_momentum, own.moments
             if takes_common:
-                some = next(iter(own.weights.values()))
-                lasting = {name: some.new_empty(tuple(shape)) for name, shape in shapes.items()}
+                like = next(iter(own.weights.values()))
+                outer_momentum = {name: like.new_empty(tuple(shape)) for name, shape in shapes.items()}
                 if has_state:
                     weights = {name: torch.empty_like(tensor) for name, tensor in own.weights.items()}
             if (self.sends_moments and not moments) or (takes_moments and has_state):
                 moments = self.new_moments()
-        return Replica(weights, lasting, moments)
+        return Replica(weights, outer_momentum, moments)
 
-    def run(self, room: Replica) -> None:
-        """Every rank sends or receives the same pieces in the same order."""
+    def run(self, target: Replica) -> None:
+        """Send or receive: every rank handles the same pieces in the same order."""
         if self.world.size == 1:
             return
         if self.sends_common:
-            tensors = [*room.weights.values(), *room.lasting.values()]
-            copy_from(self.world, self.verdict.source, tensors, keep=not self._agrees)
+            tensors = [*target.weights.values(), *target.outer_momentum.values()]
+            copy_from(self.world, self.plan.source, tensors, keep=not self._agrees)
         if self.sends_moments:
             keep = not self._agrees or self.is_outer
-            copy_from(self.world, self.verdict.source, room.moments.values(), keep)
+            copy_from(self.world, self.plan.source, target.moments.values(), keep)
 
-    def compared(self, room: Replica) -> dict[str, Tensor]:
-        """What must have the same bits on every rank now."""
-        common = {**room.weights, **room.lasting} if self.sends_common else {}
-        return {**common, **(room.moments if self.sends_moments else {})}
+    def sent_tensors(self, target: Replica) -> dict[str, Tensor]:
+        """Return the tensors that must have the same bits on every rank after `run`."""
+        common = {**target.weights, **target.outer_momentum} if self.sends_common else {}
+        return {**common, **(target.moments if self.sends_moments else {})}
 
 
-def _refuse_without_memory(needed_bytes: int, world: World) -> None:
-    """Linux grants memory that it does not have and kills later: ask first. Ranks of one machine copy at once."""
+def _check_memory(needed_bytes: int, world: World) -> None:
+    """Raise MemoryError before Linux grants memory that it does not have and kills a process later.
+
+    The ranks of one machine copy at the same time, so each may use its part of the free memory.
+    """
     if world.device.type == "cpu":
         free_bytes = psutil.virtual_memory().available // world.local_size
     else:
@@ -228,7 +213,7 @@ def _refuse_without_memory(needed_bytes: int, world: World) -> None:
 
 @contextmanager
 def _as_memory_error() -> Iterator[None]:
-    """torch has no class of its own for the machine's memory: its allocator raises a plain RuntimeError."""
+    """Convert torch's errors: its CPU allocator raises a plain RuntimeError, without a class of its own."""
     try:
         yield
     except RuntimeError as error:
@@ -237,8 +222,8 @@ def _as_memory_error() -> Iterator[None]:
         raise
 
 
-def tell_document(world: World, source: int, document: Any) -> Any:
-    """Anything that JSON can say, from one rank to all."""
+def broadcast_json(world: World, source: int, document: Any) -> Any:
+    """Send a document from one rank to all; return it."""
     payload = json.dumps(document).encode() if world.rank == source else b""
     [size] = tell_all(world, source, [len(payload)])
     block = torch.zeros(size, dtype=torch.uint8, device=world.device)
@@ -248,132 +233,123 @@ def tell_document(world: World, source: int, document: Any) -> Any:
     return json.loads(block.cpu().numpy().tobytes())
 
 
-def gather_documents(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Something small of every rank, for all."""
-    payload = json.dumps(mine).encode()
+def gather_json(world: World, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the small documents of all ranks, in order of rank."""
+    payload = json.dumps(document).encode()
     longest = max(size for [size] in gather(world, [len(payload)]))
     block = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(world.device)
-    everyone = [torch.empty_like(block) for _ in range(world.size)]
-    await_work(dist.all_gather(everyone, block, group=world.group, async_op=True), world.release)
-    return [json.loads(theirs.cpu().numpy().tobytes()) for theirs in everyone]
+    blocks = [torch.empty_like(block) for _ in range(world.size)]
+    await_work(dist.all_gather(blocks, block, group=world.group, async_op=True), world.release)
+    return [json.loads(received.cpu().numpy().tobytes()) for received in blocks]
 
 
-def _as_int(value: float) -> int:
-    """The same bits, since ranks tell each other whole numbers."""
-    return int(struct.unpack("q", struct.pack("d", value))[0])
+def share_pending(trainer: Trainer, path: Path, own_step: int, world: World, plan: TransferPlan) -> list[Record]:
+    """Return the steps that all ranks have now and that this rank, or its ledger, has not committed.
 
-
-def _as_float(bits: int) -> float:
-    return float(struct.unpack("d", struct.pack("q", bits))[0])
-
-
-# SECTION train/books
-# What the ledger needs when a generation begins: steps that all have done and some have not written, and copies of it
-# that are behind.
-
-
-# Some megabytes: seconds on any link.
-_PIECE = 20_000
-
-
-@dataclass(frozen=True)
-class LedgerSync:
-    """Of a rank whose state is that of the step `reached`."""
-
-    trainer: Trainer
-    path: Path
-    reached: int
-
-    def share_pending(self, world: World, verdict: TransferPlan) -> list[Record]:
-        """Steps that all have by now and that some have not committed. What a lost rank knew of the last one's loss
-        is gone with it: then it is what the source itself saw, and says so. Changes nothing here: the generation may
-        break before this rank has the state that these steps lead to."""
-        # Of one that is behind, what it did since belongs to a generation that went on without it.
-        kept = min(verdict.step, self.reached)
-        own = [record for record in self.trainer.recorder.pending if record["step"] <= kept]
-        # What it knows to be committed, whoever keeps a ledger may not have learned yet, or died before it wrote it.
-        committed = self.trainer.recorder.committed
-        mine = committed + own + self._seen_alone(own) if world.rank == verdict.source else []
-        told: list[Record] = tell_document(world, verdict.source, mine)
-        if world.rank in verdict.behind:
-            committed = []
-        by_step = {record["step"]: record for record in (*committed, *own, *told)}
-        found = [by_step[step] for step in sorted(by_step)]
-        if world.keeps_files:
-            return recorder.missing(self.path, found)
-        known = {recorder.name_of(record) for record in committed}
-        return [record for record in found if recorder.name_of(record) not in known]
-
-    def _seen_alone(self, known: list[Record]) -> list[Record]:
-        trainer, batch = self.trainer, self.trainer.global_batch
-        told = {record["step"] for record in known}
-        return [
-            trainer.recorder.describe(before.step + 1, before.cursor, before.cursor + batch, loss / trainer.own_tokens)
-            | {"partial": True}
-            # A loss more than steps: that of a step which was never applied.
-            for before, loss in zip(trainer.unknown(), trainer.exchange.own_losses(), strict=False)
-            if before.step < self.reached and before.step + 1 not in told
-        ]
-
-
-def bring_ledger(
-    world: World, is_behind: bool, path: Path, given_up: Sequence[AbandonCommits], open_ledger: Callable[[], EventLog]
-) -> list[AbandonCommits]:
-    """A copy of the ledger that is behind gets what it lacks, from the lowest rank whose copy is not; and every copy
-    the word of lineages that were given up, whoever of those that share it brings that. Returns all of these."""
-    told = gather_documents(world, {"given_up": [each.model_dump_json() for each in given_up]})
-    everybodys = {AbandonCommits.model_validate_json(each) for other in told for each in other["given_up"]}
+    What a lost rank knew of the last step's loss is lost with it: then the record has the source's own loss and is
+    marked `partial`. Changes nothing here: the generation may break before this rank has the state of these steps.
+    `own_step` is the step of this rank's state.
+    """
+    # A rank that is behind keeps only what it shares: later steps belong to a generation that went on without it.
+    shared_step = min(plan.step, own_step)
+    pending = [record for record in trainer.recorder.pending if record["step"] <= shared_step]
+    # A rank that keeps a ledger may not have learned of these commits, or may have died before it wrote them.
+    committed = trainer.recorder.committed
+    is_source = world.rank == plan.source
+    sent = committed + pending + _own_losses(trainer, pending, own_step) if is_source else []
+    received: list[Record] = broadcast_json(world, plan.source, sent)
+    if world.rank in plan.behind:
+        committed = []
+    by_step = {record["step"]: record for record in (*committed, *pending, *received)}
+    records = [by_step[step] for step in sorted(by_step)]
     if world.keeps_files:
-        recorder.give_up(open_ledger(), sorted(everybodys, key=lambda each: each.lineage))
+        return recorder.missing_records(path, records)
+    known = {recorder.record_key(record) for record in committed}
+    return [record for record in records if recorder.record_key(record) not in known]
+
+
+def _own_losses(trainer: Trainer, pending: list[Record], own_step: int) -> list[Record]:
+    """Return records with this rank's own loss, of steps whose world loss it has not learned."""
+    batch = trainer.global_batch
+    known = {record["step"] for record in pending}
+    return [
+        trainer.recorder.describe(began.step + 1, began.cursor, began.cursor + batch, loss / trainer.own_tokens)
+        | {"partial": True}
+        # There may be one loss more than steps: that of a step which was never applied.
+        for began, loss in zip(trainer.unsettled_steps(), trainer.exchange.own_losses(), strict=False)
+        if began.step < own_step and began.step + 1 not in known
+    ]
+
+
+def sync_ledgers(
+    world: World,
+    is_behind: bool,
+    path: Path,
+    abandoned: Sequence[AbandonCommits],
+    open_ledger: Callable[[], EventLog],
+) -> list[AbandonCommits]:
+    """Bring every copy of the ledger up to date; return the abandoned lineages that any rank knows of.
+
+    A copy that is behind gets the missing records from the lowest rank with a complete copy. Every copy gets the
+    records of abandoned lineages, from any rank that knows of them.
+    """
+    documents = gather_json(world, {"given_up": [commits.model_dump_json() for commits in abandoned]})
+    all_abandoned = {
+        AbandonCommits.model_validate_json(text) for document in documents for text in document["given_up"]
+    }
+    if world.keeps_files:
+        recorder.mark_abandoned(open_ledger(), sorted(all_abandoned, key=lambda commits: commits.lineage))
     is_behind &= world.keeps_files
-    mine = min([recorder.last_step(path), *(each.shared_step for each in everybodys)]) if is_behind else 0
-    copies = gather(world, [is_behind, world.keeps_files and not is_behind, mine])
-    missing = [step for behind, _, step in copies if behind]
-    sources = [rank for rank, (_, whole, _) in enumerate(copies) if whole]
-    if missing and sources:
+    own_step = min([recorder.last_step(path), *(c.shared_step for c in all_abandoned)]) if is_behind else 0
+    copies = gather(world, [is_behind, world.keeps_files and not is_behind, own_step])
+    steps_behind = [step for is_copy_behind, _, step in copies if is_copy_behind]
+    sources = [rank for rank, (_, is_complete, _) in enumerate(copies) if is_complete]
+    if steps_behind and sources:
         kept = open_ledger().kept_events() if world.keeps_files else []
-        records = _in_pieces(world, sources[0], recorder.after(path, min(missing), kept))
+        records = _broadcast_records(world, sources[0], recorder.records_after(path, min(steps_behind), kept))
         if is_behind:
-            recorder.amend(open_ledger(), records)
+            recorder.add_missing(open_ledger(), records)
         else:
             deque(records, maxlen=0)
-    return list(everybodys)
+    return list(all_abandoned)
 
 
-def mend_ledger(trainer: Trainer, path: Path) -> None:
-    """Fills in the steps before a resumed run's checkpoint that a copy of the ledger lacks, from the other copies.
+def fill_ledger_gaps(trainer: Trainer, path: Path) -> None:
+    """Fill in the steps before a resumed run's checkpoint that a copy of the ledger lacks, from the other copies.
 
-    A disk that lost what it had promised to keep, or a hand, can cut a ledger. What no copy has is recorded as a hole,
-    and the user is told: nothing can prove any more which samples these steps took.
+    A ledger can be cut by a disk that lost synced data, or by hand. Steps that no copy has are recorded as a hole, with
+    a warning: nothing can prove any more which samples they took.
     """
     world, step = trainer.world, trainer.progress.step
-    ranges = recorder.lacking(path, step) if world.keeps_files else []
-    copies = gather(world, [world.keeps_files, ranges[0][0] if ranges else 0])
-    firsts = [first for _, first in copies if first]
-    if not firsts:
+    gaps = recorder.find_gaps(path, step) if world.keeps_files else []
+    copies = gather(world, [world.keeps_files, gaps[0][0] if gaps else 0])
+    first_gaps = [first for _, first in copies if first]
+    if not first_gaps:
         return
-    whole = [rank for rank, (keeps, first) in enumerate(copies) if keeps and not first]
-    for source in whole[:1] or [rank for rank, (keeps, _) in enumerate(copies) if keeps]:
-        records = _in_pieces(world, source, recorder.after(path, min(firsts) - 1))
-        if ranges and world.rank != source:
-            recorder.amend(trainer.recorder.open_ledger(), records)
+    complete = [rank for rank, (keeps_files, first) in enumerate(copies) if keeps_files and not first]
+    for source in complete[:1] or [rank for rank, (keeps_files, _) in enumerate(copies) if keeps_files]:
+        records = _broadcast_records(world, source, recorder.records_after(path, min(first_gaps) - 1))
+        if gaps and world.rank != source:
+            recorder.add_missing(trainer.recorder.open_ledger(), records)
         else:
             deque(records, maxlen=0)
-    if ranges and (lost := recorder.lacking(path, step, trainer.recorder.open_ledger().kept_events())):
+    if gaps and (lost := recorder.find_gaps(path, step, trainer.recorder.open_ledger().kept_events())):
         recorder.record_holes(trainer.recorder.open_ledger(), lost)
-        trainer.recorder.warn(_lost_lines(path, lost, step))
+        trainer.recorder.warn(
+            RunFailed(
+                f"{path} lacks the lines of the steps {format_spans(lost, most=100)}, which are before the checkpoint "
+                f"of step {step}",
+                why="the file was cut or damaged since; no other machine of this run has these lines",
+                fix="the training continues; shoal verify will report that these steps cannot be proven",
+            )
+        )
 
 
-def _lost_lines(path: Path, lost: Sequence[tuple[int, int]], step: int) -> RunFailed:
-    return RunFailed(
-        f"{path} lacks the lines of the steps {format_spans(lost, most=100)}, "
-        f"which the checkpoint of step {step} has behind it",
-        why="the file was cut or damaged since; no other machine of this run has these lines",
-        fix="the training goes on; shoal verify will say that these steps cannot be proven",
-    )
-
-
-def _in_pieces(world: World, source: int, records: Iterator[Record]) -> Iterator[Record]:
-    """From one rank to all. A training of weeks has a long ledger, and an exchange has a deadline."""
-    while piece := tell_document(world, source, list(islice(records, _PIECE)) if world.rank == source else []):
-        yield from piece
+def _broadcast_records(world: World, source: int, records: Iterator[Record]) -> Iterator[Record]:
+    """Send records from one rank to all in several exchanges: a ledger can be long, and an exchange has a timeout."""
+    while True:
+        block = list(islice(records, _RECORDS_PER_EXCHANGE)) if world.rank == source else []
+        received = broadcast_json(world, source, block)
+        if not received:
+            return
+        yield from received

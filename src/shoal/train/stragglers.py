@@ -1,7 +1,8 @@
-"""Whom does everybody wait for, and why: judged from the figures that ranks tell each other in every step. Pure.
+"""Find stragglers: the rank or link that all others wait for, and why. Pure, from the statistics of every step.
 
-A training goes at the pace of its slowest part. That may be a machine that computes slower than the others, one that is
-kept from its processor, a batch that does not come out even, or a link; each is named once, in words a user can act on.
+A training is as slow as its slowest part. That may be a machine that computes slower than the others, one whose
+processor is taken by other programs, a batch that does not divide evenly, or a link. Each is reported once, with a
+command that helps.
 """
 
 from __future__ import annotations
@@ -14,41 +15,44 @@ from statistics import median
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
 
-# Judged every few steps over the last ones, and believed when the next judgement says the same.
-_WINDOW = 12
-_EVERY = 4
+# Judge every few steps over the last ones; report what two judgements in a row find.
+_WINDOW_STEPS = 12
+_JUDGE_EVERY = 4
 # The first steps of a world warm up caches, allocators and congestion windows.
-_WARM_STEPS = 16
-# What was not seen for so long is over, and told again when it comes back.
-_OVER_STEPS = 100
+_WARM_UP_STEPS = 16
+# After so many steps without it a straggler counts as gone, and is reported again when it returns.
+_FORGET_AFTER_STEPS = 100
 
-_TIMES_SLOWER = 1.5
-_WORTH_WAITING = 0.1
-_STARVED = 0.2
-_TIMES_STARVED = 1.5
-_EXPOSED = 0.25
-# A rate is measured by whoever sends, and counts the time in which the receiver had no processor to answer with: where
-# ranks share cores, only a much lower one is the link's. (Three ranks on two cores: up to 10 times, on equal links.)
-_TIMES_LINK = 5.0
-_BUSY = 0.1
-_TIMES_LINK_BUSY = 20.0
-_RESENT = 0.005
+# A rank is slow when it takes so many times as long as the median of the others, and the wait is such a part of a step.
+_SLOW_RATIO = 1.5
+_MIN_WAIT_PART = 0.1
+# A rank is starved when it waits for a processor for such a part of the time, and so many times as long as the others.
+_STARVED_PART = 0.2
+_STARVED_RATIO = 1.5
+# A slow link matters when exposed communication is such a part of a step.
+_MIN_EXPOSED_PART = 0.25
+# The sender measures a rate, and counts the time in which the receiver had no processor to answer with: where ranks
+# share cores, only a much lower rate is the link's. (Three ranks on two cores: up to 10 times lower, on equal links.)
+_SLOW_LINK_RATIO = 5.0
+_BUSY_PART = 0.1
+_SLOW_LINK_RATIO_BUSY = 20.0
+_LOSSY_PART = 0.005
 
 
 class SlowRank(ShoalError):
-    """Not an error: a training that could be faster."""
+    """A warning that the training could be faster."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    told: Sequence[RankStats]
+    ranks: Sequence[RankStats]
     step_s: float
     exposed_s: float
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """What one machine sends to another, by their addresses."""
+    """A measurement of one machine's sending to another, by their addresses."""
 
     source: float
     target: float
@@ -60,155 +64,159 @@ class Stragglers:
         self._names: tuple[str, ...] = ()
         self._ids: tuple[int, ...] = ()
         self._weights: tuple[float, ...] = ()
-        self._steps: deque[_Step] = deque(maxlen=_WINDOW)
-        self._seen = 0
-        self._warm_at = _WARM_STEPS
+        self._steps: deque[_Step] = deque(maxlen=_WINDOW_STEPS)
+        self._step_count = 0
+        self._warm_up_until = _WARM_UP_STEPS
         self._best_bps = 0.0
-        self._suspected: set[str] = set()
-        self._told: dict[str, int] = {}
+        self._suspects: set[str] = set()
+        # The step of the last judgement that found each reported straggler.
+        self._reported: dict[str, int] = {}
 
-    def begin_anew(self, names: Sequence[str], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> None:
-        """In another world, whose ranks are called so in a sentence: what was told in the last one is not repeated.
+    def reset(self, names: Sequence[str], ids: Sequence[int] = (), weights: Sequence[float] = ()) -> None:
+        """Start in another world, whose ranks are called `names` in messages; do not repeat reported stragglers.
 
-        `ids` are the numbers of these ranks, 0, 1, 2 … if left out. `weights` are those of all ranks of the launch, by
-        their numbers: as many as `run.weights` must have when the run is resumed. Left out: these ranks, all alike.
+        `ids` are the ids of these ranks, by default 0, 1, 2 … `weights` are those of all ranks of the launch, by id: as
+        many as `run.weights` must have when the run is resumed. By default all ranks of this world weigh the same.
         """
         self._names = tuple(names)
         self._ids = tuple(ids) or tuple(range(len(names)))
         self._weights = tuple(weights) or (1.0,) * len(names)
         self._steps.clear()
-        self._warm_at = self._seen + _WARM_STEPS
+        self._warm_up_until = self._step_count + _WARM_UP_STEPS
         self._best_bps = 0.0
-        self._suspected = set()
+        self._suspects = set()
 
-    def saw(self, told: Sequence[RankStats], work: Sequence[int], step_s: float, exposed_s: float) -> list[SlowRank]:
-        """After each step: everybody's figures, how much each had to do, how long it took here, and how much of that
-        the network alone."""
-        self._seen += 1
-        if self._seen <= self._warm_at or len(told) < 2:
-            return []
-        self._steps.append(_Step(told, step_s, exposed_s))
-        if self._seen % _EVERY or len(self._steps) < _WINDOW:
-            return []
-        return self._news(dict(self._judge(told, work)))
+    def observe(
+        self, ranks: Sequence[RankStats], work: Sequence[int], step_s: float, exposed_s: float
+    ) -> list[SlowRank]:
+        """Take the statistics of a step, in order of rank; return the stragglers to report now.
 
-    def _news(self, found: dict[str, SlowRank]) -> list[SlowRank]:
-        sure = found.keys() & self._suspected
-        self._suspected = set(found)
-        news = [slow for key, slow in found.items() if key in sure and key not in self._told]
-        self._told |= dict.fromkeys(sure, self._seen)
-        self._told = {key: seen for key, seen in self._told.items() if self._seen - seen <= _OVER_STEPS}
+        `work` are the micro-batches of every rank. `exposed_s` is the part of `step_s` that the network alone took.
+        """
+        self._step_count += 1
+        if self._step_count <= self._warm_up_until or len(ranks) < 2:
+            return []
+        self._steps.append(_Step(ranks, step_s, exposed_s))
+        if self._step_count % _JUDGE_EVERY or len(self._steps) < _WINDOW_STEPS:
+            return []
+        stragglers = dict(self._judge(ranks, work))
+        confirmed = stragglers.keys() & self._suspects
+        self._suspects = set(stragglers)
+        news = [slow for key, slow in stragglers.items() if key in confirmed and key not in self._reported]
+        self._reported |= dict.fromkeys(confirmed, self._step_count)
+        oldest = self._step_count - _FORGET_AFTER_STEPS
+        self._reported = {key: step for key, step in self._reported.items() if step >= oldest}
         return news
 
-    def _judge(self, now: Sequence[RankStats], work: Sequence[int]) -> Iterator[tuple[str, SlowRank]]:
+    def _judge(self, ranks: Sequence[RankStats], work: Sequence[int]) -> Iterator[tuple[str, SlowRank]]:
         step_s = median(step.step_s for step in self._steps)
-        own_s = [median(step.told[rank].ready_s for step in self._steps) for rank in range(len(now))]
-        slowest = max(range(len(now)), key=lambda rank: own_s[rank])
+        own_s = [median(step.ranks[rank].ready_s for step in self._steps) for rank in range(len(ranks))]
+        slowest = max(range(len(ranks)), key=lambda rank: own_s[rank])
         others_s = median(_without(own_s, slowest))
-        if _is_slow(own_s, slowest) and own_s[slowest] - others_s >= _WORTH_WAITING * step_s:
-            yield self._names[slowest], self._slow_rank(now, work, own_s, slowest)
-        yield from self._slow_link(now, step_s)
-        yield from self._lossy_link(now)
+        if _is_slow(own_s, slowest) and own_s[slowest] - others_s >= _MIN_WAIT_PART * step_s:
+            yield self._names[slowest], self._slow_rank(ranks, work, own_s, slowest)
+        yield from self._slow_link(ranks, step_s)
+        yield from self._lossy_link(ranks)
 
     def _slow_rank(
-        self, now: Sequence[RankStats], work: Sequence[int], own_s: Sequence[float], slowest: int
+        self, ranks: Sequence[RankStats], work: Sequence[int], own_s: Sequence[float], slowest: int
     ) -> SlowRank:
         slow_s, others_s = own_s[slowest], max(1e-6, median(_without(own_s, slowest)))
         seen = (
-            f"everybody waits for {self._names[slowest]}: it takes {slow_s / others_s:.1f} times as long as the others "
+            f"all ranks wait for {self._names[slowest]}: it takes {slow_s / others_s:.1f} times as long as the others "
             f"for its part of a step ({1e3 * slow_s:.0f} ms, and not {1e3 * others_s:.0f}); "
         )
-        why = "a step is over when the slowest has done its part"
+        why = "a step ends when the slowest rank has done its part"
         if not _is_slow([seconds / part for seconds, part in zip(own_s, work, strict=True)], slowest):
-            share = f"it has {work[slowest]} of {sum(work)} micro-batches"
             return SlowRank(
-                seen + share,
+                seen + f"it has {work[slowest]} of {sum(work)} micro-batches",
                 why=why,
-                fix="deal them more evenly in the next run: a smaller --micro-batch, another --global-batch",
+                fix="divide them more evenly in the next run: a smaller --micro-batch, another --global-batch",
             )
-        starved = [each.vitals.starved for each in now]
-        if starved[slowest] > max(_STARVED, _TIMES_STARVED * median(_without(starved, slowest))):
-            kept = f"for {starved[slowest]:.0%} of the time it is kept from its processor, by other programs or a limit"
+        starved = [rank.vitals.starved for rank in ranks]
+        if starved[slowest] > max(_STARVED_PART, _STARVED_RATIO * median(_without(starved, slowest))):
             return SlowRank(
-                seen + kept, why=why, fix="see who else computes there: top; and whether its CPU share is limited"
+                f"{seen}for {starved[slowest]:.0%} of the time it waits for a processor, because of other programs"
+                " or a limit",
+                why=why,
+                fix="see which programs compute there: top; and whether its CPU share is limited",
             )
         slower = seen + "its processor is slower, or it computes on fewer cores"
         return SlowRank(slower, why=why, fix=self._give_less(work, own_s, slowest))
 
     def _give_less(self, work: Sequence[int], own_s: Sequence[float], slowest: int) -> str:
-        """The command that lowers a slow rank's weight to its speed, in the unit of the other ranks' weights."""
-        number = self._ids[slowest]
-        if number >= len(self._weights):
+        """Return the command that lowers a slow rank's weight to its speed, in the unit of the other ranks' weights."""
+        slow_id = self._ids[slowest]
+        if slow_id >= len(self._weights):
             return (
                 "it joined after the start, and only the ranks of the start have a number in run.weights: let the "
                 "others go on without it, with Ctrl-C on that machine"
             )
-        usual = sum(self._weights) / len(self._weights)
-        present = [self._weights[each] if each < len(self._weights) else usual for each in self._ids]
+        mean = sum(self._weights) / len(self._weights)
+        present = [self._weights[id] if id < len(self._weights) else mean for id in self._ids]
         speeds = [part / max(1e-6, seconds) for part, seconds in zip(work, own_s, strict=True)]
         in_unit = [weight / speed for weight, speed in zip(present, speeds, strict=True)]
         weight = float(f"{speeds[slowest] * median(_without(in_unit, slowest)):.2g}")
         if weight >= present[slowest]:
             # A rank has at least one micro-batch, however low its weight.
             return (
-                f"it has {work[slowest]} of {sum(work)} micro-batches, more than its weight: deal smaller ones in the "
+                f"it has {work[slowest]} of {sum(work)} micro-batches, more than its weight: use smaller ones in the "
                 "next run, with a smaller --micro-batch or a larger --global-batch"
             )
         less = [*self._weights]
-        less[number] = weight
-        # Settings have no exponents.
-        weights = [f"{each:.9f}".rstrip("0").rstrip(".") for each in less]
+        less[slow_id] = weight
+        # Settings accept no exponents.
+        weights = [f"{weight:.9f}".rstrip("0").rstrip(".") for weight in less]
         return f"give it less to do: shoal stop RUN; shoal train --resume RUN --set run.weights={'/'.join(weights)}"
 
-    def _slow_link(self, now: Sequence[RankStats], step_s: float) -> Iterator[tuple[str, SlowRank]]:
-        """Slow is what carries far less than the best link here, now or before."""
-        best = self._best_bps = max(self._best_bps, *(each.vitals.best_bps for each in now))
-        edges = [_Edge(each.vitals.address, each.vitals.slow_peer, each.vitals.slow_bps) for each in now]
-        is_busy = max(each.vitals.starved for each in now) > _BUSY
-        times = _TIMES_LINK_BUSY if is_busy else _TIMES_LINK
-        slow = [edge for edge in edges if 0 < edge.value * times < best]
+    def _slow_link(self, ranks: Sequence[RankStats], step_s: float) -> Iterator[tuple[str, SlowRank]]:
+        """Report a link that carries far less than the best link of this world, now or before."""
+        best = self._best_bps = max(self._best_bps, *(rank.vitals.best_bps for rank in ranks))
+        edges = [_Edge(rank.vitals.address, rank.vitals.slow_peer, rank.vitals.slow_bps) for rank in ranks]
+        is_busy = max(rank.vitals.starved for rank in ranks) > _BUSY_PART
+        ratio = _SLOW_LINK_RATIO_BUSY if is_busy else _SLOW_LINK_RATIO
+        slow = [edge for edge in edges if 0 < edge.value * ratio < best]
         exposed_s = median(step.exposed_s for step in self._steps)
-        if not slow or exposed_s < _EXPOSED * step_s:
+        if not slow or exposed_s < _MIN_EXPOSED_PART * step_s:
             return
         bps = min(edge.value for edge in slow)
         yield (
             "link",
             SlowRank(
-                f"everybody waits for {self._network(now, slow)}: it carries {_mbps(bps)} Mbit/s, and the best link "
+                f"all ranks wait for {self._network(ranks, slow)}: it carries {_mbps(bps)} Mbit/s, and the best link "
                 f"here {_mbps(best)}; exchanging takes {exposed_s / step_s:.0%} of a step",
                 why="all gradients pass every machine's link in every step",
-                fix="look at its cable, its switch or its Wi-Fi; measure it: shoal probe; send less: shoal plan",
+                fix="check its cable, its switch or its Wi-Fi; measure it: shoal probe; send less: shoal plan",
             ),
         )
 
-    def _lossy_link(self, now: Sequence[RankStats]) -> Iterator[tuple[str, SlowRank]]:
-        edges = [_Edge(each.vitals.address, each.vitals.lossy_peer, each.vitals.resent) for each in now]
-        lossy = [edge for edge in edges if edge.value >= _RESENT]
+    def _lossy_link(self, ranks: Sequence[RankStats]) -> Iterator[tuple[str, SlowRank]]:
+        edges = [_Edge(rank.vitals.address, rank.vitals.lossy_peer, rank.vitals.resent) for rank in ranks]
+        lossy = [edge for edge in edges if edge.value >= _LOSSY_PART]
         if lossy:
             worst = max(edge.value for edge in lossy)
             yield (
                 "loss",
                 SlowRank(
-                    f"packets are lost by {self._network(now, lossy)}: {worst:.1%} of what is sent there is sent again",
-                    why="TCP mends it, at the price of waiting",
-                    fix="look at its cable, its switch or its Wi-Fi",
+                    f"packets are lost by {self._network(ranks, lossy)}: {worst:.1%} of what is sent is sent again",
+                    why="TCP sends lost packets again, and the ranks wait for them",
+                    fix="check its cable, its switch or its Wi-Fi",
                 ),
             )
 
-    def _network(self, now: Sequence[RankStats], edges: Sequence[_Edge]) -> str:
-        """Of whom most of these edges have in common; of one edge nobody can say which end it is."""
+    def _network(self, ranks: Sequence[RankStats], edges: Sequence[_Edge]) -> str:
+        """Name the machine that most of these edges share. One edge alone does not tell which end is at fault."""
         pairs = {frozenset((edge.source, edge.target)) for edge in edges}
         counts = Counter(end for pair in pairs for end in pair)
         most = max(counts.values())
-        names = [self._name_of(now, address) for address, count in counts.items() if count == most]
+        names = [self._machine_name(ranks, address) for address, count in counts.items() if count == most]
         if len(names) == 1:
             return f"the network of {names[0]}"
         return f"the link between {' and '.join(sorted(names))}" if len(names) == 2 else "the whole network"
 
-    def _name_of(self, now: Sequence[RankStats], address: float) -> str:
-        """A machine's: that of its first rank."""
-        ranks = [name for name, told in zip(self._names, now, strict=True) if told.vitals.address == address]
-        return ranks[0].rpartition(" on ")[2] if ranks else "a machine that nobody here knows"
+    def _machine_name(self, ranks: Sequence[RankStats], address: float) -> str:
+        names = [name for name, rank in zip(self._names, ranks, strict=True) if rank.vitals.address == address]
+        return names[0].rpartition(" on ")[2] if names else "an unknown machine"
 
 
 def _mbps(bps: float) -> str:
@@ -216,7 +224,7 @@ def _mbps(bps: float) -> str:
 
 
 def _is_slow(seconds: Sequence[float], rank: int) -> bool:
-    return seconds[rank] >= _TIMES_SLOWER * median(_without(seconds, rank))
+    return seconds[rank] >= _SLOW_RATIO * median(_without(seconds, rank))
 
 
 def _without(values: Sequence[float], index: int) -> list[float]:

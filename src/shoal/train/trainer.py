@@ -1,7 +1,7 @@
-"""One replica and its step: fetch, forward, backward, clip, update, record.
+"""One replica and its training step: fetch, forward, backward, clip, update, record.
 
-Timing, wire format, shares and outer steps arrive as objects: the step has no feature branches, and a world of one is
-no exception.
+Compression, batch shares and outer steps are objects behind interfaces: the step has no feature branches, and a world
+of one rank is no exception. Other modules read a trainer's fields; only its methods change them.
 """
 
 from __future__ import annotations
@@ -30,214 +30,118 @@ from shoal.sync.outer import EveryStep, NotFinite, OuterSync, make_outer
 from shoal.sync.replicas import gather
 from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StepTimer
 from shoal.sync.world import World, bear_with, without_group
-from shoal.train.autotune import ComputeChoice
+from shoal.train.autotune import ComputeChoice, apply
 from shoal.train.checkpoint import Progress
 from shoal.train.recorder import Recorder
 from shoal.train.stragglers import Stragglers
 
-# SECTION train/refusal
-# A step whose loss or gradient is no number: nobody applies it, nobody commits it, and all say whose it was.
-
-
-# Ranks tell each other whole numbers: which of these a loss or a norm is.
-_FINITE = "finite"
-_KINDS = (_FINITE, "nan", "inf", "-inf")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one rank's part of a step came to. `samples` are its positions in the order of the data, `[first, end)`."""
-
-    step: int
-    loss: float
-    norm: float
-    samples: tuple[int, int]
-
-    @property
-    def is_sound(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-
-@dataclass(frozen=True)
-class RefusedStep:
-    """One rank's first outcome that was no number, as everybody knows it. `broken`: its weights are none either."""
-
-    id: int
-    step: int
-    loss: str
-    norm: str
-    samples: tuple[int, int]
-    broken: bool = False
-
-
-def refuse(world: World, own: StepResult | None, weights: Iterable[Tensor], lr: float) -> RunFailed | None:
-    """On all ranks, once all know that somebody's outcome was no number; the same error everywhere. `own` is this
-    rank's first that was none, if any. None when nobody has any."""
-    broken = not all(bool(weight.isfinite().all()) for weight in weights)
-    numbers = [own.step, _kind(own.loss), _kind(own.norm), *own.samples, broken] if own is not None else [0] * 6
-    told = [
-        RefusedStep(world.ids[rank], step, _KINDS[loss], _KINDS[norm], (first, end), bool(broken))
-        for rank, (step, loss, norm, first, end, broken) in enumerate(gather(world, numbers))
-        if step
-    ]
-    return explain(told, world.size, lr) if told else None
-
-
-def explain(told: Sequence[RefusedStep], ranks: int, lr: float) -> RunFailed:
-    """By the first step that had such an outcome; a norm is only looked at where every loss was a number, since one bad
-    loss spoils the sum of all gradients."""
-    step = min(rank.step for rank in told)
-    bad = [rank for rank in told if rank.step == step]
-    lower = f"start a new run with a lower rate: --set train.lr={lr / 3:.2g}"
-    what, culprits = "loss", [(rank, rank.loss) for rank in bad if rank.loss != _FINITE]
-    if not culprits:
-        what, culprits = "gradient norm", [(rank, rank.norm) for rank in bad]
-        lower += ", or use --wire fp32 if a shorter format was used"
-        if 0 < len(broken := [rank.id for rank in told if rank.broken]) < ranks:
-            return _broken(broken, step)
-    if len(culprits) == ranks:
-        return RunFailed(
-            f"the {what} became {culprits[0][1]} in step {step}{' on every rank' if ranks > 1 else ''}",
-            why="the training diverged, most often because the learning rate is too high",
-            fix=lower,
-        )
-    named = " and ".join(f"that of rank {rank.id} on {_span(rank)} became {value}" for rank, value in culprits)
-    return RunFailed(
-        f"a {what} was no number in step {step}: {named}; no rank has applied or committed the step",
-        why="all other ranks had numbers: these samples, or what that machine computes, are at fault",
-        fix=f"go on from the last checkpoint: shoal train --resume RUN. If the same samples do it again, {lower}",
-    )
-
-
-def _broken(ids: Sequence[int], step: int) -> RunFailed:
-    """A sum of gradients does not say whose was none; weights that differ do."""
-    named = " and ".join(map(str, ids))
-    return RunFailed(
-        f"the gradient norm was no number in step {step}: weights of rank {named} are none either, and those of the "
-        "others are; no rank has applied or committed the step",
-        why="what that machine keeps in memory, or computes, is at fault",
-        fix="test its memory (memtester 1G 1), then go on from the last checkpoint: shoal train --resume RUN",
-    )
-
-
-def _span(rank: RefusedStep) -> str:
-    first, end = rank.samples
-    return f"samples {first} to {end - 1}"
-
-
-def _kind(value: float) -> int:
-    return 0 if math.isfinite(value) else _KINDS.index(str(value))
-
 
 class StopRequest:
-    """Somebody asked this rank to stop; the ranks agree on the step at which all of them do."""
+    """Whether this rank was asked to stop; the ranks agree on the step after which all of them do."""
 
     wanted = False
 
 
+@dataclass(frozen=True)
+class Exchanges:
+    """A replica's exchanges with the other ranks."""
+
+    sync: GradientSync  # Sums gradients in every step.
+    outer: OuterSync  # Averages parameters at the end of a round of local steps.
+    steps: StepGather  # Gathers the loss and the statistics of every step.
+
+
+def make_exchanges(config: Config, model: GPT, world: World, plan: BatchPlan) -> Exchanges:
+    share = plan.share(world.rank)
+    outer = make_outer(config.sync, model, world, weight=share / plan.global_batch)
+    if config.sync.is_outer:
+        sync: GradientSync = NoExchange(model, own_tokens=share * config.model.seq_len)
+    else:
+        sync = make_gradient_sync(config.sync, model, world, tokens=plan.micro_batch * config.model.seq_len)
+    bear_with(world, exchange_timeout_s(config.sync, outer))
+    return Exchanges(sync, outer, StepGather(world, outer.lag_steps))
+
+
+def exchange_timeout_s(sync: SyncConfig, outer: OuterSync) -> float:
+    """Return how long a rank waits for a peer: a rank that may run ahead waits for as many steps of the slowest."""
+    return sync.timeout_s * (1 + outer.lag_steps)
+
+
 @dataclass
 class Trainer:
-    """`config.sync` is what is done, with nothing left to choose; `times` are those of the last step;
-    `between_steps` is called on every rank when another one follows. `fence` says what may still be done in this
-    generation; `history` are the lineages before this launch's first one. What is due between steps was done up to
-    `tended_step`, and the last evaluation was of `evaluated_step`: all ranks must know the same of both. There is
-    memory for `largest_micro_batch`."""
-
-    config: Config
+    config: Config  # `config.sync` is the resolved sync mode in use, never `auto`.
     world: World
     model: GPT
     optimizer: AdamW
-    sync: GradientSync
-    outer: OuterSync
-    exchange: StepGather
+    exchanges: Exchanges
     batches: Batches
     timer: StepTimer
     recorder: Recorder
     stop: StopRequest
-    peak_lr: float
     progress: Progress
-    fence: Fence = field(default_factory=OpenFence)
+    fence: Fence = field(default_factory=OpenFence)  # Decides what this rank may still do in its generation.
+    peak_lr: float = 0.0
+    largest_micro_batch: int = 1  # The largest micro-batch that there is memory for.
+    launched_ranks: int = 0  # Ranks at launch. A rank that joined later has a higher id.
+    # The lineages before this launch's first one, and the step after which each was left.
     history: tuple[tuple[str, int], ...] = ()
-    tended_step: int = 0
+    # The last step whose periodic tasks (evaluation, checkpoint, comparison) are done, and the last evaluated step.
+    # Both must be the same on all ranks, or some would wait in an exchange that the others skip.
+    periodic_done_step: int = 0
     evaluated_step: int = -1
-    largest_micro_batch: int = 1
-    # How many ranks the launch had; a rank that joined later has a higher id.
-    launched: int = 0
     stragglers: Stragglers = field(default_factory=Stragglers)
     compute: ComputeChoice = field(default_factory=ComputeChoice)
-    times: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)  # Seconds of the last step by phase.
+    # Called on every rank after a step that another one follows.
     between_steps: Callable[[], None] = field(default=lambda: None)
-    _begun: deque[Progress] = field(default_factory=deque)
-    _edge: bool = False
-    _unsound: StepResult | None = None
+    # Where the steps began of which this rank does not know the world's loss yet.
+    _unsettled: deque[Progress] = field(default_factory=deque)
+    _leaves_at_boundary: bool = False  # All ranks have agreed to leave the generation together after a step.
+    _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
 
     def step(self) -> bool:
-        """Trains one global batch; whether anybody in the world is known to want to stop."""
+        """Train on one global batch; return whether any rank is known to want to stop."""
         self.timer.start()
         step = self.progress.step + 1
         lr = learning_rate(step, self.peak_lr, self.config.train)
-        self._seed_dropout(step)
+        if self.config.model.dropout:
+            # A function of rank and step instead of a running generator: resuming is exact without saving its state.
+            torch.manual_seed((self.config.train.seed + self.world.rank) * 1_000_003 + step)
         loss_sum, comm = self._forward_backward()
         self._commit()
-        own = self._outcome(step, loss_sum)
-        self.exchange.begin(loss_sum if own.is_sound else math.nan, comm, self.stop.wanted, self.fence.edge)
-        self._update(lr, own)
+        result = self._clip(step, loss_sum)
+        self.exchange.begin(loss_sum if result.is_finite else math.nan, comm, self.stop.wanted, self.fence.edge)
+        self._update(lr, result)
         outer = self._outer_step(step)
         self.fence.moved(self.outer.common_step(step))
         known = self.exchange.finish()
-        self._book("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
-        self._book("optimizer", outer, outer.wait_s or 0.0)
+        self._split_comm_time("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
+        self._split_comm_time("optimizer", outer, outer.wait_s or 0.0)
         self.timer.add("wait", self.exchange.late_s)
         wants_stop = self._settle(known)
-        self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=own.norm)
-        self._look_for_stragglers(known)
+        self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=result.norm)
+        self._warn_of_stragglers(known)
         return wants_stop
 
-    def at(self, step: int, cursor: int) -> Progress:
-        lineage = self.world.lineage
-        # After going back to a checkpoint the history says of which step that was; the agents don't know it.
-        known = {name for name, _ in self.history}
-        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks if str(fork.lineage) not in known)
-        return Progress(step, cursor, str(self.world.generation), str(lineage.name), (*self.history, *forks))
+    @property
+    def sync(self) -> GradientSync:
+        return self.exchanges.sync
 
-    def end_at_edge(self) -> None:
-        """Raises where all ranks have agreed to stop together; inside a round that would be done again, at its end."""
-        if self._edge and self.outer.common_step(self.progress.step) == self.progress.step:
-            raise StepBoundary(f"all ranks stop together after step {self.progress.step}")
+    @property
+    def outer(self) -> OuterSync:
+        return self.exchanges.outer
 
-    def let_go(self) -> None:
-        """Of everything that holds the group of a world that is over."""
-        with suppress(OSError, RuntimeError, ShoalError):
-            self.sync.close()
-        self.sync, self.outer = NoExchange(self.model), EveryStep()
-        self.exchange.let_go()
-        self.recorder.let_go()
-        self.world = without_group(self.world)
+    @property
+    def exchange(self) -> StepGather:
+        return self.exchanges.steps
 
-    def begin_anew(self, world: World, step: int, cursor: int) -> None:
-        """In another world, from here on. What was on its way in the last one is gone."""
-        self.world = world
-        self.judge_stragglers_anew()
-        self.progress = self.at(step, cursor)
-        self._begun.clear()
-        self._edge, self._unsound = False, None
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def judge_stragglers_anew(self) -> None:
-        weights = weights_of(self.config.run, range(self.launched))
-        self.stragglers.begin_anew(self.world.names, self.world.ids, weights)
-
-    def unknown(self) -> list[Progress]:
-        """Where the steps began of which this rank does not know the world's loss."""
-        return list(self._begun)
-
-    def settle(self) -> bool:
-        """Waits for what ranks have told each other of all steps so far; whether anybody wants to stop."""
-        return self._settle(self.exchange.drain())
+    @property
+    def batch_plan(self) -> BatchPlan:
+        return self.batches.shard.plan
 
     @property
     def global_batch(self) -> int:
-        return self.batches.shard.deal.global_batch
+        return self.batch_plan.global_batch
 
     @property
     def global_tokens(self) -> int:
@@ -245,12 +149,98 @@ class Trainer:
 
     @property
     def own_tokens(self) -> int:
-        return self.batches.shard.deal.share(self.world.rank) * self.config.model.seq_len
+        return self.batch_plan.share(self.world.rank) * self.config.model.seq_len
+
+    def settle(self) -> bool:
+        """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
+        return self._settle(self.exchange.drain())
+
+    def unsettled_steps(self) -> list[Progress]:
+        """Return where the steps began of which this rank does not know the world's loss."""
+        return list(self._unsettled)
+
+    def leave_at_boundary(self) -> None:
+        """Raise `StepBoundary` if all ranks have agreed to leave the generation together.
+
+        Inside a round, wait for its end: the next generation would do the steps of an unfinished round again.
+        """
+        if self._leaves_at_boundary and self.outer.common_step(self.progress.step) == self.progress.step:
+            raise StepBoundary(f"all ranks stop together after step {self.progress.step}")
+
+    def leave_world(self) -> None:
+        """Release every reference to the process group of a world that has ended."""
+        with suppress(OSError, RuntimeError, ShoalError):
+            self.sync.close()
+        self.exchanges = Exchanges(NoExchange(self.model), EveryStep(), self.exchange)
+        self.exchange.let_go()
+        self.recorder.leave_world()
+        self.world = without_group(self.world)
+
+    def enter_world(self, world: World, step: int, cursor: int, launched_ranks: int) -> None:
+        """Continue in another world at `step`; drop the gradients and results of the last one."""
+        self.world = world
+        self.set_launched_ranks(launched_ranks)
+        self.move_to(step, cursor)
+        self._unsettled.clear()
+        self._leaves_at_boundary, self._nonfinite = False, None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def set_launched_ranks(self, launched_ranks: int) -> None:
+        """Set the number of ranks at launch, and start to judge stragglers anew."""
+        self.launched_ranks = launched_ranks
+        self.stragglers.reset(self.world.names, self.world.ids, weights_of(self.config.run, range(launched_ranks)))
+
+    def set_batches(self, batches: Batches, largest_micro_batch: int, peak_lr: float) -> None:
+        self.batches, self.largest_micro_batch, self.peak_lr = batches, largest_micro_batch, peak_lr
+
+    def set_sync(self, sync: SyncConfig) -> None:
+        """Set the sync mode of the exchanges that `connect` makes next."""
+        self.config = self.config.model_copy(update={"sync": sync})
+
+    def connect(self) -> None:
+        """Make the exchanges with the ranks of this world."""
+        self.exchanges = make_exchanges(self.config, self.model, self.world, self.batch_plan)
+
+    def change_sync(self, sync: SyncConfig) -> None:
+        """Replace the exchanges between two steps, when all ranks have done the last one and their models are equal."""
+        self.sync.close()
+        # Free the old buffers before new ones are allocated: gradients of 124M parameters are 496 MB.
+        self.exchanges = Exchanges(NoExchange(self.model), self.outer, self.exchange)
+        gc.collect()
+        self.set_sync(sync)
+        self.connect()
+        self.outer.rewind(self.progress.step, flying=0)
+
+    def set_compute(self, choice: ComputeChoice) -> None:
+        """Compile the model and set its precision as chosen."""
+        self.compute = choice
+        apply(choice, self.model)
+
+    def set_history(self, history: Sequence[tuple[str, int]]) -> None:
+        self.history = tuple((lineage, step) for lineage, step in history)
+
+    def move_to(self, step: int, cursor: int) -> None:
+        """Set the position of the training: steps done, and the global position of the next sample."""
+        lineage = self.world.lineage
+        # After a return to a checkpoint only the history has the step at which a lineage was left, not the agents.
+        known = {name for name, _ in self.history}
+        forks = tuple((str(fork.lineage), fork.step) for fork in lineage.forks if str(fork.lineage) not in known)
+        generation = str(self.world.generation)
+        self.progress = Progress(step, cursor, generation, str(lineage.name), (*self.history, *forks))
+
+    def restore_periodic(self, done_step: int, evaluated_step: int = -1) -> None:
+        self.periodic_done_step, self.evaluated_step = done_step, evaluated_step
+
+    def mark_periodic_done(self, step: int) -> None:
+        self.periodic_done_step = step
+
+    def mark_evaluated(self, step: int) -> None:
+        self.evaluated_step = step
 
     def _forward_backward(self) -> tuple[float, CommTimes]:
         scale = self.sync.loss_scale(self.global_tokens)
         loss_sum = 0.0
-        remaining = self.batches.shard.deal.micro_batches[self.world.rank]
+        remaining = self.batch_plan.micro_batches[self.world.rank]
         for inputs, targets in self._fetch():
             remaining -= 1
             with self.sync.micro_batch(last=remaining == 0):
@@ -263,16 +253,6 @@ class Trainer:
             comm = self.sync.finish()
         return loss_sum, comm
 
-    def _commit(self) -> None:
-        """What every rank has. Where a round ends with an exchange of its own, others may not have come to its end when
-        this rank has: its steps are theirs, too, when they have all begun another one. That is known later than a short
-        round lasts, so the newest round counts that is known to have ended everywhere."""
-        through = self.outer.common_step(self.progress.step)
-        if self.outer.in_rounds:
-            every = self.outer.round_steps
-            through = min(through, self.recorder.newest_pending // every * every)
-        self.recorder.commit(through)
-
     def _fetch(self) -> Iterator[tuple[Tensor, Tensor]]:
         rows = self.batches.micro_batches(self.progress.cursor)
         while True:
@@ -283,25 +263,42 @@ class Trainer:
                 return
             yield pair
 
-    def _outcome(self, step: int, loss_sum: float) -> StepResult:
+    def _commit(self) -> None:
+        """Commit the steps that every rank has done.
+
+        A round that ends with an exchange of its own may have ended on this rank and not yet on the others: it counts
+        once all ranks have begun another step. That is known later than a short round lasts, so commit up to the newest
+        round that is known to have ended everywhere.
+        """
+        through = self.outer.common_step(self.progress.step)
+        if self.outer.in_rounds:
+            every = self.outer.round_steps
+            through = min(through, self.recorder.newest_pending // every * every)
+        self.recorder.commit(through)
+
+    def _clip(self, step: int, loss_sum: float) -> StepResult:
         with self.timer.phase("optimizer"):
             norm = clip(self.model.parameters(), self.config.train.clip)
         return StepResult(step, loss_sum, norm, self.batches.shard.positions(self.progress.cursor))
 
-    def _update(self, lr: float, own: StepResult) -> None:
-        """Where gradients are summed every rank has the same norm, so all refuse the step here. Elsewhere the others
-        learn of it later: until then this rank goes along, and what it brings to a round stays a number."""
-        if not own.is_sound:
-            self._unsound = self._unsound or own
-        if not math.isfinite(own.norm) and not self.outer.drifts:
-            self._refuse()
+    def _update(self, lr: float, result: StepResult) -> None:
+        """Apply the step, unless its result is not finite.
+
+        Where gradients are summed every rank has the same norm, so all refuse the step here. In the other modes the
+        peers learn of it later: until then this rank continues without updates, so what it sends stays finite.
+        """
+        if not result.is_finite:
+            self._nonfinite = self._nonfinite or result
+        if not math.isfinite(result.norm) and not self.outer.drifts:
+            self._refuse_step()
         with self.timer.phase("optimizer"):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self.fence.applying(self.outer.common_step(own.step)):
-                if self._unsound is None:
+            with self.fence.applying(self.outer.common_step(result.step)):
+                if self._nonfinite is None:
                     self.optimizer.step()
-                self._advance(own.step)
+                self._unsettled.append(self.progress)
+                self.move_to(result.step, self.progress.cursor + self.global_batch)
             self.optimizer.zero_grad(set_to_none=True)
 
     def _outer_step(self, step: int) -> CommTimes:
@@ -309,31 +306,27 @@ class Trainer:
             try:
                 return self.outer.after(step, last=step == self.config.train.steps)
             except NotFinite:
-                self._refuse()
+                self._refuse_step()
                 raise
 
-    def _book(self, phase: str, comm: CommTimes, wait_s: float) -> None:
-        """The end of a phase was communication: a part of it waiting for a peer, the rest the network's."""
+    def _split_comm_time(self, phase: str, comm: CommTimes, wait_s: float) -> None:
+        """Move the communication at the end of a phase to `wait` (for a peer) and `exposed` (the network)."""
         wait_s = min(max(wait_s, 0.0), comm.tail_s)
         self.timer.move(phase, "wait", wait_s)
         self.timer.move(phase, "exposed", comm.tail_s - wait_s)
 
-    def _advance(self, step: int) -> None:
-        self._begun.append(self.progress)
-        self.progress = self.at(step, self.progress.cursor + self.global_batch)
-
     def _settle(self, known: list[StepStats]) -> bool:
-        """Steps of which everybody's figures are in can be committed."""
-        for shared in known:
-            before = self._begun.popleft()
-            loss = shared.loss_sum / self.global_tokens
+        """Propose the steps whose statistics have arrived from all ranks for the next commit."""
+        for stats in known:
+            began = self._unsettled.popleft()
+            loss = stats.loss_sum / self.global_tokens
             if not math.isfinite(loss):
-                self._refuse()
-            self.recorder.propose(before.step + 1, before.cursor, before.cursor + self.global_batch, loss)
-            self._edge |= shared.edge
-        return any(shared.stop for shared in known)
+                self._refuse_step()
+            self.recorder.propose(began.step + 1, began.cursor, began.cursor + self.global_batch, loss)
+            self._leaves_at_boundary |= stats.edge
+        return any(stats.stop for stats in known)
 
-    def _record(self, step: int, exchanges: tuple[CommTimes, ...], **figures: float) -> None:
+    def _record(self, step: int, exchanges: tuple[CommTimes, ...], **fields: float) -> None:
         self.times = self.timer.finish()
         for name, seconds in (
             ("allreduce", [comm.allreduce_s for comm in exchanges if comm.allreduce_s is not None]),
@@ -341,82 +334,36 @@ class Trainer:
         ):
             if seconds:
                 self.times[name] = sum(seconds)
-        self.recorder.step(step, self.times, tokens=self.global_tokens, **figures)
+        self.recorder.step(step, self.times, tokens=self.global_tokens, **fields)
 
-    def _look_for_stragglers(self, known: list[StepStats]) -> None:
-        """All ranks judge alike, so that none repeats what another has said before it left; the first one speaks."""
-        work, exposed_s = self.batches.shard.deal.micro_batches, self.times.get("exposed", 0.0)
-        for shared in known:
-            for slow in self.stragglers.saw(shared.told, work, self.times["step"], exposed_s):
+    def _warn_of_stragglers(self, known: list[StepStats]) -> None:
+        """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""
+        work, exposed_s = self.batch_plan.micro_batches, self.times.get("exposed", 0.0)
+        for stats in known:
+            for slow in self.stragglers.observe(stats.told, work, self.times["step"], exposed_s):
                 if self.world.is_main:
                     self.recorder.warn(slow, step=self.progress.step)
 
-    def _refuse(self) -> None:
-        """Where all ranks have come to know of the same trouble in the same place: they can still tell each other
-        whose it is."""
-        error = refuse(self.world, self._unsound, self.model.parameters(), self.config.train.lr)
+    def _refuse_step(self) -> None:
+        """Raise the error that names the culprits; all ranks get here in the same step and can still exchange."""
+        error = explain_refusal(self.world, self._nonfinite, self.model.parameters(), self.config.train.lr)
         if error is not None:
             raise error
 
-    def _seed_dropout(self, step: int) -> None:
-        """A function of rank and step instead of a running generator: resuming is exact without saving its state."""
-        if self.config.model.dropout:
-            torch.manual_seed((self.config.train.seed + self.world.rank) * 1_000_003 + step)
-
 
 def split(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and the same shifted by one as targets."""
+    """Return inputs, and targets: the same tokens shifted by one."""
     block = torch.from_numpy(rows).to(device)
     return block[:, :-1], block[:, 1:]
 
 
-# SECTION train/exchanges
-# A trainer's exchanges with the other ranks: made from the configuration, and replaced between two steps.
-
-
-@dataclass(frozen=True)
-class Exchanges:
-    sync: GradientSync
-    outer: OuterSync
-    steps: StepGather
-
-
-def make_exchanges(config: Config, model: GPT, world: World, deal: BatchPlan) -> Exchanges:
-    share = deal.share(world.rank)
-    outer = make_outer(config.sync, model, world, weight=share / deal.global_batch)
-    if config.sync.is_outer:
-        sync: GradientSync = NoExchange(model, own_tokens=share * config.model.seq_len)
-    else:
-        sync = make_gradient_sync(config.sync, model, world, tokens=deal.micro_batch * config.model.seq_len)
-    bear_with(world, exchange_timeout_s(config.sync, outer))
-    return Exchanges(sync, outer, StepGather(world, outer.lag_steps))
-
-
-def exchange_timeout_s(sync: SyncConfig, outer: OuterSync) -> float:
-    """A rank that may be so many steps ahead waits for as many steps of the slowest before a rank counts as dead."""
-    return sync.timeout_s * (1 + outer.lag_steps)
-
-
-def change_exchanges(trainer: Trainer, sync: SyncConfig) -> None:
-    """Between two steps, when all ranks are known to have done the last one: what the model holds is common to all."""
-    trainer.sync.close()
-    # What is not needed any more goes before new room is taken: gradients of 124M parameters are 496 MB.
-    trainer.sync = NoExchange(trainer.model)
-    gc.collect()
-    trainer.config = trainer.config.model_copy(update={"sync": sync})
-    made = make_exchanges(trainer.config, trainer.model, trainer.world, trainer.batches.shard.deal)
-    trainer.sync, trainer.outer, trainer.exchange = made.sync, made.outer, made.steps
-    trainer.outer.rewind(trainer.progress.step, flying=0)
-
-
 def describe_exchanges(trainer: Trainer) -> dict[str, object]:
-    """What `start` and `choice` events say of it."""
-    shapes = shapes_of(trainer.model)
+    """Return the fields of `start` and `choice` events about the exchanges."""
     sync = trainer.config.sync
     return {
         "sync": sync.mode,
         "wire": sync.wire,
-        "grad_bytes": grad_bytes(shapes, sync.wire) + trainer.sync.extra_bytes,
+        "grad_bytes": grad_bytes(shapes_of(trainer.model), sync.wire) + trainer.sync.extra_bytes,
         "round_steps": trainer.outer.round_steps,
         "wire_made_by": made_by(sync.wire),
         "inside": trainer.sync.inside.way,
@@ -426,3 +373,88 @@ def describe_exchanges(trainer: Trainer) -> dict[str, object]:
 
 def shapes_of(model: GPT) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(parameter.shape) for parameter in model.parameters())
+
+
+# A step whose loss or gradient is not finite: no rank applies or commits it, and the error names the rank at fault.
+# Ranks exchange whole numbers: the index of a value in these.
+_FINITE = "finite"
+_VALUE_KINDS = (_FINITE, "nan", "inf", "-inf")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One rank's part of a step."""
+
+    step: int
+    loss: float
+    norm: float
+    samples: tuple[int, int]  # Positions of its samples in the global order, `[first, end)`.
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class RefusedStep:
+    """One rank's first result that was not finite, as sent to all ranks. `loss` and `norm` are value kinds."""
+
+    id: int
+    step: int
+    loss: str
+    norm: str
+    samples: tuple[int, int]
+    has_bad_weights: bool = False
+
+
+def explain_refusal(world: World, own: StepResult | None, weights: Iterable[Tensor], lr: float) -> RunFailed | None:
+    """Gather the first non-finite result of every rank; return the same error on all, or None if no rank has any."""
+    has_bad_weights = not all(bool(weight.isfinite().all()) for weight in weights)
+    numbers = [0] * 6
+    if own is not None:
+        kinds = [0 if math.isfinite(value) else _VALUE_KINDS.index(str(value)) for value in (own.loss, own.norm)]
+        numbers = [own.step, *kinds, *own.samples, has_bad_weights]
+    refused = [
+        RefusedStep(world.ids[rank], step, _VALUE_KINDS[loss], _VALUE_KINDS[norm], (first, end), bool(is_bad))
+        for rank, (step, loss, norm, first, end, is_bad) in enumerate(gather(world, numbers))
+        if step
+    ]
+    return explain(refused, world.size, lr) if refused else None
+
+
+def explain(refused: Sequence[RefusedStep], ranks: int, lr: float) -> RunFailed:
+    """Explain the first refused step.
+
+    Look at norms only if every loss was finite: one bad loss spoils the sum of all gradients.
+    """
+    step = min(rank.step for rank in refused)
+    first = [rank for rank in refused if rank.step == step]
+    lower_lr = f"start a new run with a lower rate: --set train.lr={lr / 3:.2g}"
+    what, culprits = "loss", [(rank, rank.loss) for rank in first if rank.loss != _FINITE]
+    if not culprits:
+        what, culprits = "gradient norm", [(rank, rank.norm) for rank in first]
+        lower_lr += ", or use --wire fp32 if a shorter format was used"
+        # A sum of gradients does not tell which rank spoiled it; weights that differ do.
+        bad_weights = [str(rank.id) for rank in refused if rank.has_bad_weights]
+        if 0 < len(bad_weights) < ranks:
+            return RunFailed(
+                f"the gradient norm was not finite in step {step}: weights of rank {' and '.join(bad_weights)} are not "
+                "finite either, and those of the others are; no rank has applied or committed the step",
+                why="the memory or the processor of that machine is at fault",
+                fix="test its memory (memtester 1G 1), then resume from the last checkpoint: shoal train --resume RUN",
+            )
+    if len(culprits) == ranks:
+        return RunFailed(
+            f"the {what} became {culprits[0][1]} in step {step}{' on every rank' if ranks > 1 else ''}",
+            why="the training diverged, most often because the learning rate is too high",
+            fix=lower_lr,
+        )
+    named = " and ".join(
+        f"that of rank {rank.id} on samples {rank.samples[0]} to {rank.samples[1] - 1} became {value}"
+        for rank, value in culprits
+    )
+    return RunFailed(
+        f"a {what} was not finite in step {step}: {named}; no rank has applied or committed the step",
+        why="the values of all other ranks were finite: these samples, or that machine's computation, are at fault",
+        fix=f"resume from the last checkpoint: shoal train --resume RUN. If the same samples fail again, {lower_lr}",
+    )
