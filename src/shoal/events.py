@@ -468,8 +468,7 @@ SUPERVISOR_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_te
 
 
 def schema_of(path: Path) -> Schema | None:
-    """Return the schema for a file's place in a run folder, so that no reader can forget it; None accepts any object.
-    """
+    """Return the schema by the file's place in a run folder, so that no reader can forget it; None accepts all."""
     if path.name == "supervisor.jsonl":
         return SUPERVISOR_EVENTS
     return {"events": RANK_EVENTS, "agents": AGENT_EVENTS}.get(path.parent.name)
