@@ -67,9 +67,34 @@ def _cut(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+class _File:
+    """The path of a file of the run folder, as an attribute of `RunFolder`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
+
+    config = _File("config.toml")
+    manifest = _File("manifest.json")
+    prediction = _File("prediction.json")
+    timings = _File("timings.jsonl")
+    commits = _File("commits.jsonl")
+    checkpoints = _File("checkpoints")
+    tokenizer = _File("tokenizer.json")
+    data = _File("data.json")  # where this node keeps the encoded text, and the text's digest
+    report = _File("report.html")
+    job = _File("job.json")  # the supervisor's job; see `runs.supervisor.RunJob`
+    # The supervisor's events: the only file that shows whether the last launch has ended, and how.
+    supervisor = _File("supervisor.jsonl")
+    chaos = _File("chaos.jsonl")  # faults that were injected on purpose
+    token = _File("token")
 
     @classmethod
     def create(cls, path: Path, is_training: bool = True) -> RunFolder:
@@ -200,62 +225,6 @@ class RunFolder:
             why="its processes end: they have no place for events, logs and checkpoints any more",
             fix="start a new run, and keep its folder until it has ended: shoal stop FOLDER ends one",
         )
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def prediction(self) -> Path:
-        return self.path / "prediction.json"
-
-    @property
-    def timings(self) -> Path:
-        return self.path / "timings.jsonl"
-
-    @property
-    def commits(self) -> Path:
-        return self.path / "commits.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @property
-    def data(self) -> Path:
-        """Where this node keeps the encoded text, and the text's digest."""
-        return self.path / "data.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def job(self) -> Path:
-        """The supervisor's job; see `runs.supervisor.RunJob`."""
-        return self.path / "job.json"
-
-    @property
-    def supervisor(self) -> Path:
-        """The supervisor's events: the only file that shows whether the last launch has ended, and how."""
-        return self.path / "supervisor.jsonl"
-
-    @property
-    def chaos(self) -> Path:
-        """Faults that were injected on purpose."""
-        return self.path / "chaos.jsonl"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
 
     def journal(self, node: str) -> Path:
         """The events of a node's agent."""

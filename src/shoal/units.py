@@ -219,6 +219,11 @@ def rank_list(ids: Iterable[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ids)))}"
 
 
+def rank_names(ids: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 1 and 2`."""
+    return f"rank {ids[0]}" if len(ids) == 1 else f"ranks {join([str(rank) for rank in ids])}"
+
+
 def join(items: list[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 

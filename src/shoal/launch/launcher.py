@@ -13,7 +13,7 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -465,12 +465,20 @@ def stop_note(grace_s: float | None) -> str:
     )
 
 
-@contextlib.contextmanager
-def interruptible(launch: Launch) -> Iterator[None]:
-    """Count signals. The handler does no more, because it may run in the middle of anything."""
+def _run_to_end(
+    launch: Launch,
+    plan: Plan,
+    config: str,
+    data: str = "",
+    script_port: int | None = None,
+    members: MakeMembership | None = None,
+) -> None:
+    """Launch and wait. Signals are only counted, because a handler may run in the middle of anything."""
     before = {signum: signal.signal(signum, launch.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with launch:
+            launch.launch(plan, config, data, script_port, members)
+            launch.wait()
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -498,14 +506,13 @@ def run_ranks(
 
     rank_events = _tail_ranks(run, cluster)
     launch = Launch(run, cluster, log)
-    with interruptible(launch), launch:
-        launch.launch(
-            lambda nodes, rendezvous: plan_ranks(config, folder_of, nodes, rendezvous, resume),
-            config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
-            data=data,
-            members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
-        )
-        launch.wait()
+    _run_to_end(
+        launch,
+        lambda nodes, rendezvous: plan_ranks(config, folder_of, nodes, rendezvous, resume),
+        config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
+        data=data,
+        members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
+    )
     faults = _faults(rank_events)
     ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
     advice = relief(load_config(run.config), launch.ranks)
@@ -531,13 +538,11 @@ def run_module(
 
     rank_events = _tail_ranks(run, cluster)
     launch = Launch(run, cluster, log)
-    with interruptible(launch), launch:
-        launch.launch(
-            lambda nodes, rendezvous: plan_module(config, module, words, folder_of, nodes, rendezvous),
-            config=hashlib.sha256("\0".join((module, *words)).encode()).hexdigest(),
-            data="",
-        )
-        launch.wait()
+    _run_to_end(
+        launch,
+        lambda nodes, rendezvous: plan_module(config, module, words, folder_of, nodes, rendezvous),
+        config=hashlib.sha256("\0".join((module, *words)).encode()).hexdigest(),
+    )
     if launch.interrupts:
         raise Interrupted("interrupted")
     if error := diagnose(launch.ends, _faults(rank_events), _log_tails(launch)):
@@ -570,10 +575,7 @@ def run_script(
         return plan_script(config, argv, nodes, rendezvous, python, user_env)
 
     launch = Launch(run, cluster, log, grace_s=grace_s)
-    with interruptible(launch), launch:
-        digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
-        launch.launch(plan, config=digest, data="", script_port=port)
-        launch.wait()
+    _run_to_end(launch, plan, config=hashlib.sha256("\0".join(argv).encode()).hexdigest(), script_port=port)
     logs = run.path / "logs"
     if launch.interrupts:
         killed = [rank for end in launch.ends if end.by_us for rank in end.ranks]

@@ -25,10 +25,10 @@ class CauseOrder(IntEnum):
 @dataclass(frozen=True)
 class Pattern:
     id: str
-    weight: CauseOrder
     signs: tuple[str, ...]  # texts of which the line holds at least one
     cause: str  # may use the named groups of `regex`, as may `fix`
     fix: str
+    weight: CauseOrder = CauseOrder.CAUSE
     regex: str = ""  # must match the line as well
     check: str = ""  # the id of the doctor's check that finds it beforehand, if there is one
     covers: tuple[str, ...] = ()  # ids of less exact patterns, which are dropped where this one matches

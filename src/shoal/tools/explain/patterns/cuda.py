@@ -7,7 +7,6 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 CUDA = (
     Pattern(
         "cuda.memory",
-        CauseOrder.CAUSE,
         ("CUDA out of memory", "CUDA error: out of memory"),
         cause="the GPU's memory is full: batch, sequences or model are too large for it, or another process uses it",
         fix="see which process uses it: nvidia-smi; then use a smaller micro-batch (shoal: --micro-batch) with more "
@@ -16,7 +15,6 @@ CUDA = (
     ),
     Pattern(
         "cuda.missing",
-        CauseOrder.CAUSE,
         (
             "Torch not compiled with CUDA enabled",
             "No CUDA GPUs are available",
@@ -30,14 +28,12 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl",
-        CauseOrder.CAUSE,
         ("Distributed package doesn't have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
         cause="the program asks for NCCL, which needs GPUs and a CUDA build of torch; CPU ranks exchange over gloo",
         fix="init_process_group('gloo'), or with no name at all: torch then chooses",
     ),
     Pattern(
         "cuda.no-backend",
-        CauseOrder.CAUSE,
         ("No backend type associated with device type",),
         regex=r"associated with device type (?P<device>\w+)",
         cause="a tensor on the device {device} was given to a process group that has no backend for it: one made with "
@@ -47,8 +43,8 @@ CUDA = (
     ),
     Pattern(
         "cuda.watchdog",
-        CauseOrder.LIKELY,
         ("Watchdog caught collective operation timeout",),
+        weight=CauseOrder.LIKELY,
         regex=r"OpType=(?P<what>\w+).*ran for (?P<ms>\d+) milliseconds",
         cause="{what} did not end for {ms} ms, and NCCL's watchdog ended the process: another rank is late, has died, "
         "or is in another collective (a loop of another length, an `if rank`, a long save or evaluation on one rank)",
@@ -58,7 +54,6 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-interface",
-        CauseOrder.CAUSE,
         ("Bootstrap : no socket interface found",),
         cause="NCCL found no network interface to use: NCCL_SOCKET_IFNAME names one that this machine does not have, "
         "or only loopback is up",
@@ -68,8 +63,8 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-internal",
-        CauseOrder.LIKELY,
         ("ncclInternalError",),
+        weight=CauseOrder.LIKELY,
         cause="a check inside NCCL failed; the line after `Last error:` says which. Most often its settings are wrong "
         "(NCCL_TOPO_FILE, NCCL_GRAPH_FILE, NCCL_SOCKET_IFNAME), or the machines have different versions of NCCL",
         fix="run once with NCCL_DEBUG=WARN, which prints what was wrong; see the settings: env | grep ^NCCL_; the "
@@ -77,8 +72,8 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-system",
-        CauseOrder.LIKELY,
         ("ncclSystemError",),
+        weight=CauseOrder.LIKELY,
         cause="a system call of NCCL failed; the line after `Last error:` says which: an address that no "
         "interface has, a connection to a rank that has ended or that a firewall drops, or a full /dev/shm",
         fix="run once with NCCL_DEBUG=INFO; look at the end of the other ranks' logs; check: df -h /dev/shm",
@@ -86,7 +81,6 @@ CUDA = (
     ),
     Pattern(
         "cuda.one-for-two",
-        CauseOrder.CAUSE,
         ("Duplicate GPU detected",),
         regex=r"rank (?P<one>\d+) and rank (?P<other>\d+) both on CUDA device",
         cause="rank {one} and rank {other} were both put on one GPU, and NCCL needs one for each",
@@ -95,7 +89,6 @@ CUDA = (
     ),
     Pattern(
         "cuda.ordinal",
-        CauseOrder.CAUSE,
         ("CUDA error: invalid device ordinal",),
         cause="a rank asked for a GPU by a number that this machine does not have: more ranks than GPUs, or the "
         "global rank was used instead of the local one",
@@ -103,7 +96,6 @@ CUDA = (
     ),
     Pattern(
         "cuda.assertion",
-        CauseOrder.CAUSE,
         ("CUDA error: device-side assert triggered",),
         cause="an index was out of range on the GPU, most often a token or a label that the model has no row for; "
         "what the traceback shows may be a later line",
@@ -112,14 +104,12 @@ CUDA = (
     ),
     Pattern(
         "cuda.two-devices",
-        CauseOrder.CAUSE,
         ("Expected all tensors to be on the same device",),
         cause="one tensor is on the CPU and another on a GPU, or they are on two GPUs",
         fix="move the batch to where the model is: inputs = inputs.to(next(model.parameters()).device)",
     ),
     Pattern(
         "cuda.checkpoint",
-        CauseOrder.CAUSE,
         ("Attempting to deserialize object on a CUDA device",),
         cause="the checkpoint was saved from a GPU and is loaded on a machine without one",
         fix="torch.load(path, map_location='cpu', weights_only=True)",

@@ -15,8 +15,8 @@ _TIMEOUTS = ("gloo.connect-timeout", "gloo.timeout")
 GLOO = (
     Pattern(
         "gloo.connect-timeout",
-        CauseOrder.LIKELY,
         ("Connect timeout",),
+        weight=CauseOrder.LIKELY,
         regex=rf"connectFullMesh failed .*Connect timeout|{_PAIR}Connect timeout",
         cause="two ranks could not connect: one of them waited five times the timeout for the other. In each pair the "
         "higher address connects to the lower one, on a port that changes every time, so a firewall on the machine "
@@ -28,8 +28,8 @@ GLOO = (
     ),
     Pattern(
         "gloo.loopback",
-        CauseOrder.LIKELY,
         ("failed to connect, ", "connectFullMesh failed", "connect [", "Connect timeout ["),
+        weight=CauseOrder.LIKELY,
         regex=rf"(?:{_REFUSED}|{_PAIR}(?:connect (?=.*Connection refused)|Connect timeout ))"
         r"\[(?P<remote>127\.[\d.]+|::1)\]",
         cause="a rank got the address {remote} for another rank, which is its own machine: the other machine's host "
@@ -41,8 +41,8 @@ GLOO = (
     ),
     Pattern(
         "gloo.no-error",
-        CauseOrder.LIKELY,
         ("connectFullMesh failed",),
+        weight=CauseOrder.LIKELY,
         regex=r"pair\.cc:\d+\] no error",
         cause="the connection to another rank was refused (gloo of torch 2.3 to 2.6 prints `no error` for it): this "
         "rank was given an address where the other one does not listen. Most often a machine's host name resolves to "
@@ -54,8 +54,8 @@ GLOO = (
     ),
     Pattern(
         "gloo.loopback-fallback",
-        CauseOrder.HARMLESS,
         ("Unable to resolve hostname to a (local) address",),
+        weight=CauseOrder.HARMLESS,
         cause="this machine's host name has no address, so gloo publishes 127.0.0.1. Between ranks of one machine "
         "that is fine; ranks on other machines cannot reach it",
         fix=f"on every machine, before the start: {_SET_INTERFACE}",
@@ -63,7 +63,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.same-address",
-        CauseOrder.CAUSE,
         ("failed to connect, ",),
         regex=r"willRetry=0, .*local=\[(?P<local>(?!127\.|::1\])[^\]]+)\]:\d+, remote=\[(?P=local)\]",
         cause="a rank got the address {local} for another rank, which is its own address: both machines have an "
@@ -74,8 +73,8 @@ GLOO = (
     ),
     Pattern(
         "gloo.connect-refused",
-        CauseOrder.LIKELY,
         ("failed to connect, ", "connectFullMesh failed", "connect ["),
+        weight=CauseOrder.LIKELY,
         regex=rf"(?:{_REFUSED}|{_PAIR}connect (?=.*Connection refused))\[(?P<remote>(?!127\.|::1)[^\]]+)\]",
         cause="{remote} is there, but no process listens on the port that the rank was given: the other rank has ended "
         "meanwhile, or the address is from an earlier run, in a file or a store that was used again",
@@ -84,7 +83,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.no-route",
-        CauseOrder.CAUSE,
         ("connect: Network is unreachable", "connect: No route to host"),
         regex=r"gloo/transport/tcp",
         cause="a rank published an address to which this machine has no route: gloo took an interface of another "
@@ -95,7 +93,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.interface",
-        CauseOrder.CAUSE,
         ("Unable to find address for: ",),
         regex=r"Unable to find address for: (?P<interface>\S+)",
         cause="GLOO_SOCKET_IFNAME names {interface}, and this machine has no interface of that name, or it has no "
@@ -105,15 +102,14 @@ GLOO = (
     ),
     Pattern(
         "gloo.transport",
-        CauseOrder.CAUSE,
         ("unsupported gloo device",),
         cause="GLOO_DEVICE_TRANSPORT asks for a transport that this torch was not built with; the wheels have no TLS",
         fix="unset GLOO_DEVICE_TRANSPORT; for encryption connect the machines with WireGuard",
     ),
     Pattern(
         "gloo.timeout",
-        CauseOrder.LIKELY,
         ("Timed out waiting",),
+        weight=CauseOrder.LIKELY,
         regex=r"Timed out waiting (?P<ms>\d+)ms for (?P<what>send|recv) operation",
         cause="another rank did not answer for {ms} ms, and its connection was not closed: it is frozen or asleep, "
         "its cable is out, or it is busy elsewhere, such as in another collective or a long evaluation",
@@ -123,7 +119,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.barrier",
-        CauseOrder.CAUSE,
         ("failed to pass monitoredBarrier",),
         regex=r"Ranks? (?P<ranks>[\d, ]*\d) failed to pass monitoredBarrier in (?P<ms>\d+) ms",
         cause="rank {ranks} did not reach the barrier within {ms} ms: it has died, hangs, or took another branch of "
@@ -133,7 +128,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.size-mismatch",
-        CauseOrder.CAUSE,
         ("op.preamble.length <= op.nbytes",),
         regex=r"op\.nbytes\. (?P<received>\d+) vs (?P<expected>\d+)",
         cause="the ranks sent each other blocks of different sizes ({received} and {expected} bytes): a tensor has "
@@ -142,7 +136,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.gather-sizes",
-        CauseOrder.CAUSE,
         ("ProcessGroupGloo::",),
         regex=r"ProcessGroupGloo::(?P<what>\w+): invalid tensor (?:size|type|layout)",
         cause="the tensors given to {what} differ in shape or type, and gloo needs all the same",
@@ -150,14 +143,12 @@ GLOO = (
     ),
     Pattern(
         "gloo.dtype",
-        CauseOrder.CAUSE,
         ("RuntimeError: Invalid scalar type",),
         cause="gloo cannot exchange tensors of this type (float8, complex32, …)",
         fix="convert before the collective: tensor.to(torch.bfloat16), or send its bytes as tensor.view(torch.uint8)",
     ),
     Pattern(
         "gloo.future",
-        CauseOrder.CAUSE,
         ("Work::getFuture not implemented",),
         cause="the program asks a collective for its future, and this one has none: gloo's reduce_scatter, or a "
         "collective of a custom or plugin process group",
@@ -166,7 +157,6 @@ GLOO = (
     ),
     Pattern(
         "gloo.collective-mismatch",
-        CauseOrder.CAUSE,
         ("Detected mismatch between collectives on ranks",),
         regex=_RUNNING.format(rank="one", what="first")
         + ".*?but "
@@ -179,16 +169,16 @@ GLOO = (
     ),
     Pattern(
         "gloo.peer-closed",
-        CauseOrder.CONSEQUENCE,
         ("Connection closed by peer [",),
+        weight=CauseOrder.CONSEQUENCE,
         regex=r"Connection closed by peer \[(?P<peer>[^\]]+)\]",
         cause="the rank at {peer} ended and closed its connections; it failed first, this one is a consequence",
         fix="look at the end of the log of the rank at {peer}",
     ),
     Pattern(
         "gloo.peer-reset",
-        CauseOrder.CONSEQUENCE,
         ("Connection reset by peer", "Broken pipe"),
+        weight=CauseOrder.CONSEQUENCE,
         regex=r"gloo/transport/tcp/.*(?:Read|Write|read|write)[^\[]*\[(?P<peer>[^\]]+)\]",
         cause="the rank at {peer} is suddenly gone: killed (kill -9, out of memory) or crashed; this one is a "
         "consequence",

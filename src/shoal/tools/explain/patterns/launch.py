@@ -7,7 +7,6 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 LAUNCHING = (
     Pattern(
         "launch.variable",
-        CauseOrder.CAUSE,
         ("expected, but not set",),
         regex=r"environment variable (?P<name>\w+) expected, but not set",
         cause="the program was started without a launcher, which sets {name}: the number of the rank, or where the "
@@ -16,7 +15,6 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.local-rank",
-        CauseOrder.CAUSE,
         ("KeyError: 'LOCAL_RANK'", "KeyError: 'RANK'", "KeyError: 'WORLD_SIZE'", "KeyError: 'LOCAL_WORLD_SIZE'"),
         regex=r"KeyError: '(?P<name>\w+)'",
         cause="the program reads {name} from its environment, and was started without a launcher that sets it",
@@ -24,14 +22,12 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.no-group",
-        CauseOrder.CAUSE,
         ("Default process group has not been initialized",),
         cause="the program asks for its rank or exchanges tensors before it has joined a process group",
         fix="call torch.distributed.init_process_group() first, on every rank",
     ),
     Pattern(
         "launch.group-twice",
-        CauseOrder.CAUSE,
         ("trying to initialize the default process group twice",),
         cause="init_process_group was called a second time; a library (Lightning, Accelerate, …) may have made the "
         "first call",
@@ -39,7 +35,6 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.pickle",
-        CauseOrder.CAUSE,
         ("Can't pickle local object", "cannot pickle '", "Can't get local object"),
         cause="spawned processes get their function and arguments as pickle, and one of these cannot be pickled: a "
         "function inside a function, a lambda, an open file",
@@ -47,7 +42,6 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.main-guard",
-        CauseOrder.CAUSE,
         ("An attempt has been made to start a new process before the",),
         cause="every spawned process imports the script again, and the script starts processes while it is imported",
         fix="put what starts them under: if __name__ == '__main__':",
@@ -58,7 +52,6 @@ LAUNCHING = (
 SSH = (
     Pattern(
         "ssh.denied",
-        CauseOrder.CAUSE,
         ("Permission denied (publickey",),
         regex=r"(?:(?P<host>\S+@\S+): )?Permission denied \(publickey",
         cause="{host} refused the login: the user is wrong, or it knows none of your keys",
@@ -67,7 +60,6 @@ SSH = (
     ),
     Pattern(
         "ssh.key-changed",
-        CauseOrder.CAUSE,
         ("ost key for ",),
         regex=r"[Hh]ost key for (?P<host>\S+) has changed",
         cause="the machine at {host} shows another key than last time: it was reinstalled, or it is another machine. "
@@ -78,7 +70,6 @@ SSH = (
     ),
     Pattern(
         "ssh.key-unknown",
-        CauseOrder.CAUSE,
         ("host key is known for", "Host key verification failed"),
         regex=r"host key is known for (?P<host>\S+)|Host key verification failed",
         cause="this machine has never connected to {host} by this name, and ssh cannot ask here whether to trust its "
@@ -88,7 +79,6 @@ SSH = (
     ),
     Pattern(
         "ssh.refused",
-        CauseOrder.CAUSE,
         ("ssh: connect to host",),
         regex=r"connect to host (?P<host>\S+) port (?P<port>\d+): Connection refused",
         cause="{host} is there, but no SSH server listens on its port {port}",
@@ -97,7 +87,6 @@ SSH = (
     ),
     Pattern(
         "ssh.timeout",
-        CauseOrder.CAUSE,
         ("ssh: connect to host",),
         regex=r"to host (?P<host>\S+) port (?P<port>\d+): (?:(?:Connection|Operation) timed out|No route to host)",
         cause="{host} does not answer: it is off or asleep, on another network, or a firewall drops the packets",
@@ -106,7 +95,6 @@ SSH = (
     ),
     Pattern(
         "ssh.name",
-        CauseOrder.CAUSE,
         ("Could not resolve hostname",),
         regex=r"Could not resolve hostname (?P<host>[^:]+):",
         cause="neither the ssh configuration nor the name service knows {host}",
@@ -121,8 +109,8 @@ _FAILED = r"failed \(exitcode: {code}\) local_rank: (?P<rank>\d+)"
 TORCHRUN = (
     Pattern(
         "torchrun.no-host",
-        CauseOrder.LIKELY,
         ("RendezvousConnectionError: The connection to the C10d store has failed",),
+        weight=CauseOrder.LIKELY,
         cause="no torchrun serves the rendezvous: each compares --rdzv-endpoint with its own names and addresses to "
         "see whether it is the host, and none matched; or the host is not running, or cannot be reached",
         fix="on exactly one machine, the one of the endpoint: add --rdzv-conf is_host=true; on the others --rdzv-conf "
@@ -131,7 +119,6 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.join-timeout",
-        CauseOrder.CAUSE,
         ("RendezvousTimeoutError",),
         cause="too few machines joined the rendezvous: --nnodes asks for more than were started in time, or with "
         "another --rdzv-id, or they do not reach the endpoint",
@@ -141,7 +128,6 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.node-rank",
-        CauseOrder.CAUSE,
         ("wait timeout after",),
         regex=r"keys: \S*/torchelastic/(?:role_info|assigned_ranks)",
         cause="all torchruns joined, but two of them have the same --node-rank",
@@ -149,7 +135,6 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.no-script",
-        CauseOrder.CAUSE,
         ("can't open file '",),
         regex=r"can't open file '(?P<file>[^']+)'",
         cause="there is no {file} on this machine: the name is wrong, or the project was not copied here",
@@ -157,7 +142,6 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.hangup",
-        CauseOrder.CAUSE,
         ("SignalException: Process",),
         regex=r"SignalException: Process \d+ got signal: 1\b",
         cause="the terminal or the SSH connection in which torchrun ran was closed, and SIGHUP ended it",
@@ -165,8 +149,8 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.killed",
-        CauseOrder.LIKELY,
         ("failed (exitcode: -9)",),
+        weight=CauseOrder.LIKELY,
         regex=_FAILED.format(code="-9"),
         cause="local rank {rank} was killed with SIGKILL, which leaves no message in its log: most often by the "
         "kernel, because the machine ran out of memory",
@@ -175,8 +159,8 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.crashed",
-        CauseOrder.LIKELY,
         ("failed (exitcode: -",),
+        weight=CauseOrder.LIKELY,
         regex=_FAILED.format(code="-(?P<signal>4|7|8|11)"),
         cause="local rank {rank} crashed inside compiled code (signal {signal}; 11 a bad address, 7 shared memory "
         "that ran out, 4 an instruction this CPU lacks): a broken or mixed installation, an extension, or full "
@@ -186,8 +170,8 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.child-failed",
-        CauseOrder.REPORT,
         ("failed (exitcode: ",),
+        weight=CauseOrder.REPORT,
         regex=_FAILED.format(code=r"(?P<code>\d+|-(?!(?:4|7|8|9|11)\))\d+)"),
         cause="torchrun's summary: local rank {rank} was the first to fail here, with exit code {code}; the others "
         "were ended for it",

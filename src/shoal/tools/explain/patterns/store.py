@@ -11,8 +11,8 @@ _UNREACHED = ("store.refused", "store.dropped", *_NO_ANSWER)
 STORE = (
     Pattern(
         "store.refused",
-        CauseOrder.LIKELY,
         ("failed to connect/validate to host",),
+        weight=CauseOrder.LIKELY,
         # A second attempt means that the first ended before its timeout: the connection was refused.
         regex=_TO_HOST + r"timed out \(try=[1-9].*: The client socket has timed out",
         cause="{host} is there, but nothing listens on its port {port}: rank 0 was not started, started elsewhere or "
@@ -23,8 +23,8 @@ STORE = (
     ),
     Pattern(
         "store.dropped",
-        CauseOrder.LIKELY,
         ("failed to connect/validate to host",),
+        weight=CauseOrder.LIKELY,
         regex=_TO_HOST + r"timed out \(try=0.*: The client socket has timed out",
         cause="nothing came back from {host} port {port}, not even a refusal: a firewall there drops the packets, or "
         "the machine is off or asleep",
@@ -34,8 +34,8 @@ STORE = (
     ),
     Pattern(
         "store.no-answer",
-        CauseOrder.LIKELY,
         ("Error: The client socket has timed out after",),
+        weight=CauseOrder.LIKELY,
         regex=r"while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
         cause="no process answered at {host} port {port}, where rank 0 should serve the store: it does not run, or a "
         "firewall blocks the port",
@@ -46,8 +46,8 @@ STORE = (
     ),
     Pattern(
         "store.retrying",
-        CauseOrder.HARMLESS,
         ("failed to connect/validate to host",),
+        weight=CauseOrder.HARMLESS,
         regex=_TO_HOST + r"retrying \(try=",
         cause="the store at {host} port {port} was not served yet, and this rank tries again: rank 0 starts more "
         "slowly",
@@ -55,7 +55,6 @@ STORE = (
     ),
     Pattern(
         "store.unreachable",
-        CauseOrder.CAUSE,
         ("The client socket has failed to connect to any network address of",),
         regex=r"(?:timed out \(|Error: ).*any network address of \((?P<host>[^,]+), (?P<port>\d+)\)"
         r".*errno: \d+ - (?P<error>[^)]+)",
@@ -69,8 +68,8 @@ STORE = (
     ),
     Pattern(
         "store.name",
-        CauseOrder.LIKELY,
         ("cannot be retrieved (gai error",),
+        weight=CauseOrder.LIKELY,
         regex=r"addresses of \((?P<host>[^,]+), \d+\) cannot be retrieved \(gai error: -?\d+ - (?P<error>[^)]+)\)",
         cause="this machine cannot resolve the name {host} ({error})",
         fix="set MASTER_ADDR to the address of rank 0 instead of its name; on that machine: ip -br addr",
@@ -79,7 +78,6 @@ STORE = (
     ),
     Pattern(
         "store.port-taken",
-        CauseOrder.CAUSE,
         ("EADDRINUSE", "Address already in use"),
         regex=r"failed to listen .*?(?:port: |\]:)(?P<port>\d+)(?:,.* EADDRINUSE| \(errno: 98)|\[Errno 98\]"
         r"|RuntimeError: Address already in use",
@@ -92,7 +90,6 @@ STORE = (
     ),
     Pattern(
         "store.port-denied",
-        CauseOrder.CAUSE,
         ("name: EACCES",),
         regex=r"port: (?P<port>\d+)",
         cause="this user may not listen on port {port}: ports below 1024 are reserved for root",
@@ -100,7 +97,6 @@ STORE = (
     ),
     Pattern(
         "store.missing-clients",
-        CauseOrder.CAUSE,
         ("waiting for clients.",),
         regex=r"after (?P<seconds>\d+) seconds waiting for clients\. (?P<here>\d+)/(?P<all>\d+) clients joined",
         cause="only {here} of {all} ranks connected to the store within {seconds} s: the others were not started, died "
@@ -110,7 +106,6 @@ STORE = (
     ),
     Pattern(
         "store.rank-missing",
-        CauseOrder.CAUSE,
         ("wait timeout after",),
         regex=r"wait timeout after (?P<ms>\d+)ms, keys: \S*/(?:cpu|cuda)//\d+/(?P<rank>\d+)",
         cause="all ranks wait for rank {rank}, which never wrote its address: it was not started or died early, two "
@@ -121,8 +116,8 @@ STORE = (
     ),
     Pattern(
         "store.key-timeout",
-        CauseOrder.LIKELY,
         ("wait timeout after",),
+        weight=CauseOrder.LIKELY,
         regex=r"wait timeout after (?P<ms>\d+)ms, keys: (?P<keys>/(?!\S*(?:torchelastic/|/(?:cpu|cuda)//)).*)",
         cause="no rank wrote {keys} into the store within {ms} ms: the rank that should is late, dead or elsewhere in "
         "the program",
@@ -130,8 +125,8 @@ STORE = (
     ),
     Pattern(
         "store.gone",
-        CauseOrder.CONSEQUENCE,
         ("Bytes failed on", "recvValueWithTimeout failed on", "DistNetworkError: "),
+        weight=CauseOrder.CONSEQUENCE,
         regex=r"(?:Bytes|WithTimeout) failed on|Error: (?:Connection reset by peer|Broken pipe|Failed to recv)",
         cause="the process that served the store is gone: the machine of rank 0, or the torchrun on it, failed first",
         fix="look at the end of the log on the machine of rank 0",
@@ -139,8 +134,8 @@ STORE = (
     ),
     Pattern(
         "store.reverse-dns",
-        CauseOrder.HARMLESS,
         ("The hostname of the client socket cannot be retrieved",),
+        weight=CauseOrder.HARMLESS,
         cause="torch looks up the names of addresses to print them, and addresses of this network have none. Nothing "
         "fails; but the store waits for each look-up, for seconds if the name server is dead, and prints wrong "
         "addresses in later lines",

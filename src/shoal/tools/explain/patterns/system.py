@@ -7,7 +7,6 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 SYSTEM = (
     Pattern(
         "memory.allocation",
-        CauseOrder.CAUSE,
         ("DefaultCPUAllocator: ", "_ArrayMemoryError: Unable to allocate", "MemoryError"),
         regex=r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Unable to allocate|^(?:\S+: )?MemoryError",
         cause="the machine has too little free memory for one allocation: batch, sequences or model are too large, "
@@ -17,7 +16,6 @@ SYSTEM = (
     ),
     Pattern(
         "memory.killed",
-        CauseOrder.CAUSE,
         ("ut of memory: Killed process", "ut of memory: Kill process", "oom-kill:"),
         regex=r"[Kk]ill(?:ed)? process (?P<pid>\d+) \((?P<name>[^)]+)\)|oom-kill:",
         cause="the kernel ran out of memory (of the machine, or of a control group) and ended process {pid}, {name}; "
@@ -29,7 +27,6 @@ SYSTEM = (
     ),
     Pattern(
         "memory.slurm",
-        CauseOrder.CAUSE,
         ("oom-kill event", "oom_kill event", ": Out Of Memory"),
         regex=r"Detected \d+ oom[-_]kill event\S* in (?:StepId=|step )(?P<step>\d+\S*?)[.,]?(?=\s|$)"
         r"|srun: error: \S+: tasks? [\d,-]+: Out Of Memory",
@@ -42,8 +39,8 @@ SYSTEM = (
     ),
     Pattern(
         "memory.silent-kill",
-        CauseOrder.LIKELY,
         ("Killed",),
+        weight=CauseOrder.LIKELY,
         regex=r"(?:^|[\]:|] *)Killed *$|\bline \d+: +\d+ Killed ",
         cause="the shell reports that a process was killed with SIGKILL, which leaves no other message: most often by "
         "the kernel, because the machine or the container ran out of memory; or by kill -9, or a job manager",
@@ -53,7 +50,6 @@ SYSTEM = (
     ),
     Pattern(
         "disk.full",
-        CauseOrder.CAUSE,
         ("No space left on device", "inline_container.cc", "iostream error"),
         regex=r"No space left on device|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error",
         cause="the disk is full, and the file is cut short (torch.save prints only `unexpected pos` or `iostream "
@@ -63,7 +59,6 @@ SYSTEM = (
     ),
     Pattern(
         "disk.read-only",
-        CauseOrder.CAUSE,
         ("Read-only file system",),
         cause="the folder is on a file system that is mounted read-only; the kernel does that when a disk has errors",
         fix="write elsewhere (shoal: --out); look: sudo dmesg | grep -i 'remount'; findmnt -T FOLDER",
@@ -71,8 +66,8 @@ SYSTEM = (
     ),
     Pattern(
         "system.bus-error",
-        CauseOrder.LIKELY,
         ("Bus error",),
+        weight=CauseOrder.LIKELY,
         regex=r"(?:^|[\]:|] *)Bus error(?: \(core dumped\))? *$|\bline \d+: +\d+ Bus error "
         r"|Fatal Python error: Bus error",
         cause="a process used shared memory or a mapped file that has no storage behind it: /dev/shm is full (in a "
@@ -81,7 +76,6 @@ SYSTEM = (
     ),
     Pattern(
         "system.files",
-        CauseOrder.CAUSE,
         ("Too many open files",),
         cause="this process has reached its limit of open files and sockets; many ranks and data workers need more "
         "than the usual 1024",
@@ -91,7 +85,6 @@ SYSTEM = (
     ),
     Pattern(
         "system.threads",
-        CauseOrder.CAUSE,
         ("RuntimeError: can't start new thread", "libgomp: Thread creation failed"),
         cause="this user or container has reached its limit of processes and threads",
         fix="see the limit: ulimit -u; the use: ps -eLf | wc -l; set OMP_NUM_THREADS to cores ÷ ranks, and use fewer "
@@ -103,10 +96,9 @@ SYSTEM = (
 def _own(name: str, sign: str, cause: str, check: str = "", fix: str = "read its log", regex: str = "") -> Pattern:
     return Pattern(
         f"shoal.{name}",
-        CauseOrder.CAUSE,
         (sign,),
-        cause,
-        fix,
+        cause=cause,
+        fix=fix,
         regex=regex,
         check=check,
         covers=("shoal.error",),
@@ -178,8 +170,8 @@ SHOAL = (
     ),
     Pattern(
         "shoal.error",
-        CauseOrder.REPORT,
         ("error: ",),
+        weight=CauseOrder.REPORT,
         cause="",
         fix="",
         regex=r"(?:^|\] )error: (?P<seen>\S.*)",

@@ -7,7 +7,6 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 TRAINING = (
     Pattern(
         "ddp.unused-parameters",
-        CauseOrder.CAUSE,
         ("Expected to have finished reduction in the prior iteration",),
         cause="some parameters of the model were not used for the loss, so they got no gradients and DDP still waits "
         "for them; the lines below name them by index",
@@ -16,7 +15,6 @@ TRAINING = (
     ),
     Pattern(
         "ddp.different-models",
-        CauseOrder.CAUSE,
         ("appears not to match sizes of the same param in process 0", "DDP expects same model across all ranks"),
         cause="the ranks built different models: one has another size, number of layers or vocabulary",
         fix="build the model from the same configuration and the same files everywhere; compare sum(p.numel() for p "
@@ -24,14 +22,12 @@ TRAINING = (
     ),
     Pattern(
         "ddp.nothing-to-train",
-        CauseOrder.CAUSE,
         ("DistributedDataParallel is not needed when a module doesn't have any parameter",),
         cause="every parameter of the model is frozen, so there are no gradients to exchange",
         fix="unfreeze what is to be trained before wrapping: parameter.requires_grad_(True); or do not wrap it",
     ),
     Pattern(
         "train.nan",
-        CauseOrder.CAUSE,
         ("returned nan values in its",),
         regex=r"Function '(?P<name>\w+)' returned nan",
         cause="a gradient became NaN in {name}: a root or logarithm of zero, a division by zero, or a training that "
@@ -41,7 +37,6 @@ TRAINING = (
     ),
     Pattern(
         "train.state-dict",
-        CauseOrder.CAUSE,
         ("Error(s) in loading state_dict for",),
         regex=r"loading state_dict for (?P<model>\w+)",
         cause="the checkpoint does not fit this {model}: names or shapes differ (the next lines list them). Names that "
@@ -51,7 +46,6 @@ TRAINING = (
     ),
     Pattern(
         "train.token-range",
-        CauseOrder.CAUSE,
         ("IndexError: index out of range in self",),
         cause="a token's number is beyond the size of the embedding: the text was encoded with another tokenizer than "
         "the model's, or a position lies beyond the context",
@@ -59,14 +53,12 @@ TRAINING = (
     ),
     Pattern(
         "train.compiler",
-        CauseOrder.CAUSE,
         ("InvalidCxxCompiler", "No working C++ compiler found"),
         cause="torch.compile needs a C++ compiler on every machine, and this one has none",
         fix="sudo apt install g++   (or run without torch.compile: TORCHDYNAMO_DISABLE=1)",
     ),
     Pattern(
         "train.short-library",
-        CauseOrder.CAUSE,
         (": file too short", ": cannot read file data"),
         regex=r"(?P<file>/[^\s:'\"]+\.so[\d.]*): (?:file too short|cannot read file data)",
         cause="the compiled file {file} is incomplete: the disk was full, or a process was killed while it wrote it. "
@@ -77,7 +69,6 @@ TRAINING = (
     ),
     Pattern(
         "data.shared-memory",
-        CauseOrder.CAUSE,
         (
             "unable to allocate shared memory(shm)",
             "Unexpected bus error encountered in worker",
@@ -91,15 +82,14 @@ TRAINING = (
     ),
     Pattern(
         "data.worker-killed",
-        CauseOrder.LIKELY,
         ("DataLoader worker (pid",),
+        weight=CauseOrder.LIKELY,
         cause="a worker process of a DataLoader was killed, most often because the machine ran out of memory",
         fix="use fewer workers or smaller batches; ask the kernel: sudo dmesg | grep -i 'killed process'",
         check="memory.free",
     ),
     Pattern(
         "python.module",
-        CauseOrder.CAUSE,
         ("ModuleNotFoundError: No module named ",),
         regex=r"No module named '(?P<name>[^']+)'",
         cause="the Python that ran this has no {name}: it is not installed there, or another environment was used "
