@@ -42,7 +42,7 @@ def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> N
     run = tmp_path / "run"
     train_tiny(run, "--steps", "1")
     os.truncate(run / "tokenizer.json", 100)
-    done = shoal("train", "--resume", run)
+    done = shoal("train", "--resume", run, "--steps", "2")
     assert done.returncode == 2
     assert f"error: {run / 'tokenizer.json'} is not a tokenizer: " in done.stderr
     assert "why:  the file is damaged, or something else wrote it" in done.stderr

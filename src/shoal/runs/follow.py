@@ -104,7 +104,7 @@ def _poll_while(condition: Callable[[], bool], supervisor: Supervisor, log: Supe
 
 
 @contextlib.contextmanager
-def kept(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
+def forwarding_signals(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
     """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started."""
 
     def pass_on(signum: int, frame: FrameType | None) -> None:

@@ -35,7 +35,7 @@ from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
-from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, kept
+from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
@@ -207,7 +207,7 @@ def _train(
         rank_events, log = RunEvents(run), SupervisorLog.from_now(run)
         stack.enter_context(contextlib.closing(display := watch(config)))
         display([{"event": "note", "rank": None, "text": text} for text in notes])
-        supervisor = stack.enter_context(kept(lambda: start_supervisor(run, job, lock)))
+        supervisor = stack.enter_context(forwarding_signals(lambda: start_supervisor(run, job, lock)))
         lock_scope.close()
         if detach:
             await_running(supervisor, log, display)
@@ -288,7 +288,7 @@ def run_anything(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -
     with contextlib.ExitStack() as lock_scope, contextlib.ExitStack() as relay_scope:
         lock = lock_scope.enter_context(run.held())
         stdin = relay_scope.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
-        with kept(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
+        with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
             lock_scope.close()
             if stdin is not None:
                 os.close(stdin)
