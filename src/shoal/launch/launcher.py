@@ -277,7 +277,7 @@ class Launch:
         if self._asked_to_end_at is not None and time.monotonic() - self._asked_to_end_at > _END_WITHIN_S:
             for agent in stuck:
                 agent.done = agent.abandoned = True
-                self._lose_agent(agent, agent.lost or "it did not end when it was told to")
+                self._lose_agent(agent, agent.lost or "it did not end when it was asked to")
 
     def _send(self, request: str) -> None:
         for agent in self.agents:
@@ -589,7 +589,7 @@ def run_script(
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
     if any(end.code == Interrupted.exit_code for end in launch.ends):
-        raise Interrupted("a rank says that it was interrupted", fix=f"look at {logs}")
+        raise Interrupted("a rank reports that it was interrupted", fix=f"look at {logs}")
     _refuse_killed(launch.ends)
     if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined:
         log.write("note", text=never_met(launch.ranks))
@@ -612,7 +612,7 @@ def _refuse_killed(ends: Iterable[ProcessEnd]) -> None:
     """Raise where an agent killed its ranks without an order of the launcher: it was ended on its own machine."""
     if nodes := {end.node for end in ends if end.by_us}:
         raise Interrupted(
-            f"the ranks on {', '.join(sorted(nodes))} were ended from outside", why="an agent was told to end at once"
+            f"the ranks on {', '.join(sorted(nodes))} were ended from outside", why="an agent was asked to end at once"
         )
 
 
