@@ -18,7 +18,7 @@ from shoal.control.channel import Channel, Message, accept, dial, seal
 from shoal.control.handshake import introduce
 from shoal.data.prepare import create_run
 from shoal.run_folder import RunFolder
-from shoal.runs.supervisor import training_cargo
+from shoal.runs.supervisor import training_files
 from tests.programs import TINY, shoal_command
 
 CODE = "abcdefghjkmnpqrs"
@@ -35,7 +35,7 @@ class LyingHost:
     """A host that does everything right but for one change in each message of a kind."""
 
     def __init__(self, run: RunFolder, changes: dict[str, Change], late: bool = False, hold_s: float = 0.0) -> None:
-        self.cargo = training_cargo(run)
+        self.cargo = training_files(run)
         self._changes = changes
         self._late = late
         self._hold_s = hold_s

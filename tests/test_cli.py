@@ -22,7 +22,7 @@ from shoal.cli.main import main, take_debug
 from shoal.config.load import load_config, to_toml
 from shoal.errors import DataError
 from shoal.run_folder import RunFolder
-from shoal.runs.supervisor import training_cargo
+from shoal.runs.supervisor import training_files
 from shoal.tools.report.replicas import compare_replicas
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 from tests.run_samples import make_run, start
@@ -290,7 +290,7 @@ def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[
         (["--set", "run.thread=1"], "unknown setting run.thread", "did you mean 'run.threads'?"),
         (["--set", "run.weights=1/1/1"], "run.weights=1/1/1 does not fit 2 ranks", "one number"),
         (["--set", "train.steps=7", "--steps", "8"], "train.steps is given twice", "only one"),
-        (["--steps", "3"], "has done 4 steps already, more than 3", "never back"),
+        (["--steps", "3"], "has done 4 steps already, more than 3", "never goes back"),
         ([], "is finished: it has done its 4 steps", "nothing left to train"),
         (["--json"], "is finished: it has done its 4 steps", "nothing left to train"),
     ],
@@ -340,7 +340,7 @@ def test_settings_change_for_the_rest_of_a_run(run: tuple[Path, dict[str, Any]],
     assert "complete: 8 steps" in verified.stdout
     assert shoal("report", folder).returncode == 0
     # Every machine is sent the settings as they are now.
-    assert training_cargo(RunFolder(folder)).texts(defaultdict(str))["config.toml"] == to_toml(config)
+    assert training_files(RunFolder(folder)).texts(defaultdict(str))["config.toml"] == to_toml(config)
 
 
 @pytest.mark.parametrize(

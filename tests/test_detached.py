@@ -357,7 +357,7 @@ def test_what_keeps_a_run_from_starting_is_said_before_it_is_let_go(tmp_path: Pa
 def test_a_rank_that_says_it_was_interrupted_is_believed(tmp_path: Path) -> None:
     done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, "raise SystemExit(130)"))
     assert done.returncode == 130
-    assert "error: a rank says that it was interrupted" in done.stderr
+    assert "error: a rank reports that it was interrupted" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["attach", "logs", "stop"])

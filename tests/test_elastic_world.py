@@ -17,7 +17,7 @@ from shoal.config.schema import MembersConfig
 from shoal.control.orders import membership
 from shoal.control.processes import find
 from shoal.events import EventLog, read_events
-from shoal.launch.failure import ProcessEnd, failure, outlived
+from shoal.launch.failure import ProcessEnd, diagnose, drop_survived
 from shoal.launch.launcher import Launch
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
@@ -54,7 +54,7 @@ class RunningLaunch:
             self.world.launch(
                 self._plan, config="c", data="d", members=lambda ranks, above: membership(MembersConfig(), above, 16)
             )
-            self.world.see_through()
+            self.world.wait()
 
     def _plan(self, nodes: list[Node], meeting: Rendezvous) -> list[RankCommand]:
         return [
@@ -86,7 +86,7 @@ class RunningLaunch:
         self._thread.join(60)
         assert not self._thread.is_alive(), self.notes()
         assert find(self.run.path) == []
-        return self.world.endings
+        return self.world.ends
 
 
 @pytest.mark.long
@@ -96,8 +96,8 @@ def test_a_lost_agent_is_no_failure_when_the_others_finish(tmp_path: Path) -> No
     os.kill(launch.agent("node2"), signal.SIGKILL)
     endings = launch.end()
     assert {ending.name: ending.code for ending in endings} == {"rank-0": 0, "rank-1": -signal.SIGKILL}
-    assert failure(endings, {}, {}) is not None
-    assert failure(outlived(endings), {}, {}) is None
+    assert diagnose(endings, {}, {}) is not None
+    assert diagnose(drop_survived(endings), {}, {}) is None
     assert len([note for note in launch.notes() if note.startswith("node2 is gone")]) == 1
 
 
@@ -120,7 +120,7 @@ def test_who_was_lost_on_the_way_is_outlived_by_those_that_ended_well() -> None:
     killed, gone, guest = ending(1, -9), ending(1, -9, lost="its agent was killed"), ending(1, -9, by_us=True)
     raised = ending(1, 3)
     for lost in (killed, gone, guest):
-        assert outlived([good, lost]) == [good]
-        assert outlived([stopped, lost]) == [stopped]
-    assert outlived([good, raised]) == [good, raised], "a rank that raised is a failure all the same"
-    assert outlived([killed, gone]) == [killed, gone], "nobody finished"
+        assert drop_survived([good, lost]) == [good]
+        assert drop_survived([stopped, lost]) == [stopped]
+    assert drop_survived([good, raised]) == [good, raised], "a rank that raised is a failure all the same"
+    assert drop_survived([killed, gone]) == [killed, gone], "nobody finished"

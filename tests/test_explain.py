@@ -28,7 +28,7 @@ from shoal.tools.explain.explain import (
     true_port,
     with_true_ports,
 )
-from shoal.tools.explain.pattern import CauseOrder
+from shoal.tools.explain.pattern import CauseOrder, fill_in
 from shoal.tools.explain.patterns import PATTERNS
 from tests.failures.bench import Bench, place, wrong
 from tests.failures.catalogue import DOCUMENT, renewed
@@ -90,7 +90,7 @@ def test_patterns_name_what_there_is() -> None:
     for pattern in PATTERNS:
         assert pattern.check in ("", *CHECK_IDS_CHECKS), pattern.id
         assert set(pattern.covers) | set(pattern.only_with) <= BY_ID.keys(), pattern.id
-        said = pattern.say(pattern.cause + pattern.fix, {})
+        said = fill_in(pattern.cause + pattern.fix, {})
         assert "GLOO_PORT_RANGE" not in said or "does not exist" in said
 
 

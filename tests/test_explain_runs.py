@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import RunFailed, ShoalError
 from shoal.events import EventLog
-from shoal.launch.failure import failure
+from shoal.launch.failure import diagnose
 from shoal.run_folder import RunFolder
 from shoal.tools.explain.explain import Findings, explain_run, put_into_words
 from tests.failures.bench import HERE, WRONG
@@ -33,7 +33,7 @@ def in_words(*names: str, why: str = "", fix: str = "") -> RunFailed:
 
 def test_cause_and_fix_come_before_what_was_said() -> None:
     error = in_words("ddp.unused-parameters", why="rank 0 failed too", fix="read its log: less rank-1.log")
-    assert error.why.startswith("some parameters of the model had no part in the loss")
+    assert error.why.startswith("some parameters of the model were not used for the loss")
     assert error.why.endswith("(ddp.unused-parameters)\nrank 0 failed too")
     assert error.fix.startswith("DistributedDataParallel(model, find_unused_parameters=True)")
     assert error.fix.endswith("; read its log: less rank-1.log")
@@ -60,11 +60,11 @@ def logs_of(error: object) -> tuple[str, ...]:
 
 def test_only_an_error_without_a_reason_asks_for_one() -> None:
     ends = [ending(1, 1, order=0, log="one"), ending(0, 1, order=1, log="zero")]
-    assert logs_of(failure(ends, {}, {})) == ("one", "zero")
-    assert logs_of(failure(ends, {1: fault(1, "RunFailed")}, {})) == ("one", "zero")
-    assert logs_of(failure(ends, {1: fault(1, "RunFailed", why="it diverged")}, {})) == ()
-    assert logs_of(failure([ending(1, -9, order=0, log="one")], {}, {})) == ()
-    assert logs_of(failure([ending(1, -9, order=0, log="one", lost="asleep")], {}, {})) == ()
+    assert logs_of(diagnose(ends, {}, {})) == ("one", "zero")
+    assert logs_of(diagnose(ends, {1: fault(1, "RunFailed")}, {})) == ("one", "zero")
+    assert logs_of(diagnose(ends, {1: fault(1, "RunFailed", why="it diverged")}, {})) == ()
+    assert logs_of(diagnose([ending(1, -9, order=0, log="one")], {}, {})) == ()
+    assert logs_of(diagnose([ending(1, -9, order=0, log="one", lost="asleep")], {}, {})) == ()
 
 
 def explained(run: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_script_that_fails_is_explained_at_its_end(tmp_path: Path) -> None:
     done = shoal("run", "--out", run, WRONG, "unused_parameters")
     error = done.stderr[done.stderr.index("error: ") :]
     assert done.returncode == 1
-    assert error.count("had no part in the loss") == 1
+    assert error.count("were not used for the loss") == 1
     assert "(ddp.unused-parameters)" in error
     assert "next: DistributedDataParallel(model, find_unused_parameters=True)" in error
     assert error.count("read its log: less ") == 1

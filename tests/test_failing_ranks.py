@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shoal.control.processes import AGENT, find
-from shoal.launch.failure import ProcessEnd, failure
+from shoal.launch.failure import ProcessEnd, diagnose
 from shoal.runs.manage import end_processes
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
 
@@ -42,7 +42,7 @@ def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> N
     run = tmp_path / "run"
     train_tiny(run, "--steps", "1")
     os.truncate(run / "tokenizer.json", 100)
-    done = shoal("train", "--resume", run)
+    done = shoal("train", "--resume", run, "--steps", "2")
     assert done.returncode == 2
     assert f"error: {run / 'tokenizer.json'} is not a tokenizer: " in done.stderr
     assert "why:  the file is damaged, or something else wrote it" in done.stderr
@@ -60,7 +60,7 @@ def fault(rank: int, kind: str, why: str = "") -> dict[str, Any]:
 
 def test_the_cause_is_named_even_when_its_consequence_was_seen_first() -> None:
     faults = {0: fault(0, "PeerLost"), 1: fault(1, "RunFailed")}
-    error = failure([ending(0, 3, order=0), ending(1, 3, order=1)], faults, {"rank-1": "its last words"})
+    error = diagnose([ending(0, 3, order=0), ending(1, 3, order=1)], faults, {"rank-1": "its last words"})
     assert error is not None
     assert error.seen == "rank 1 broke"
     assert error.why == "rank 0 then ended because a peer was gone\nthe end of its log:\nits last words"
@@ -68,20 +68,20 @@ def test_the_cause_is_named_even_when_its_consequence_was_seen_first() -> None:
 
 def test_a_process_that_stands_for_many_ranks_is_explained_by_the_one_that_broke() -> None:
     faults = {0: fault(0, "PeerLost"), 1: fault(1, "DataError", why="cut short"), 2: fault(2, "PeerLost")}
-    error = failure([ProcessEnd("torchrun", "here", (0, 1, 2), 1, 0)], faults, {"torchrun": "a long log"})
+    error = diagnose([ProcessEnd("torchrun", "here", (0, 1, 2), 1, 0)], faults, {"torchrun": "a long log"})
     assert error is not None
     assert (error.exit_code, error.seen, error.why) == (2, "rank 1 broke", "cut short")
 
 
 def test_ranks_that_we_ended_are_nobodys_failure() -> None:
-    assert failure([ending(0, 0, order=0), ending(1, -9, order=1, by_us=True)], {}, {}) is None
+    assert diagnose([ending(0, 0, order=0), ending(1, -9, order=1, by_us=True)], {}, {}) is None
 
 
 @pytest.mark.parametrize(
     ("code", "how"), [(7, "exit code 7"), (-11, "killed by SIGSEGV"), (-40, "killed by signal 40")]
 )
 def test_how_a_process_ended_is_said_in_words(code: int, how: str) -> None:
-    error = failure([ending(0, code, order=0, log="/a b/rank-0.log")], {}, {})
+    error = diagnose([ending(0, code, order=0, log="/a b/rank-0.log")], {}, {})
     assert error is not None
     assert error.seen.startswith("rank 0 on here")
     assert error.seen.endswith(how)

@@ -30,7 +30,7 @@ from shoal.data.sampling import TokenHeader, _pack, open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.events import EventLog, EventTail, read_events
-from shoal.launch.failure import failure
+from shoal.launch.failure import diagnose
 from shoal.launch.launcher import AgentHandle, Launch, _faults
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
@@ -126,11 +126,11 @@ def watch_all(content: bytes, folder: Path) -> None:
     with contextlib.suppress(ShoalError):
         keeping.raise_error()
     with contextlib.closing(world.log), contextlib.suppress(ShoalError):
-        world._look()
+        world._poll()
     tails = [EventTail(run.events(0))]
-    failure(world.endings, _faults(tails), {})
+    diagnose(world.ends, _faults(tails), {})
     describe(run.path, [])
-    assert all(ending.name == "rank-0" for ending in world.endings)
+    assert all(ending.name == "rank-0" for ending in world.ends)
 
 
 class LiveLink(AgentLink):
@@ -151,7 +151,7 @@ def watching_world(run: RunFolder) -> Launch:
     """The launcher's view of a run of one rank that is under way."""
     node = Node("node1", "127.0.0.1", None, slots=1, cores=1)
     world = Launch(run, LocalCluster(1), EventLog(run.path / "told.jsonl", 0), launch_id="L")
-    world.posts = [AgentHandle(node, LiveLink(), EventTail(run.journal("node1")))]
+    world.agents = [AgentHandle(node, LiveLink(), EventTail(run.journal("node1")))]
     world.commands = [RankCommand("rank-0", node, (0,), ("python",), {})]
     return world
 

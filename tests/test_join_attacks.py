@@ -31,7 +31,7 @@ from shoal.data.sampling import open_tokens, write_tokens
 from shoal.errors import ControlError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
-from shoal.runs.supervisor import training_cargo
+from shoal.runs.supervisor import training_files
 from tests.join_attacks import CODE, Change, LyingGuest, LyingHost, joining, make_training
 from tests.programs import TINY, set_flags, shoal, shoal_command
 from tests.runs_checks import wait_until
@@ -229,7 +229,7 @@ class Cache:
     def __init__(self, machine: Machine, training: RunFolder) -> None:
         self.folder = machine.home / "cache" / "shoal" / "joined"
         self.folder.mkdir(parents=True)
-        for name, path in training_cargo(training).files.items():
+        for name, path in training_files(training).files.items():
             shutil.copy(path, self.folder / name)
 
     def content(self) -> dict[str, bytes]:
@@ -245,9 +245,9 @@ NOT_NAMED = "the text that the host sent is not the one that it names"
 def make_other_text(folder: Path, training: RunFolder) -> RunFiles:
     """A usable text of another size, under the names of the one in `training`."""
     config = build_config(flags=merge(map(parse_set, (*TINY, "data.sentences=900", "data.seed=9"))))
-    files = training_cargo(create_run(config, folder, 2)).files
+    files = training_files(create_run(config, folder, 2)).files
     by_part = {name.rpartition("-")[2]: path for name, path in files.items()}
-    true = training_cargo(training)
+    true = training_files(training)
     return RunFiles(files={name: by_part[name.rpartition("-")[2]] for name in true.files}, texts=true.texts)
 
 
@@ -334,7 +334,7 @@ def test_a_damaged_text_in_the_cache_is_fetched_again(part: str, tmp_path: Path,
 @pytest.mark.long
 def test_a_text_whose_header_lies_is_refused(tmp_path: Path, training: RunFolder) -> None:
     """The digest is of the payload: read with another type it would be another text under the same name."""
-    machine, true = Machine(tmp_path), training_cargo(training)
+    machine, true = Machine(tmp_path), training_files(training)
     name, path = next((name, path) for name, path in true.files.items() if name.endswith("-train"))
     text, forged = open_tokens(path), tmp_path / "forged"
     about = text.header
@@ -361,9 +361,9 @@ def test_a_text_that_is_not_what_it_is_called_is_not_left_in_the_cache(tmp_path:
     machine = Machine(tmp_path)
     with LyingHost(training, {"welcome": rename}) as host:
         host.cargo = RunFiles(
-            files={"0" * 64 + name[64:]: path for name, path in training_cargo(training).files.items()},
-            texts=lambda places: training_cargo(training).texts(
-                {name: name for name in training_cargo(training).files}
+            files={"0" * 64 + name[64:]: path for name, path in training_files(training).files.items()},
+            texts=lambda places: training_files(training).texts(
+                {name: name for name in training_files(training).files}
             ),
         )
         done = attack(machine, host)
@@ -420,7 +420,7 @@ class Reception:
 
     def __init__(self, run: RunFolder, **options: Any) -> None:
         self.notes: list[str] = []
-        self.doorstep = JoinServer("127.0.0.1", 0, training_cargo(run), self.notes.append, **options)
+        self.doorstep = JoinServer("127.0.0.1", 0, training_files(run), self.notes.append, **options)
 
     def codes(self) -> list[str]:
         return [note.split()[-1] for note in self.notes if "works once" in note]

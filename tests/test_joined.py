@@ -133,11 +133,11 @@ class Watched:
         self.journals = [EventLog(run.journal(node.name), 0) for node in nodes]
         self.told = run.path / "told.jsonl"
         self.world = Launch(run, LocalCluster(1), EventLog(self.told, 0), launch_id="L", grace_s=30.0)
-        self.world.posts = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+        self.world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
         self.world.commands = [
             RankCommand(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
         ]
-        self.world._meeting = Rendezvous("10.77.0.1", 4711)
+        self.world._rendezvous = Rendezvous("10.77.0.1", 4711)
 
     def says(self, node: int, event: str, **fields: Any) -> None:
         self.journals[node].write(event, launch="L", **fields)
@@ -146,8 +146,8 @@ class Watched:
         self.says(rank, "ended", name=f"rank-{rank}", code=code, by_us=False, starved=False)
 
     def notes(self) -> list[str]:
-        self.world._look()
-        self.world._note_left_behind()
+        self.world._poll()
+        self.world._note_still_running()
         return [event["text"] for event in read_events(self.told)] if self.told.exists() else []
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
     assert watched.notes() == []
     watched.ended(1)
     assert watched.notes() == []
-    monkeypatch.setattr("shoal.launch.launcher.LEFT_AFTER_S", 0.0)
+    monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", 0.0)
     (note,) = watched.notes()
     assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
     assert note.endswith(f"shoal stop {tmp_path / 'run'}")
@@ -197,7 +197,7 @@ def test_a_rank_that_runs_long_after_another_has_ended_is_named(
 def test_no_rank_is_left_behind_where_none_or_all_have_ended(
     codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.launcher.LEFT_AFTER_S", -1.0)
+    monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", -1.0)
     watched = Watched(tmp_path, 2)
     for rank, code in enumerate(codes):
         watched.ended(rank, code)

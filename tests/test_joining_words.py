@@ -16,7 +16,7 @@ import pytest
 from shoal.cluster.join import Invitation
 from shoal.control.channel import accept
 from shoal.errors import ControlError
-from shoal.runs.join import _arrive, _reach
+from shoal.runs.join import _connect, _introduce
 from tests.programs import shoal_command
 
 CODE = "a-code-for-once"
@@ -41,10 +41,10 @@ async def arrive(welcome: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     server = await asyncio.start_server(host, "127.0.0.1", 0)
     async with server:
         invitation = Invitation("127.0.0.1", server.sockets[0].getsockname()[1], CODE)
-        channel = await _reach(invitation)
+        channel = await _connect(invitation)
         try:
             with pytest.raises(ControlError, match=r"the host sent what this machine does not accept"):
-                await _arrive(channel, invitation, out)
+                await _introduce(channel, invitation, out)
         finally:
             channel.close()
         await asyncio.sleep(0.05)
@@ -121,7 +121,7 @@ def test_a_join_that_waits_for_the_code_says_so() -> None:
         process.kill()
         process.wait(20)
     assert process.returncode == 3
-    assert f"nobody answers at {PLACE}" in err
+    assert f"no shoal answers at {PLACE}" in err
 
 
 def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
@@ -129,7 +129,7 @@ def test_a_code_after_the_address_is_taken_with_a_warning() -> None:
         done = type_join(*words)
         assert done.returncode == 3, done.stderr
         assert "other users of this machine can read a code given as an argument" in done.stderr
-        assert f"nobody answers at {PLACE}" in done.stderr
+        assert f"no shoal answers at {PLACE}" in done.stderr
     assert "CODE" not in type_join("--help").stdout.partition("Join a run")[0]
 
 

@@ -15,7 +15,7 @@ from shoal.config.load import build_config
 from shoal.control.rank_env import Placement
 from shoal.cost.memory import relief
 from shoal.errors import OutOfMemory
-from shoal.launch.failure import ProcessEnd, failure
+from shoal.launch.failure import ProcessEnd, diagnose
 from shoal.train.worker import as_fault
 from tests.programs import read_jsonl, set_flags, shoal_command
 
@@ -69,7 +69,7 @@ def test_lack_of_memory_is_recognised_from_inside_a_communication_hook() -> None
 def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
     config = build_config("grammar", None, sets=("train.global_batch=24", "train.micro_batch=6"))
     ending = ProcessEnd("rank-1", "attic", (1,), -signal.SIGKILL, order=0, starved=True)
-    error = failure([ending], {}, {}, relief(config, 2))
+    error = diagnose([ending], {}, {}, relief(config, 2))
     assert isinstance(error, OutOfMemory)
     assert error.seen == "rank 1 on attic was killed (SIGKILL) when the machine ran out of memory"
     assert error.fix == "start a new run with a smaller micro-batch: --micro-batch 3 (it was 6)"

@@ -147,7 +147,7 @@ def pipe(text: bytes) -> Iterator[int]:
 
 def test_who_reads_the_standard_input() -> None:
     with pipe(b"hello") as fd:
-        assert choose_stdin("local:2", False, fd) == (StdinSource.OURS, "")
+        assert choose_stdin("local:2", False, fd) == (StdinSource.INHERITED, "")
         passes, note = choose_stdin("lab:2", False, fd)
         assert (passes, "is not passed on: only rank 0 of local:N can read it" in note) == (StdinSource.NONE, True)
         passes, note = choose_stdin("local:2", True, fd)

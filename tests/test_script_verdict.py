@@ -10,13 +10,13 @@ from shoal.errors import OutOfMemory
 from shoal.launch.failure import (
     ProcessEnd,
     RaisedException,
-    failure,
+    diagnose,
+    explain_early_exit,
     first_to_fail,
     last_exception,
-    left_early,
     script_faults,
 )
-from shoal.launch.launcher import tail_of
+from shoal.launch.launcher import read_log_tail
 from shoal.tools.explain.explain import is_consequence
 from tests.programs import shoal
 
@@ -126,7 +126,7 @@ def faults_of(endings: list[ProcessEnd], *logs: str) -> dict[int, dict[str, obje
 def test_the_rank_that_raised_is_named_and_not_its_victim() -> None:
     endings = [ending(0, order=0), ending(1, order=1, code=4)]
     faults = faults_of(endings, VICTIM, RAISED)
-    error, first = failure(endings, faults, {"rank-1": "last line"}), first_to_fail(endings, faults)
+    error, first = diagnose(endings, faults, {"rank-1": "last line"}), first_to_fail(endings, faults)
     assert error is not None
     assert first is endings[1]
     assert error.seen == "rank 1 on here ended with exit code 4: ValueError: negative learning rate (oops.py line 9)"
@@ -137,7 +137,7 @@ def test_the_rank_that_raised_is_named_and_not_its_victim() -> None:
 def test_ranks_that_fail_alike_are_said_to() -> None:
     endings = [ending(0, order=0), ending(1, order=1), ending(2, order=2)]
     other = RAISED.replace("ValueError: negative learning rate", "KeyError: 'x'")
-    error = failure(endings, faults_of(endings, RAISED, RAISED, other), {})
+    error = diagnose(endings, faults_of(endings, RAISED, RAISED, other), {})
     assert error is not None
     assert error.why == "rank 1 failed in the same way; rank 2 failed too: KeyError: 'x' (oops.py line 9)"
 
@@ -147,14 +147,14 @@ def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(s
     killed = ProcessEnd("rank-1", "local", (1,), -9, 0, starved=starved)
     faults = script_faults([killed], lambda ending: RAISED, is_consequence)
     assert faults == {}
-    error = failure([killed], faults, {"rank-1": RAISED})
+    error = diagnose([killed], faults, {"rank-1": RAISED})
     assert isinstance(error, OutOfMemory) == starved
     assert error is not None
     assert "ValueError" not in error.seen
 
 
 def test_the_end_of_a_log_stands_alone_where_nothing_else_is_known() -> None:
-    error = failure([ProcessEnd("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
+    error = diagnose([ProcessEnd("rank-1", "local", (1,), 3, 0)], {}, {"rank-1": "last words"})
     assert error is not None
     assert error.why == "the end of its log:\nlast words"
 
@@ -162,12 +162,12 @@ def test_the_end_of_a_log_stands_alone_where_nothing_else_is_known() -> None:
 def test_the_end_of_a_log_has_one_state_of_each_progress_bar(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     log.write_bytes(b"begun\n" + b"".join(b"\r%d/14 it" % number for number in range(14)) + b"Traceback\r\nend\r")
-    assert tail_of(log) == "begun\n13/14 itTraceback\nend"
+    assert read_log_tail(log) == "begun\n13/14 itTraceback\nend"
 
 
 def test_a_rank_without_an_exception_is_still_named() -> None:
     endings = [ending(0, order=0, code=7), ending(1, order=1)]
-    error = failure(endings, faults_of(endings, "no traceback\n", VICTIM), {})
+    error = diagnose(endings, faults_of(endings, "no traceback\n", VICTIM), {})
     assert error is not None
     assert error.seen == "rank 0 on here ended with exit code 7"
     assert "rank 1 then ended because a peer was gone" in error.why
@@ -175,9 +175,10 @@ def test_a_rank_without_an_exception_is_still_named() -> None:
 
 def test_a_peer_that_ended_well_too_early_is_named() -> None:
     endings = [ending(1, order=0, code=0), ending(0, order=1)]
-    assert left_early(endings, faults_of(endings, VICTIM, "")).startswith("rank 1 had ended before with exit code 0")
-    assert left_early(endings, faults_of(endings, RAISED, "")) == ""
-    assert left_early([], {}) == ""
+    text = explain_early_exit(endings, faults_of(endings, VICTIM, ""))
+    assert text.startswith("rank 1 had ended before with exit code 0")
+    assert explain_early_exit(endings, faults_of(endings, RAISED, "")) == ""
+    assert explain_early_exit([], {}) == ""
 
 
 def test_the_error_of_a_script_says_what_was_raised_and_where(tmp_path: Path) -> None:

@@ -306,14 +306,14 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
     nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
     world = Launch(run, None, EventLog(run.supervisor, 0))  # type: ignore[arg-type]
     world.commands = [RankCommand(f"rank-{rank}", node, (rank,), ("true",), {}) for rank, node in enumerate(nodes)]
-    world.posts = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+    world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
     journal = EventLog(run.journal("node2"), 1)
     for _ in range(3):
         journal.append({"launch": world.launch_id, **lie})
     good = {"event": "ended", "name": "rank-1", "code": 0, "by_us": False, "starved": False}
     journal.append({"launch": world.launch_id, **good})
-    world._look()
-    assert [ending.name for ending in world.endings] == ["rank-1"], "the true line counts"
+    world._poll()
+    assert [ending.name for ending in world.ends] == ["rank-1"], "the true line counts"
     notes = [event["text"] for event in read_events(run.supervisor) if event["event"] == "note"]
     assert len(notes) == 1
     assert notes[0].startswith("the journal of node2 has lines that cannot be used and are ignored")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,8 @@ from shoal.cli.progress import BarDisplay, PlainDisplay
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.runs.follow import RunEvents, SupervisorLog
-from shoal.runs.manage import opening
+from shoal.runs.manage import describe, opening
+from shoal.runs.supervisor import RunJob
 from tests.member_samples import entered, killed_and_back, steps, time_of
 from tests.run_samples import make_run, start, step
 
@@ -118,3 +120,10 @@ def test_notes_of_an_earlier_launch_are_not_told_again(tmp_path: Path) -> None:
     keeping = SupervisorLog(run)
     assert [each["text"] for each in keeping.poll()] == [LEFT]
     assert keeping.poll() == []
+
+
+def test_a_training_whose_folder_is_being_removed_is_described(tmp_path: Path) -> None:
+    """It may have lost its config.toml and still have a job.json, which names no script."""
+    RunFolder(tmp_path).job.write_text(json.dumps(asdict(RunJob())))
+    state = describe(tmp_path, [])
+    assert (state.what, state.on, state.steps) == ("", "", None)

@@ -1,23 +1,23 @@
-"""shoal: many small machines, training as one.
+"""shoal: data-parallel training on ordinary machines.
 
-The names below are for people with a training script of their own; `examples/own_script.py` uses all of them. They are
-resolved on first use, so that `import shoal` alone does not import torch.
+The public API below is for your own training scripts; `examples/own_script.py` uses all of it. The names are resolved
+on first use, so that `import shoal` alone does not import torch.
 """
 
-# Both are loaded before the first line of any program. Everything else is imported after the search path is safe.
+# Python has loaded both before the first line of any program. All other imports wait until the search path is safe.
 import os
 import sys
 
 
-def _leave_out_current_folder() -> None:
-    """Removes the current folder from the search path of shoal's own programs: another user may have put a `numpy.py`
+def _drop_current_folder() -> None:
+    """Remove the current folder from the search path of shoal's own programs: another user may have put a `numpy.py`
     there.
 
-    `python -m shoal.…` without `-P` searches it first. shoal starts all its processes with `-P`; this covers a person
-    or torchrun. An empty entry in PYTHONPATH, as in `PYTHONPATH=$PYTHONPATH:/lib`, also means the current folder, and
-    is removed for the processes that are started from here too. A script that imports shoal keeps its own search path.
+    `python -m shoal.…` without `-P` searches the current folder first. shoal starts its processes with `-P`; this
+    covers a user or torchrun. An empty entry in PYTHONPATH, as in `PYTHONPATH=$PYTHONPATH:/lib`, also means the current
+    folder; it is removed for child processes too. A script that imports shoal keeps its own search path.
     """
-    # While Python looks for a module, `-m` is its name for the program.
+    # While Python searches for the module, sys.argv[0] is `-m`.
     is_module = sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == "shoal" for word in sys.orig_argv[1:])
     if not is_module and os.path.basename(sys.argv[0] if sys.argv else "") != "shoal":  # noqa: PTH119 - not loaded yet
         return
@@ -32,7 +32,7 @@ def _leave_out_current_folder() -> None:
             sys.path[:] = [entry for entry in sys.path if entry != here]
 
 
-_leave_out_current_folder()
+_drop_current_folder()
 
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from shoal.sync.step_stats import StepTimer as StepTimer
     from shoal.sync.world import World as World
 
-_HOME = {
+_MODULE_OF = {
     "World": "shoal.sync.world",
     "init_distributed": "shoal.sync.public_api",
     "wrap_for_ddp": "shoal.sync.public_api",
@@ -60,10 +60,10 @@ _HOME = {
     "StepTimer": "shoal.sync.step_stats",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

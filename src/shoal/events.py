@@ -1,8 +1,9 @@
-"""Events: one JSON line each, appended by one process to a file of its own.
+"""Event files: JSON lines, each appended by one `write`, and readers that follow them.
 
-A line is one `write` on a descriptor opened for appending, so a reader never sees half of one from a live writer. A
-process killed in mid-write, or a power cut, may leave a torn last line: `read_events` passes over it, and the next
-writer of the file cuts it off. A line that cannot be written is kept in memory and written later.
+Every process appends to a file of its own. A line is one `write` on a descriptor opened for appending, so a reader
+never sees half of a line from a live writer. A process killed in mid-write, or a power cut, may leave a torn last line:
+readers skip it, and the next writer of the file removes it. A line that cannot be written, as on a full disk, is kept
+in memory and written later.
 """
 
 from __future__ import annotations
@@ -26,30 +27,29 @@ from typing import IO, Any
 
 Event = dict[str, Any]
 
-# Lines kept while a file cannot be written: some 15 MB of a ledger, 40 MB of a rank's events. At ten steps a second
+# Lines kept while a file cannot be written: about 15 MB of a ledger, 40 MB of a rank's events. At ten steps per second
 # that is nearly three hours of a full disk.
 MOST_KEPT = 100_000
-# How long a process tries at its end, over all its files, before it gives up.
+# How long a process tries at its end, over all its files, to write the kept lines.
 FLUSH_S = 5.0
 _RETRY_S = 0.2
 _BLOCK_BYTES = 1 << 18
-# A reader of a live file may see half of a line for a moment: only what stays torn is cut off.
+# A reader of a live file may see half of a line for a moment. Only a line that stays torn this long is cut off.
 _TORN_S = 0.05
-# How long a writer waits for another process that repairs the end of the same file, and that one for writers. A
-# process may be frozen while it holds the lock, so nothing waits longer.
+# How long a writer waits for a process that repairs the end of the same file, and vice versa. A process may be frozen
+# while it holds the lock, so no process waits longer.
 _LOCK_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class _DiskWait:
+class _FlushBudget:
     """Seconds that this process may still wait for disks: ten files on a full disk must not add up to a minute."""
 
     left_s = FLUSH_S
 
 
-_patience = _DiskWait()
-# Logs with lines that wait to be written: a process that ends without closing them still tries.
-_waiting: set[EventLog] = set()
+# Logs with unwritten lines. A process that ends without closing them flushes them at exit.
+_unwritten: set[EventLog] = set()
 
 
 def to_stderr(text: str) -> None:
@@ -60,31 +60,32 @@ def to_stderr(text: str) -> None:
 class EventLog:
     """Appends records to one file, in order.
 
-    A full disk must not end a training, and must not lose a line either. A line that cannot be written is kept (at most
-    `most_kept`, then the oldest are dropped) and written before the next one. `tell` gets a sentence when writing
-    fails and another one when it works again. `private`: only its owner can read the file, from its first moment on.
+    A full disk must neither end a training nor lose a line. A line that cannot be written is kept and written before
+    the next one; above `most_kept` lines the oldest are dropped. `warn` receives a sentence when writing fails and
+    another one when it works again. A `private` file is readable by its owner only, from its creation on.
     """
 
     def __init__(
         self,
         path: Path,
         rank: int,
-        tell: Callable[[str], None] = to_stderr,
+        warn: Callable[[str], None] = to_stderr,
         most_kept: int = MOST_KEPT,
         private: bool = False,
     ) -> None:
         self.path = path
         self.dropped = 0
+        # Reentrant: `warn` may append to this log.
         self._lock = threading.RLock()
         self._delayed = 0
         self._rank = rank
-        self._tell = tell
+        self._warn = warn
         self._most_kept = most_kept
         self._private = private
         self._kept: deque[bytes] = deque()
-        self._failed: OSError | None = None
+        self._error: OSError | None = None
         self._fd: int | None = None
-        # Bytes of half a line that are in the file and could not be cut off.
+        # Whether the file ends with half a line that could not be cut off.
         self._is_torn = False
         try:
             self._open()
@@ -94,8 +95,7 @@ class EventLog:
             self._fail(error)
 
     def write(self, event: str, **fields: Any) -> None:
-        record = {"event": event, "rank": self._rank, "time": round(time.time(), 6), **fields}
-        self.append(record)
+        self.append({"event": event, "rank": self._rank, "time": round(time.time(), 6), **fields})
 
     def append(self, record: Event) -> None:
         line = (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
@@ -105,78 +105,98 @@ class EventLog:
                 self._delayed += 1
 
     def retry(self) -> bool:
-        """Writes what was kept, if that can be done now; whether nothing is left to write."""
-        if not self._kept and self._failed is None:
+        """Try once to write the kept lines. Return whether none is left."""
+        if not self._kept and self._error is None:
             return True
         with self._lock:
-            return self._write_kept()
+            try:
+                while self._kept:
+                    self._write_block()
+            except OSError as error:
+                self._fail(error)
+                return False
+            if self._error is not None:
+                self._error, delayed = None, self._delayed
+                self._delayed = 0
+                _unwritten.discard(self)
+                lost = f"; {self.dropped:,} older ones are lost" if self.dropped else ""
+                self._warn(
+                    f"writing {self.path} works again; {delayed - self.dropped:,} lines were kept and are written{lost}"
+                )
+            return True
 
     @property
     def kept(self) -> int:
-        """Lines that wait to be written."""
+        """The number of lines that wait to be written."""
         return len(self._kept)
 
     @property
     def missing(self) -> int:
-        """Lines that are not in the file and should be."""
+        """The number of lines that should be in the file and are not."""
         return len(self._kept) + self.dropped
 
     def kept_events(self) -> list[Event]:
-        """The records that wait to be written."""
         with self._lock:
             return [json.loads(line) for line in self._kept]
 
     def drop_kept(self, is_needless: Callable[[Event], bool]) -> None:
-        """Of the records that wait to be written, those that another process writes, or that became untrue."""
+        """Drop kept records that another process writes, or that are no longer true."""
         with self._lock:
             self._kept = deque(line for line in self._kept if not is_needless(json.loads(line)))
 
     def flush(self, timeout_s: float = FLUSH_S) -> int:
-        """Tries for a while to write what was kept; returns how many lines are missing from the file."""
-        timeout_s = min(timeout_s, _patience.left_s)
+        """Try for a while to write the kept lines. Return how many lines are missing from the file."""
+        timeout_s = min(timeout_s, _FlushBudget.left_s)
         began = time.monotonic()
         while not self.retry() and time.monotonic() - began < timeout_s:
             time.sleep(_RETRY_S)
-        _patience.left_s = FLUSH_S if not self._kept else _patience.left_s - (time.monotonic() - began)
+        _FlushBudget.left_s = FLUSH_S if not self._kept else _FlushBudget.left_s - (time.monotonic() - began)
         return self.missing
 
     def sync(self) -> None:
-        """Returns when the file, and its name in the folder, would survive a power cut; raises OSError otherwise."""
+        """Return once the file and its name in the folder would survive a power cut; raise OSError otherwise."""
         if not self.retry():
-            raise self._failed or OSError(errno.EIO, "lines are not written yet", str(self.path))
+            raise self._error or OSError(errno.EIO, "lines are not written yet", str(self.path))
         if self._fd is not None:
             os.fsync(self._fd)
             sync_path(self.path.parent)
 
     def cut_torn_line(self) -> None:
-        """Removes half a line at the end of the file, which another process left when it was killed. A record that
-        lacks nothing but the line's end gets it.
+        """Repair the end of a file whose writer was killed: cut off half a line, or end a record that is complete.
 
-        Cut off instead of ended by a line's end: `shoal verify` counts lines that cannot be read. Writers of the same
-        file wait meanwhile: a line that came in between would be cut off with it.
+        Half a line is cut off rather than ended, because `shoal verify` counts unreadable lines. Other writers of the
+        file wait meanwhile: a line appended in between would be cut off too.
         """
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
             size, torn = _torn_end(self.path)
-            if torn:
-                time.sleep(_TORN_S)
-                with _locked(self._fd, fcntl.LOCK_EX) as is_locked:
-                    if is_locked and _torn_end(self.path) == (size, torn):
-                        self._mend_end(size - torn)
+            if not torn:
+                return
+            time.sleep(_TORN_S)
+            with _locked(self._fd, fcntl.LOCK_EX) as is_locked:
+                if not is_locked or _torn_end(self.path) != (size, torn):
+                    return
+                with self.path.open("rb") as file:
+                    file.seek(size - torn)
+                    is_record = parse_event(file.read()) is not None
+                if is_record:
+                    os.write(self._fd, b"\n")
+                else:
+                    os.ftruncate(self._fd, size - torn)
 
     def close(self) -> None:
-        """Tries for a while to write what was kept, and says what is lost otherwise."""
+        """Flush, warn about lines that are lost, and close the file."""
         self.flush()
-        _waiting.discard(self)
+        _unwritten.discard(self)
         if self.missing:
-            self._tell(f"{self.path} lacks {self.missing} lines that could not be written: {_reason(self._failed)}")
+            self._warn(f"{self.path} lacks {self.missing} lines that could not be written: {_reason(self._error)}")
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def is_removed(self) -> bool:
-        """Whether the file was deleted or replaced: what is written now, no reader will find."""
+        """Return whether the file was deleted or replaced, so that no reader will see new lines."""
         if self._fd is None:
             return False
         try:
@@ -191,41 +211,12 @@ class EventLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self._private else 0o644)
         if self._private:
-            # One that was there before, and whose mode was changed.
+            # The file may have existed before with another mode.
             os.fchmod(self._fd, 0o600)
         self.cut_torn_line()
 
-    def _mend_end(self, whole: int) -> None:
-        """Of a file whose last line begins at `whole` and has no end."""
-        assert self._fd is not None  # noqa: S101 - the caller has locked it
-        with self.path.open("rb") as file:
-            file.seek(whole)
-            is_record = parse_event(file.read()) is not None
-        if is_record:
-            os.write(self._fd, b"\n")
-        else:
-            os.ftruncate(self._fd, whole)
-
-    def _write_kept(self) -> bool:
-        """Whether nothing is left to write."""
-        try:
-            while self._kept:
-                self._write_block()
-        except OSError as error:
-            self._fail(error)
-            return False
-        if self._failed is not None:
-            self._failed, delayed = None, self._delayed
-            self._delayed = 0
-            _waiting.discard(self)
-            lost = f"; {self.dropped:,} older ones are lost" if self.dropped else ""
-            self._tell(
-                f"writing {self.path} works again; {delayed - self.dropped:,} lines were kept and are written{lost}"
-            )
-        return True
-
     def _write_block(self) -> None:
-        """As many of the kept lines as fit into one write; raises OSError where not all of them could be written."""
+        """Write as many kept lines as fit into one block; raise OSError if not all of them could be written."""
         if self._fd is None:
             self._open()
         assert self._fd is not None  # noqa: S101 - _open sets it or raises
@@ -248,13 +239,13 @@ class EventLog:
             left -= len(line)
             self._kept.popleft()
         if written < len(start) + size:
-            # The disk took a part of the block: half a line must not stay in front of what comes next.
+            # The disk took a part of the block: half a line must not stay in front of the next one.
             if left:
                 self._take_back(left)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _take_back(self, count: int) -> None:
-        """Cuts off the bytes that were just written, unless another process has appended behind them."""
+        """Cut off the last written bytes, unless another process has appended behind them."""
         assert self._fd is not None  # noqa: S101 - something was written
         self._is_torn = True
         with contextlib.suppress(OSError):
@@ -264,10 +255,10 @@ class EventLog:
                 self._is_torn = False
 
     def _fail(self, error: OSError) -> None:
-        is_news, self._failed = self._failed is None, error
-        _waiting.add(self)
-        if is_news:
-            self._tell(
+        is_first, self._error = self._error is None, error
+        _unwritten.add(self)
+        if is_first:
+            self._warn(
                 f"cannot write {self.path}: {_reason(error)}; its lines are kept in memory and written later, "
                 f"up to {self._most_kept:,} of them"
             )
@@ -275,12 +266,12 @@ class EventLog:
             self._kept.popleft()
             self.dropped += 1
             if self.dropped == 1:
-                self._tell(f"{self.path} could not be written for too long: its oldest lines are dropped from now on")
+                self._warn(f"{self.path} could not be written for too long: its oldest lines are dropped from now on")
 
 
 @atexit.register
-def _flush_waiting() -> None:
-    for log in tuple(_waiting):
+def _flush_unwritten() -> None:
+    for log in tuple(_unwritten):
         log.close()
 
 
@@ -290,7 +281,7 @@ def _reason(error: OSError | None) -> str:
 
 @contextlib.contextmanager
 def _locked(fd: int, kind: int) -> Iterator[bool]:
-    """Whether the file could be locked in a moment; where a file system has no locks, it could not."""
+    """Yield whether the file could be locked within `_LOCK_S`; False where the file system has no locks."""
     until, is_locked = time.monotonic() + _LOCK_S, False
     while not is_locked:
         try:
@@ -310,7 +301,9 @@ def _locked(fd: int, kind: int) -> Iterator[bool]:
 
 
 def _torn_end(path: Path) -> tuple[int, int]:
-    """The size of a file, and how many bytes stand behind its last line's end."""
+    """Return the file's size and the number of bytes after its last newline; (0, 0) if there is no file."""
+    if not path.exists():
+        return 0, 0
     with path.open("rb") as file:
         size = position = file.seek(0, os.SEEK_END)
         while position:
@@ -324,7 +317,7 @@ def _torn_end(path: Path) -> tuple[int, int]:
 
 
 def sync_path(path: Path) -> None:
-    """Returns when the file's bytes, or the folder's names, would survive a power cut."""
+    """Return once the file's bytes, or the folder's names, would survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -334,14 +327,14 @@ def sync_path(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileMark:
-    """How long an append-only file was at some moment, and the SHA-256 of these bytes."""
+    """The length of an append-only file at some moment, and the SHA-256 of these bytes."""
 
     size: int
     sha256: str
 
 
 class FileMarker:
-    """Marks a file that grows, reading each byte once however often it is asked."""
+    """Marks a growing file, reading each byte once however often it is asked."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -349,8 +342,8 @@ class FileMarker:
         self._size = 0
 
     def mark(self) -> FileMark:
-        """Of the whole lines that the file has now."""
-        size, torn = _torn_end(self._path) if self._path.exists() else (0, 0)
+        """Return a mark of the whole lines that the file has now."""
+        size, torn = _torn_end(self._path)
         if size - torn < self._size:
             self._hash, self._size = hashlib.sha256(), 0
         if size - torn > self._size:
@@ -363,7 +356,7 @@ class FileMarker:
 
 
 def has_mark(path: Path, mark: FileMark) -> bool:
-    """Whether the file still begins with the bytes that were marked."""
+    """Return whether the file still begins with the marked bytes."""
     value, left = hashlib.sha256(), mark.size
     try:
         with path.open("rb") as file:
@@ -375,56 +368,20 @@ def has_mark(path: Path, mark: FileMark) -> bool:
     return not left and value.hexdigest() == mark.sha256
 
 
-@dataclass
-class Unreadable:
-    """Counts the lines of a file that are no records."""
-
-    lines: int = 0
-
-
-def read_events(path: Path, unreadable: Unreadable | None = None) -> Iterator[Event]:
-    """Every whole record of a file, in order. What `parse_event` refuses is counted in `unreadable`."""
-    schema = schema_of(path)
-    for line in _read_lines(path):
-        if (event := parse_event(line, schema)) is not None:
-            yield event
-        elif unreadable is not None:
-            unreadable.lines += 1
-
-
-def _read_lines(path: Path) -> Iterator[bytes]:
-    cutter = LineCutter(LONGEST_EVENT)
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            for line, _ in cutter.feed(block):
-                yield line
-    if rest := cutter.rest():
-        yield rest
-
-
-def read_last_events(path: Path, most_bytes: int) -> list[Event]:
-    """Those whole records that stand in the last bytes of a file, which may be long; none where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - most_bytes))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    schema = schema_of(path)
-    return [event for line in lines if (event := parse_event(line, schema)) is not None]
-
-
 Check = Callable[[object], bool]
-# What a field may hold. JSON has numbers without bounds; beyond these, conversions and formats of Python raise.
-_LARGEST = 2**63
+# The fields of each event kind that readers use without asking. Other fields may be missing or of any type.
+Schema = Mapping[str, Mapping[str, Check]]
+# JSON numbers have no bounds; beyond this one, Python's conversions and formats raise.
+_INT_LIMIT = 2**63
+_PORT_LIMIT = 2**16 - 1
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _INT_LIMIT
 
 
 def _is_number(value: object) -> bool:
-    """NaN and infinity included: a loss may be either."""
+    """Return whether the value is a number, NaN and infinity included: a loss may be either."""
     return isinstance(value, float) or _is_int(value)
 
 
@@ -449,7 +406,7 @@ def _is_bool(value: object) -> bool:
 
 
 def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(map(_is_text, value))
 
 
 def _is_ranks(value: object) -> bool:
@@ -460,19 +417,14 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-# For each kind of event the fields that readers use without asking. Other fields may be missing or of any type.
-Schema = Mapping[str, Mapping[str, Check]]
-
 _ALWAYS: Mapping[str, Check] = {"event": _is_text, "rank": _or_none(_is_int), "time": _or_none(_is_finite)}
+_ERROR = {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)}
+_ANNOUNCEMENT = {"text": _is_text, "generation": _or_none(_is_text)}
 
 RANK_EVENTS: Schema = {
     "step": {"step": _is_int, "step_s": _is_positive, "loss": _is_number, "tokens": _is_finite},
     "start": {
-        "world_size": _is_int,
-        "params": _is_int,
-        "threads": _is_int,
-        "tokens_per_step": _is_int,
-        "micro_batch": _is_int,
+        **dict.fromkeys(("world_size", "params", "threads", "tokens_per_step", "micro_batch"), _is_int),
         "device": _is_text,
         "backend": _is_text,
         "resumed_from": _or_none(_is_int),
@@ -489,8 +441,8 @@ RANK_EVENTS: Schema = {
 AGENT_EVENTS: Schema = {
     "ready": {
         "mark": _is_text,
-        "port": _is_between(0, 2**16 - 1),
-        "script_port": _or_none(_is_between(0, 2**16 - 1)),
+        "port": _is_between(0, _PORT_LIMIT),
+        "script_port": _or_none(_is_between(0, _PORT_LIMIT)),
         "interface": _or_none(_is_text),
         "cores": _is_between(1, 2**16),
         "cpu_only": _is_bool,
@@ -500,33 +452,33 @@ AGENT_EVENTS: Schema = {
     "ended": {"name": _is_text, "code": _is_int, "by_us": _is_bool, "starved": _is_bool},
     "restart": {"name": _is_text},
     "note": {"text": _is_text},
-    "tell": {"text": _is_text, "generation": _or_none(_is_text)},
-    "pause": {"text": _is_text, "generation": _or_none(_is_text)},
-    "abandon": {"text": _is_text, "generation": _or_none(_is_text)},
+    "tell": _ANNOUNCEMENT,
+    "pause": _ANNOUNCEMENT,
+    "abandon": _ANNOUNCEMENT,
     "broken": {"name": _is_text, "why": _is_text},
     "lost": {"node": _is_text, "how": _is_text},
     "peer": {"node": _is_text, "failed": _is_bool},
     "generation": {"members": _is_texts},
-    "refused": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
+    "refused": _ERROR,
     "met": {"met": _is_ranks, "missing": _is_ranks, "after_s": _is_finite},
     "meeting": {"keys": _or_none(_is_int)},
-    "gave-up": {"seen": _is_text, "why": _or_none(_is_text), "fix": _or_none(_is_text)},
+    "gave-up": _ERROR,
 }
 SUPERVISOR_EVENTS: Schema = {"ended": {"code": _is_int}, "note": {"text": _is_text}}
 
 
 def schema_of(path: Path) -> Schema | None:
-    """By the file's place in a run folder, so that no reader can forget it. None: any JSON object is a record."""
+    """Return the schema by the file's place in a run folder, so that no reader can forget it; None accepts all."""
     if path.name == "supervisor.jsonl":
         return SUPERVISOR_EVENTS
     return {"events": RANK_EVENTS, "agents": AGENT_EVENTS}.get(path.parent.name)
 
 
 def parse_event(line: bytes, schema: Schema | None = None) -> Event | None:
-    """None for half a line, for what is no JSON object, and for an event without a field that its readers need.
+    """Return a line's record; None for half a line, no JSON object, or an event without a field of `schema`.
 
-    A run folder may hold anything: a killed writer, a full disk, another version, another machine. Checked here,
-    readers can use the fields of `schema` as they are.
+    A run folder may hold anything: output of a killed writer, of a full disk, of another version or machine. Readers
+    can use the fields of `schema` without checking. A field of it that may be None is set to None if it is missing.
     """
     try:
         record = json.loads(line)
@@ -537,34 +489,62 @@ def parse_event(line: bytes, schema: Schema | None = None) -> Event | None:
         return None
     if not isinstance(record, dict):
         return None
-    return record if schema is None or _fits(record, schema) else None
+    if schema is not None:
+        if not _has_fields(record, _ALWAYS) or (schema is RANK_EVENTS and record["rank"] is None):
+            return None
+        if not _has_fields(record, schema.get(record["event"], {})):
+            return None
+    return record
 
 
-def _fits(record: Event, schema: Schema) -> bool:
-    """Whether its readers can use a record. A field that may be None is there afterwards."""
-    if not _has(record, _ALWAYS) or (schema is RANK_EVENTS and record["rank"] is None):
-        return False
-    return _has(record, schema.get(record["event"], {}))
-
-
-def _has(record: Event, fields: Mapping[str, Check]) -> bool:
+def _has_fields(record: Event, fields: Mapping[str, Check]) -> bool:
     return all(check(record.setdefault(name, None)) for name, check in fields.items())
+
+
+# The longest kept part of a line that a rank prints, and of an event; shoal's own events have some kilobytes.
+LONGEST_LINE = 1 << 20
+LONGEST_EVENT = 16 << 20
+# A longer unfinished line is not read again to see whether it is still in the file.
+_COMPARED_BYTES = 1 << 16
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield every whole record of a file, in order, skipping lines that `parse_event` refuses."""
+    schema, cutter = schema_of(path), LineCutter(LONGEST_EVENT)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            for line, _ in cutter.feed(block):
+                if (event := parse_event(line, schema)) is not None:
+                    yield event
+    if (event := parse_event(cutter.rest(), schema)) is not None:
+        yield event
+
+
+def read_last_events(path: Path, most_bytes: int) -> list[Event]:
+    """Return the whole records in the last bytes of a file, which may be long; none if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - most_bytes))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    schema = schema_of(path)
+    return [event for line in lines if (event := parse_event(line, schema)) is not None]
 
 
 class LineCutter:
     """Cuts a stream into lines, in time linear in its length and with at most `most_bytes` of one line in memory.
 
-    A longer line is cut there, and says so. `overwrites`: a carriage return goes back to the line's start, as on a
-    terminal; of a progress bar the newest state is kept, not all of them.
+    A longer line is cut, and a note is added to it. With `overwrites`, a carriage return goes back to the line's start,
+    as on a terminal: of a progress bar only the newest state is kept.
     """
 
     def __init__(self, most_bytes: int, overwrites: bool = False) -> None:
-        self._most = most_bytes
+        self._most_bytes = most_bytes
         self._overwrites = overwrites
         self._rest = bytearray()
-        # Bytes of the unfinished line: all that came, and those that were not kept because it is too long.
-        self._length = 0
-        self._cut = 0
+        self._length = 0  # bytes received of the unfinished line
+        self._cut = 0  # bytes of it that were not kept because it is too long
         self._returned = False
         self.is_overwritten = False
 
@@ -573,21 +553,23 @@ class LineCutter:
         return self._length
 
     def feed(self, block: bytes) -> list[tuple[bytes, int]]:
-        """The lines that end in this block, without their end, and how many bytes of the stream each took with it."""
+        """Return the lines that end in this block without their newline, each with its length in the stream."""
         *whole, rest = block.split(b"\n")
         lines = []
         for number, part in enumerate(whole):
-            if number == 0 or (self._overwrites and b"\r" in part) or len(part) > self._most:
+            if number == 0 or (self._overwrites and b"\r" in part) or len(part) > self._most_bytes:
                 self._hold(part)
                 lines.append((self.rest(), self._length + 1))
-                self._clear()
+                self._rest.clear()
+                self._length = self._cut = 0
+                self._returned = self.is_overwritten = False
             else:
                 lines.append((part, len(part) + 1))
         self._hold(rest)
         return lines
 
     def rest(self) -> bytes:
-        """The line that has no end yet."""
+        """Return the line that has no newline yet."""
         kept = bytes(self._rest)
         return kept + f" … [{self._cut:,} more bytes of this line are not shown]".encode() if self._cut else kept
 
@@ -600,105 +582,86 @@ class LineCutter:
                 self._rest.clear()
                 self._cut = 0
                 self.is_overwritten = True
-            # What follows a carriage return overwrites the line; a line's end does not.
+            # Text after a carriage return overwrites the line; a newline after it does not.
             self._returned = len(text) < len(part) or (self._returned and not text)
             part = newest
-        room = self._most - len(self._rest)
+        room = self._most_bytes - len(self._rest)
         self._rest += part[:room]
         self._cut += max(0, len(part) - room)
 
-    def _clear(self) -> None:
-        self._rest.clear()
-        self._length = self._cut = 0
-        self._returned = self.is_overwritten = False
-
-
-# Of a line that a rank prints.
-LONGEST_LINE = 1 << 20
-# Of an event; ours have some kilobytes.
-LONGEST_EVENT = 16 << 20
-# Of an unfinished line: a longer one is not read again to see whether it is still there.
-_COMPARED_BYTES = 1 << 16
-
 
 class LineTail:
-    """Reads the lines that were appended to a file since the last look. Every byte is read once."""
+    """Reads the lines that were appended to a file since the last poll. Every byte is read once."""
 
     def __init__(self, path: Path, most_bytes: int = LONGEST_LINE, overwrites: bool = False) -> None:
         self._path = path
-        self._offset = 0
+        self.offset = 0  # bytes read so far
         self._most_bytes = most_bytes
         self._overwrites = overwrites
         self._cutter = LineCutter(most_bytes, overwrites)
-        # The unfinished line as it stands in the file, as far as it is compared.
+        # The unfinished line as it is in the file, up to _COMPARED_BYTES.
         self._unfinished = b""
 
     @property
-    def offset(self) -> int:
-        """How far it has read."""
-        return self._offset
-
-    @property
     def is_overwritten(self) -> bool:
-        """Whether the unfinished line is one that is written over and over, such as a progress bar."""
+        """Whether the unfinished line is rewritten in place, as a progress bar is."""
         return self._cutter.is_overwritten
 
     def skip_to_end(self) -> None:
-        """A resumed run appends to old files: only what comes now is news."""
-        size, torn = _torn_end(self._path) if self._path.exists() else (0, 0)
+        """Skip the whole lines that are there already: a resumed run appends to old files."""
+        size, torn = _torn_end(self._path)
         # The next writer cuts half a line off: its first line begins where that began.
-        self._offset = size - torn
+        self.offset = size - torn
 
     def poll(self) -> list[str]:
         return [line.decode(errors="replace") for line, _ in self.poll_bytes()]
 
     def poll_bytes(self) -> list[tuple[bytes, int]]:
-        """Whole lines, each with the place in the file where the next one begins."""
+        """Return whole lines, each with the offset in the file where the next one begins."""
         lines = []
         for block in self._unread():
-            place = self._offset - self._cutter.pending_bytes
-            self._offset += len(block)
-            for line, took in self._cutter.feed(block):
-                place += took
-                lines.append((line, place))
+            end = self.offset - self._cutter.pending_bytes
+            self.offset += len(block)
+            for line, length in self._cutter.feed(block):
+                end += length
+                lines.append((line, end))
             if self._cutter.pending_bytes <= _COMPARED_BYTES:
                 self._unfinished = (self._unfinished + block).rpartition(b"\n")[2]
         return lines
 
-    def last_words(self) -> str:
-        """What a writer that has ended left without a line's end. `poll` before: whole lines are not in it."""
+    def unfinished_line(self) -> str:
+        """Return the text after the last newline. Call `poll` first: whole lines are not in it."""
         return self._cutter.rest().decode(errors="replace")
 
     def _unread(self) -> Iterator[bytes]:
         try:
             with self._path.open("rb") as file:
                 self._forget_cut_line(file)
-                file.seek(self._offset)
+                file.seek(self.offset)
                 while block := file.read(_BLOCK_BYTES):
                     yield block
         except (FileNotFoundError, NotADirectoryError):
             return
 
     def _forget_cut_line(self, file: IO[bytes]) -> None:
-        """The next writer of a file cuts off the half line that a killed one left: go back to where that began."""
+        """Go back to the start of an unfinished line that the file's next writer has cut off."""
         pending = self._cutter.pending_bytes
         if not 0 < pending <= _COMPARED_BYTES:
             return
-        file.seek(self._offset - pending)
+        file.seek(self.offset - pending)
         if file.read(pending) != self._unfinished:
-            self._offset -= pending
+            self.offset -= pending
             self._cutter = LineCutter(self._most_bytes, self._overwrites)
             self._unfinished = b""
 
 
 class EventTail:
-    """Reads the events that were appended since the last look; for live displays."""
+    """Reads the events that were appended to a file since the last poll."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineTail(path, LONGEST_EVENT)
         self._schema = schema_of(path)
-        # Lines that were no event, so far.
-        self.unreadable = 0
+        self.unreadable = 0  # lines so far that were no event
 
     def skip_to_end(self) -> None:
         self._lines.skip_to_end()

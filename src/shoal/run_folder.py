@@ -1,4 +1,7 @@
-"""The run folder: the only bridge between training and every reader. Names of files live here and nowhere else."""
+"""The run folder: the paths of its files, its lock, and safe ways to open and replace files.
+
+Training and every reader exchange data through this folder only. File names are defined here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from shoal.events import Event, read_events, sync_path
 
 _EVENTS = re.compile(r"rank-(\d+)\.jsonl")
 _STATE = re.compile(r"state-rank-(\d+)\.safetensors")
-# Letters, digits, dots, dashes and underscores; the first character is neither a dot nor a dash. Such a name is one
-# part of a path, no option of a command, and means nothing to a shell or in a glob pattern.
+# Letters, digits, dots, dashes and underscores, not beginning with a dot or a dash. Such a name is one part of a path,
+# no option of a command, and has no meaning to a shell or in a glob pattern.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 RANK_LIMIT = 2**31
-# Ranks advise commands for "RUN": the folder is another one on their machine than on the user's.
-_NAMELESS = re.compile(r"(\bshoal (?:train --resume|stop|verify|report|sample|attach|logs)) RUN\b")
+# Ranks write RUN for the run folder in the commands they advise: its path differs between their machine and the user's.
+_RUN_PLACEHOLDER = re.compile(r"(\bshoal (?:train --resume|stop|verify|report|sample|attach|logs)) RUN\b")
 
 
 def is_plain_name(name: object) -> bool:
@@ -35,24 +38,24 @@ def is_plain_name(name: object) -> bool:
 def check_name(name: object, what: str = "node name") -> str:
     """Return `name` if it can be one part of a path, else raise `ControlError`.
 
-    Names of nodes come from other machines. Every method of `RunFolder` that makes a path of a name calls this, so a
-    name such as `../../.ssh` never leads out of the run folder, whichever message it came in.
+    Node names come from other machines. Every method of `RunFolder` that makes a path of a name calls this, so that a
+    name such as `../../.ssh` never leads out of the run folder, whichever message it arrived in.
     """
     if not isinstance(name, str) or not is_plain_name(name):
         raise ControlError(
             f"the {what} {_cut(name)} cannot be used as a file name",
-            why="a name has up to 100 letters, digits, dots, dashes and underscores; another machine that sends "
-            "something else has another shoal, or tries to reach files outside the run folder",
+            why="a name has up to 100 letters, digits, dots, dashes and underscores; a machine that sends another one "
+            "has another version of shoal, or tries to reach files outside the run folder",
             fix="take part only in runs of people you trust; compare versions: shoal --version",
         )
     return name
 
 
 def check_rank(rank: object) -> int:
-    """Return `rank` if it can be the number of a rank, else raise `ControlError`."""
+    """Return `rank` if it is a valid rank number, else raise `ControlError`."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < RANK_LIMIT:
         raise ControlError(
-            f"{_cut(rank)} is no number of a rank",
+            f"{_cut(rank)} is no rank number",
             why=f"ranks are numbered from 0 to {RANK_LIMIT - 1}",
             fix="compare versions on all machines: shoal --version",
         )
@@ -64,15 +67,41 @@ def _cut(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+class _File:
+    """The path of a file of the run folder, as an attribute of `RunFolder`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunFolder, owner: type[RunFolder]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
 
+    config = _File("config.toml")
+    manifest = _File("manifest.json")
+    prediction = _File("prediction.json")
+    timings = _File("timings.jsonl")
+    commits = _File("commits.jsonl")
+    checkpoints = _File("checkpoints")
+    tokenizer = _File("tokenizer.json")
+    data = _File("data.json")  # where this node keeps the encoded text, and the text's digest
+    report = _File("report.html")
+    job = _File("job.json")  # the supervisor's job; see `runs.supervisor.RunJob`
+    # The supervisor's events: the only file that shows whether the last launch has ended, and how.
+    supervisor = _File("supervisor.jsonl")
+    chaos = _File("chaos.jsonl")  # faults that were injected on purpose
+    token = _File("token")
+
     @classmethod
     def create(cls, path: Path, is_training: bool = True) -> RunFolder:
-        """A new, empty folder; an existing one that holds anything is never written into.
+        """Create a new, empty folder; refuse an existing one that is not empty.
 
-        Only a training can be resumed, so a script is not told to."""
+        Only a training can be resumed, so a script's error does not advise it.
+        """
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
@@ -95,10 +124,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[int]:
-        """Ours alone while it is written: two launchers in one folder would mix two trainings beyond repair.
+        """Lock the folder: two launchers in one folder would mix two trainings beyond repair.
 
-        The lock is on the folder itself and goes with the process, so a killed run leaves none behind. A child that
-        inherits the descriptor holds it too, and goes on holding it when we let go.
+        The kernel releases the lock with the process, so a killed run leaves none behind. A child that inherits the
+        descriptor holds the lock too, and keeps it when this process closes its own.
         """
         fd = os.open(self.path, os.O_RDONLY)
         try:
@@ -114,7 +143,7 @@ class RunFolder:
             os.close(fd)
 
     def is_held(self) -> bool:
-        """Whether a launcher holds the folder, also one of another user, whose processes cannot be seen."""
+        """Return whether a launcher holds the lock, even one of another user, whose processes cannot be seen."""
         try:
             with self.held():
                 return False
@@ -122,7 +151,7 @@ class RunFolder:
             return True
 
     def refuse_unwritable(self) -> None:
-        """Refuse to go on with a run whose processes could write nothing, as that of another user."""
+        """Refuse to resume a run whose files this user cannot write, such as another user's."""
         for path in (self.path, *(path for path in (self.supervisor, self.config, self.checkpoints) if path.exists())):
             if not may(path, os.W_OK):
                 raise self._unwritable(path)
@@ -130,13 +159,13 @@ class RunFolder:
     def _unwritable(self, path: Path) -> UsageError:
         owner, resume = path.stat().st_uid, f"shoal train --resume {shlex.quote(str(self.path))}"
         if os.statvfs(path).f_flag & os.ST_RDONLY:
-            why = "its file system is read-only, and a run goes on in its own folder"
+            why = "its file system is read-only, and a run is resumed in its own folder"
             fix = f"see how it is mounted: findmnt -T {shlex.quote(str(path))}"
         elif owner == os.geteuid():
-            why = "its permissions forbid it, and a run goes on in its own folder"
+            why = "its permissions forbid it, and a run is resumed in its own folder"
             fix = f"allow it: chmod u+w {shlex.quote(str(path))}; then {resume}"
         else:
-            why = f"it belongs to user {user_name(owner)}, and a run goes on in its own folder"
+            why = f"it belongs to user {user_name(owner)}, and a run is resumed in its own folder"
             fix = f"go on as that user: sudo -u {user_name(owner)} {resume}"
         return UsageError(
             f"user {user_name(os.geteuid())} cannot write to {path}",
@@ -145,19 +174,19 @@ class RunFolder:
         )
 
     def identity(self) -> str:
-        """The same for as long as the run lives, and no other run's: its folders on other machines are named by it."""
+        """Return the run's unique id, which names its folders on other machines."""
         path = self.path / "id"
         if not path.exists():
             write_atomically(path, secrets.token_hex(4))
         return path.read_text(encoding="ascii").strip()
 
     def discard(self) -> None:
-        """Removes a folder that could not be made into a run: the next try with its name must not be refused."""
+        """Remove a folder whose run could not be created: the next attempt with this name must not be refused."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of a training."""
+        """Return the folder of a training."""
         run = cls.find(path)
         if not run.config.is_file():
             raise DataError(
@@ -169,7 +198,7 @@ class RunFolder:
 
     @classmethod
     def find(cls, path: Path) -> RunFolder:
-        """The folder of any run, a script's too."""
+        """Return the folder of any run, including a script's."""
         run = cls(path.resolve())
         if run.path.is_dir() and not may(run.path, os.R_OK | os.X_OK):
             raise no_access(run.path, "be read")
@@ -182,99 +211,42 @@ class RunFolder:
         return run
 
     def name_in(self, text: str) -> str:
-        """The advice of a rank with this folder in the commands that it names."""
-        return _NAMELESS.sub(lambda found: f"{found[1]} {shlex.quote(str(self.path))}", text)
+        """Replace RUN by this folder in the commands that a rank advises."""
+        return _RUN_PLACEHOLDER.sub(lambda match: f"{match[1]} {shlex.quote(str(self.path))}", text)
 
     def is_removed(self) -> bool:
-        """Whether nothing is left that says what the run is; a rank may make the folder anew for a checkpoint."""
+        """Return whether the files that describe the run are gone; a rank may re-create the folder for a checkpoint."""
         return not (self.config.is_file() or self.job.is_file() or self.journals())
 
     def removed(self) -> RunFailed:
-        """The error of a process whose run folder was deleted under it."""
+        """Return the error of a process whose run folder was deleted while it ran."""
         return RunFailed(
             f"the run folder {self.path} was removed while the run was writing to it",
-            why="its processes end: there is no place for their events, logs and checkpoints any more",
-            fix="start anew, and keep the folder until the run has ended: shoal stop FOLDER ends one",
+            why="its processes end: they have no place for events, logs and checkpoints any more",
+            fix="start a new run, and keep its folder until it has ended: shoal stop FOLDER ends one",
         )
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def prediction(self) -> Path:
-        return self.path / "prediction.json"
-
-    @property
-    def timings(self) -> Path:
-        return self.path / "timings.jsonl"
-
-    @property
-    def commits(self) -> Path:
-        return self.path / "commits.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @property
-    def data(self) -> Path:
-        """Where this node keeps the encoded text, and its digest."""
-        return self.path / "data.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def job(self) -> Path:
-        """What the supervisor is to do; see `trials.supervisor`."""
-        return self.path / "job.json"
-
-    @property
-    def supervisor(self) -> Path:
-        """Who keeps the run, and how it ended: the only file that says whether the last launch is over."""
-        return self.path / "supervisor.jsonl"
-
-    @property
-    def chaos(self) -> Path:
-        """Faults that were injected on purpose."""
-        return self.path / "chaos.jsonl"
-
-    @property
-    def token(self) -> Path:
-        return self.path / "token"
-
     def journal(self, node: str) -> Path:
-        """What the agent of a node has to say."""
+        """The events of a node's agent."""
         return self._agent_file(node, "jsonl")
 
     def journals(self) -> list[Path]:
-        """Of all agents there are any of."""
         return sorted((self.path / "agents").glob("*.jsonl"))
 
     def votes(self, node: str) -> Path:
-        """What the agent of a node has promised the others; see `control.membership`."""
+        """The promises and votes of a node's agent; see `control.membership`."""
         return self._agent_file(node, "votes")
 
     def orders(self, node: str) -> Path:
-        """What the agent of a node was told, while it works: enough to start it again."""
+        """The orders of a node's agent while it works: enough to start it again."""
         return self._agent_file(node, "orders")
 
     def door(self, node: str) -> Path:
-        """The socket at which commands on its machine ask the agent of a node; see `launch.sponsor`."""
+        """The Unix socket at which a node's agent answers commands on its machine; see `agent.invite`."""
         return self._agent_file(node, "door")
 
     def agent_log(self, node: str) -> Path:
-        """What the agent of a node printed: tracebacks, mostly."""
+        """The output of a node's agent: mostly tracebacks."""
         return self._agent_file(node, "log")
 
     def _agent_file(self, node: str, suffix: str) -> Path:
@@ -287,16 +259,15 @@ class RunFolder:
         return self.path / f"state-rank-{check_rank(rank)}.safetensors"
 
     def log(self, node: str, rank: int | str) -> Path:
-        """`rank` may be a launcher's name where one process speaks for all ranks of a node."""
+        """Return a rank's log; `rank` may be a process name where one process runs all ranks of a node."""
         stem = f"rank-{check_rank(rank)}" if isinstance(rank, int) else check_name(rank, "process name")
         return self.logs(node) / f"{stem}.log"
 
     def logs(self, node: str) -> Path:
-        """The folder in which the ranks of a node have their logs."""
         return self.path / "logs" / check_name(node)
 
     def text(self, name: str) -> Path:
-        """One of the small files that a launcher or a host sends to a machine with another disk."""
+        """Return the path of one of the small files that are sent to a machine with another disk."""
         texts = {path.name: path for path in (self.config, self.tokenizer, self.data)}
         if name not in texts:
             raise ControlError(
@@ -313,36 +284,33 @@ class RunFolder:
         return _numbered(self.path, _STATE)
 
     def read_all_events(self) -> Iterator[Event]:
-        """Every rank's events, rank after rank."""
+        """Yield every rank's events, rank by rank."""
         for path in self.event_files().values():
             yield from read_events(path)
 
 
 def no_access(path: Path, what: str = "be read or written") -> DataError:
-    """The error of a user who may not use a file or folder, mostly because it is another user's."""
+    """Return the error for a file or folder that this user may not use, mostly because it is another user's."""
     place = path.absolute()
-    while not _can_see(place) and place != place.parent:
+    while place != place.parent:
+        with contextlib.suppress(OSError):
+            place.stat()
+            break
         place = place.parent
     status, me = place.stat(), user_name(os.geteuid())
     owner = user_name(status.st_uid)
-    whose = f"{place} belongs to user {owner}, and its mode is {stat.S_IMODE(status.st_mode):04o}"
-    # No chmod for what is another user's: some files of a run hold secrets.
-    theirs = f"ask {owner} to do it, or do it as that user: sudo -u {owner} shoal …"
-    fix = theirs if owner != me else f"allow it: chmod u+rwX {shlex.quote(str(place))}"
-    return DataError(f"{path} cannot {what} by user {me}", why=whose, fix=fix)
+    why = f"{place} belongs to user {owner}, and its mode is {stat.S_IMODE(status.st_mode):04o}"
+    if owner == me:
+        fix = f"allow it: chmod u+rwX {shlex.quote(str(place))}"
+    else:
+        # No chmod for another user's files: some files of a run hold secrets.
+        fix = f"ask {owner} to do it, or do it as that user: sudo -u {owner} shoal …"
+    return DataError(f"{path} cannot {what} by user {me}", why=why, fix=fix)
 
 
 def may(path: Path, mode: int) -> bool:
-    """Whether this process may read (`os.R_OK`), write or enter it, as the user that it acts for."""
+    """Return whether this process may read (`os.R_OK`), write or enter a path, by its effective user."""
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _can_see(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError:
-        return False
-    return True
 
 
 def user_name(number: int) -> str:
@@ -353,17 +321,17 @@ def user_name(number: int) -> str:
 
 
 def open_below(folder: Path, name: str, flags: int, make_folders: bool = False) -> int:
-    """Open the regular file `folder/name` and return its descriptor; no symbolic link below `folder` is followed.
+    """Open the regular file `folder/name` and return its descriptor, following no symbolic link below `folder`.
 
-    Raises `OSError` where a part of `name` is a link or the file is no regular one. Each folder is opened relative to
-    the one above, so a link that is put in place between a check and the opening is not followed either.
+    Raise `OSError` where a part of `name` is a link or the file is no regular one. Each folder is opened relative to
+    the one above, so a link created between a check and the opening is not followed either.
     """
     *folders, last = _parts(folder, name)
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in folders:
             at = _enter(at, part, make_folders)
-        # Not blocking: to open a named pipe would wait for its other end.
+        # Not blocking: opening a named pipe would wait for its other end.
         opened = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=at)
     finally:
         os.close(at)
@@ -374,7 +342,7 @@ def open_below(folder: Path, name: str, flags: int, make_folders: bool = False) 
 
 
 def list_below(folder: Path, name: str) -> list[str]:
-    """The names of what lies in `folder/name`, in order; nothing where a part of it is a link or is missing."""
+    """Return the sorted names in `folder/name`; none where a part of the path is a link or missing."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in _parts(folder, name):
@@ -394,7 +362,7 @@ def _parts(folder: Path, name: str) -> list[str]:
 
 
 def _enter(at: int, part: str, make: bool) -> int:
-    """The descriptor of a folder in the folder `at`, which is closed if that worked."""
+    """Open a folder inside the folder `at` and return its descriptor; close `at` if that worked."""
     if make:
         with contextlib.suppress(FileExistsError):
             os.mkdir(part, dir_fd=at)
@@ -404,13 +372,15 @@ def _enter(at: int, part: str, make: bool) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of either; after a power cut, too."""
+    """Replace a file so that a reader sees the old or the new text, never half of either, even after a power cut."""
     write_durably(path, text.encode(), path.with_name(f".{path.name}.{os.getpid()}"), 0o666)
 
 
 def write_durably(path: Path, content: bytes, temporary: Path, mode: int) -> None:
-    """Replaces a file as a whole. Returns when that would survive a power cut; raises OSError where a byte could not
-    be written, and then the old file is still there."""
+    """Replace a whole file, and return once that would survive a power cut.
+
+    Raise OSError if a byte could not be written; the old file is then still there.
+    """
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(fd, "wb") as file:
@@ -426,5 +396,5 @@ def write_durably(path: Path, content: bytes, temporary: Path, mode: int) -> Non
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
-    found = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))

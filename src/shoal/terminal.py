@@ -1,7 +1,7 @@
-"""What may reach a terminal: text without control sequences.
+"""Text that is safe to print on a terminal: no control sequences.
 
-Names of machines, log lines, process lists and error texts of other programs are foreign text. An escape sequence in
-it could rewrite the screen, the window title or the clipboard of the reader.
+Machine names, log lines, process lists and error texts of other programs come from outside. An escape sequence in them
+could rewrite the reader's screen, window title or clipboard.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-# Whole sequences first, so that no half of one stays behind as text: OSC, DCS, SOS, PM and APC up to their terminator,
+# Whole sequences first, so that no half of one remains as text: OSC, DCS, SOS, PM and APC up to their terminator,
 # then CSI, then the short ones. An unfinished string loses only its introducer.
 _SEQUENCES = re.compile(
-    # No introducer in the body: each of many unfinished ones would scan to the end of the text.
+    # No introducer in the body: otherwise each of many unfinished ones would scan to the end of the text.
     r"(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n\x90\x98\x9d-\x9f]*(?:\x07|\x1b\\|\x9c)"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|\x1b[ -/]+[0-~]"
     r"|\x1b[@-~]?"
 )
-# C0 controls but tab and newline, DEL, C1 controls, the characters that reorder text on the screen, and halves of
+# C0 controls except tab and newline, DEL, C1 controls, characters that reorder text on the screen, and halves of
 # surrogate pairs, which stand for undecodable bytes and cannot be written.
 _FORBIDDEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _CONTROLS = re.compile(f"[{_FORBIDDEN}]")
 
 
 def printable(text: str) -> str:
-    """The text without escape sequences, control characters and characters that change the direction of writing.
+    """Remove escape sequences, control characters and characters that change the writing direction.
 
-    A carriage return becomes a newline: the part before it was meant to be overwritten, and must not hide what follows.
+    A carriage return becomes a newline: the part before it was meant to be overwritten and must not hide what follows.
     """
     if _CONTROLS.search(text) is None:
         return text
@@ -40,19 +40,19 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str, most: int) -> str:
-    """The same on one line, for names and notes: a newline in a foreign one could forge a line of ours."""
+    """Return printable text on one line, cut to `most` characters: a newline in a name could forge an output line."""
     shown = " ".join(printable(text[:most]).split("\n"))
     return f"{shown} …" if len(text) > most else shown
 
 
 def printable_json(document: Any, indent: int | None = None) -> str:
-    """The same characters in a JSON document are written as `\\u` escapes, so that nothing is lost."""
+    """Return a JSON document in which the forbidden characters are `\\u` escapes, so that nothing is lost."""
     text = json.dumps(document, indent=indent, ensure_ascii=False)
-    return re.sub(f"[{_FORBIDDEN}]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class PrintableStream:
-    """A text stream that writes everything through `printable`; all else is the stream's behind it."""
+    """A text stream that writes through `printable`; every other attribute is the wrapped stream's."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -70,9 +70,9 @@ class PrintableStream:
 
 
 def protect_terminal() -> None:
-    """From here on nothing written to stdout and stderr can steer the terminal.
+    """Replace stdout and stderr by printable streams for the rest of the process.
 
-    Consoles that style text themselves clean it before they add their own sequences, and write to `raw_stream`.
+    Consoles that style text clean it before they add their own sequences, and write to `raw_stream`.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -81,13 +81,13 @@ def protect_terminal() -> None:
 
 
 def raw_stream(stream: Any) -> Any:
-    """The stream behind a protected one, for text that is known to be clean."""
+    """Return the stream behind a protected one, for text that is known to be clean."""
     return stream.raw if isinstance(stream, PrintableStream) else stream
 
 
 @contextlib.contextmanager
 def styled_output() -> Iterator[None]:
-    """For a library that styles texts of ours only, such as the help of the command line."""
+    """Unprotect stdout and stderr for a library that styles only shoal's own texts, such as the command line's help."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = raw_stream(sys.stdout), raw_stream(sys.stderr)
     try:

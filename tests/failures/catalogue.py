@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.cli.doctor import as_lines
 from shoal.tools.explain.explain import explain_file
-from shoal.tools.explain.pattern import Pattern
+from shoal.tools.explain.pattern import Pattern, fill_in
 from shoal.tools.explain.patterns import PATTERNS
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "explain.md"
@@ -39,7 +39,7 @@ def catalogue() -> str:
 
 
 def entry(pattern: Pattern) -> str:
-    cause, fix = (pattern.say(text, {}) or "as shoal says it" for text in (pattern.cause, pattern.fix))
+    cause, fix = (fill_in(text, {}) or "as shoal says it" for text in (pattern.cause, pattern.fix))
     check = f" Found before by `{pattern.check}`." if pattern.check else ""
     return f"- **`{pattern.id}`** ({pattern.weight.name.lower()}): {cause}. *Fix:* {fix}.{check}"
 

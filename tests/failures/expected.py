@@ -87,7 +87,7 @@ EXPECTED = {
     "shoal.node-gone": Expected("error: node2 is gone, and rank 1 with it"),
     "shoal.not-formed": Expected("error: the world did not form: rank 1 of 2 did not come"),
     "shoal.port-taken": Expected("of 127.0.0.1 cannot be used: Address already in use"),
-    "shoal.rank-killed": Expected("error: rank 1 on local was killed (SIGKILL) by somebody"),
+    "shoal.rank-killed": Expected("error: rank 1 on local was killed (SIGKILL) from outside"),
     "ssh.denied": Expected("root@10.77.0.1: Permission denied (publickey)."),
     "ssh.key-changed": Expected("Host key for 10.77.0.1 has changed"),
     "ssh.key-unknown": Expected("No ED25519 host key is known for 10.77.0.1"),

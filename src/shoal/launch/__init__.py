@@ -1,1 +1,1 @@
-"""From a plan to running ranks, and from their end to a verdict."""
+"""Plans and starts the ranks of a run, follows their agents to the end, and finds out why a run failed."""

@@ -1,4 +1,8 @@
-"""The agents of one run as their launcher sees them: told what to start, followed by their journals, none left."""
+"""The launcher: starts an agent on every node, sends it the ranks to start, and follows its journal to the end.
+
+Ctrl-C once asks every rank to finish its step and save; twice ends them at once. The agents themselves end or restart
+the peers of a failing rank, so that it also happens after the launcher is gone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -31,27 +35,37 @@ from shoal.events import Event, EventLog, EventTail
 from shoal.launch.failure import (
     LOG_TAIL,
     ProcessEnd,
-    caused,
-    failure,
+    diagnose,
+    drop_survived,
+    explain_early_exit,
     first_to_fail,
-    left_early,
-    outlived,
+    has_own_fault,
     script_faults,
 )
 from shoal.launch.plan import RankCommand, make_go, plan_module, plan_ranks, plan_script, settings_notes
 from shoal.run_folder import RunFolder
-from shoal.units import format_duration
+from shoal.units import format_duration, rank_list
 
-# SECTION launch/post
-# One node's agent, as its launcher sees it: told what to do, ended at last, alive or gone meanwhile.
+# What torchrun gives its workers between SIGTERM and SIGKILL.
+GRACE_S = 30.0
+POLL_S = 0.05
+# Over SSH to a slow machine Python alone may take seconds to start.
+READY_WITHIN_S = 45.0
+# A journal's last line may be written a moment before or after the end of its agent is seen.
+_JOURNAL_LAG_S = 1.0
+# How long an agent may take to end once it was asked to end at once.
+_END_WITHIN_S = 5.0
+# Ranks of a script that run this much longer than the first that ended are mentioned.
+NOTE_RUNNING_AFTER_S = 60.0
+
+Plan = Callable[[list[Node], Rendezvous], list[RankCommand]]
+# Given the number of ranks and the highest generation so far, returns the rules by which members come and go.
+MakeMembership = Callable[[int, int], MembershipOrder]
 
 
 @dataclass
 class AgentHandle:
-    """One node's agent, as its journal shows it. `since`: when it was seen to have ended without saying so. `lost`: how
-    another agent lost it. `finished`: another agent heard that all its ranks have ended well. `left`:
-    we stopped waiting for it. `again`: the process of its agent's later life, which is no child of ours; 0 when
-    it cannot be seen from here."""
+    """The launcher's view of one node's agent, by its journal and its link."""
 
     node: Node
     link: AgentLink
@@ -59,83 +73,74 @@ class AgentHandle:
     ready: Event | None = None
     started: bool = False
     done: bool = False
-    since: float | None = None
-    lost: str = ""
-    finished: bool = False
-    left: bool = False
-    again: int | None = None
+    ended_at: float | None = None  # when it was seen to have ended without a `done` event
+    lost: str = ""  # how another agent lost it
+    finished: bool = False  # another agent reported that all its ranks ended well
+    abandoned: bool = False  # the launcher stopped waiting for it
+    # The process of an agent that was started again and is no child of the launcher; 0 when it cannot be seen from
+    # here.
+    restarted_pid: int | None = None
 
     def is_busy(self) -> bool:
-        """Whether it may still have something for us."""
-        return not self.left and self.gone() is None and (not self.done or self.link.is_reachable())
+        """Return whether it may still send something."""
+        return not self.abandoned and self.how_gone() is None and (not self.done or self.link.is_reachable())
 
-    def gone(self) -> str | None:
-        """How it left us, if it did: by its own end, or by what the others say of a machine we cannot reach either."""
-        if self.again is not None:
-            return None if is_running(self.again) else "its agent, which had been started again, ended"
+    def how_gone(self) -> str | None:
+        """Return how it ended or was lost, None while it is there.
+
+        Another agent's report counts only for a machine that the launcher cannot reach either.
+        """
+        if self.restarted_pid is not None:
+            return None if is_running(self.restarted_pid) else "its agent, which had been started again, ended"
         how = self.link.ended()
         return self.lost if how is None and self.lost and not self.link.is_reachable() else how
 
-    def tell(self, wish: str) -> None:
-        """Two signals at once are the wish to end; see `Agent._on_signal`."""
-        self.link.send(to_line(wish))
-        if self.again is not None and is_running(self.again):
-            for signum in (signal.SIGINT, signal.SIGTERM)[: 2 if wish == END else 1]:
+    def send(self, request: str) -> None:
+        """Send STOP or END. A restarted agent gets signals instead: two at once mean END; see `Agent._on_signal`."""
+        self.link.send(to_line(request))
+        if self.restarted_pid is not None and is_running(self.restarted_pid):
+            for signum in (signal.SIGINT, signal.SIGTERM)[: 2 if request == END else 1]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.again, signum)
+                    os.kill(self.restarted_pid, signum)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         if self.link.ended() is None:
             self.link.kill()
         self.link.close()
-        if self.again is not None and is_running(self.again):
-            os.kill(self.again, signal.SIGKILL)
-
-
-POLL_S = 0.05
-# Over SSH to a slow machine Python alone may take seconds to start.
-READY_WITHIN_S = 45.0
-# A journal's last line may be written a moment before or after its agent's end is seen.
-_LAST_WORDS_S = 1.0
-# An agent that was told to end now has this long for it.
-_END_WITHIN_S = 5.0
-# Ranks of a script that run so much longer than the first that ended are mentioned.
-LEFT_AFTER_S = 60.0
-
-Plan = Callable[[list[Node], Rendezvous], list[RankCommand]]
+        if self.restarted_pid is not None and is_running(self.restarted_pid):
+            os.kill(self.restarted_pid, signal.SIGKILL)
 
 
 @dataclass
 class Launch:
-    """The agents of one run. Leaving the `with` block leaves none of them, and so none of their ranks."""
+    """The agents of one launch. Leaving the `with` block ends all of them, and so all of their ranks."""
 
     run: RunFolder
     cluster: Cluster
     log: EventLog
     launch_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    posts: list[AgentHandle] = field(default_factory=list)
+    agents: list[AgentHandle] = field(default_factory=list)
     commands: list[RankCommand] = field(default_factory=list)
-    endings: list[ProcessEnd] = field(default_factory=list)
+    ends: list[ProcessEnd] = field(default_factory=list)
     refused: ShoalError | None = None
     interrupts: int = 0
     is_elastic: bool = False
-    broken: str = ""
+    broken: str = ""  # the first rank that could not join the process group, and why
     gave_up: ShoalError | None = None
-    # How long the ranks of a script may take to end once they are asked to stop.
+    # How long the ranks of a script may take to end once they are asked to stop; None for shoal's own ranks.
     grace_s: float | None = None
     # Keys in the store of a script's ranks at its end; None while that is not known.
     store_keys: int | None = None
-    # Whether the user was told that ranks have not met.
-    noted_absence: bool = False
-    _met: dict[str, Event] = field(default_factory=dict)
-    _meeting: Rendezvous | None = None
-    _left_at: float | None = None
-    _noted_left: bool = False
-    _said: set[str] = field(default_factory=set)
-    # Nodes whose journals were found to have lines that cannot be used.
+    noted_unjoined: bool = False
+    _joined: dict[str, Event] = field(default_factory=dict)  # each node's report of which ranks joined
+    _rendezvous: Rendezvous | None = None
+    _first_end_at: float | None = None
+    _noted_running: bool = False
+    _announced: set[str] = field(default_factory=set)
+    # Nodes whose journals have lines that cannot be used.
     _noted_journals: set[str] = field(default_factory=set)
-    _obeyed: int = 0
-    _ended_at: float | None = None
+    _interrupts_sent: int = 0
+    _asked_to_end_at: float | None = None
 
     def launch(
         self,
@@ -143,10 +148,9 @@ class Launch:
         config: str,
         data: str,
         script_port: int | None = None,
-        members: Callable[[int, int], MembershipOrder] | None = None,
+        members: MakeMembership | None = None,
     ) -> None:
-        """With `members`, machines may come and go: by which rules, it says for so many ranks and when told the highest
-        number of a generation so far."""
+        """Start the agents, wait until all are ready, and send them the ranks. With `members` the run is elastic."""
         common = MeetOrder(
             folder="",
             node="",
@@ -162,18 +166,25 @@ class Launch:
         for member, node in enumerate(self.cluster.nodes):
             tail = EventTail(self.run.journal(node.name))
             tail.skip_to_end()
-            post = AgentHandle(node, self.cluster.start_agent(node, self.run.path), tail)
-            self.posts.append(post)
-            folder, port = self.cluster.folder(node, self.run.path), script_port if member == 0 else None
-            named = replace(common, node=node.name, address=node.address, interface=node.interface)
-            post.link.send(to_line(replace(named, member=member, folder=folder, script_port=port)))
+            agent = AgentHandle(node, self.cluster.start_agent(node, self.run.path), tail)
+            self.agents.append(agent)
+            order = replace(
+                common,
+                folder=self.cluster.folder(node, self.run.path),
+                node=node.name,
+                member=member,
+                address=node.address,
+                interface=node.interface,
+                script_port=script_port if member == 0 else None,
+            )
+            agent.link.send(to_line(order))
         self._await_ready()
-        self._send_off(plan, members)
+        self._start_ranks(plan, members)
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + READY_WITHIN_S
-        while waiting := [post for post in self.posts if post.ready is None]:
-            self._look()
+        while waiting := [agent for agent in self.agents if agent.ready is None]:
+            self._poll()
             if self.interrupts:
                 raise Interrupted("interrupted before the ranks were started", fix="start anew")
             if time.monotonic() > deadline:
@@ -184,273 +195,266 @@ class Launch:
                 )
             time.sleep(POLL_S)
 
-    def _send_off(self, plan: Plan, members: Callable[[int, int], MembershipOrder] | None) -> None:
-        nodes = []
-        for post in self.posts:
-            said = post.ready or {}
-            found = {"interface": said["interface"], "cores": post.node.cores or said["cores"]}
-            post.node = replace(post.node, **found, cpu_only=said["cpu_only"])
-            nodes.append(post.node)
-        head = self.posts[0].ready or {}
-        meeting = self._meeting = Rendezvous(nodes[0].address, head["script_port"] or head["port"])
-        if head["script_port"] and len(nodes) > 1:
+    def _start_ranks(self, plan: Plan, members: MakeMembership | None) -> None:
+        ready = [agent.ready or {} for agent in self.agents]
+        for agent, facts in zip(self.agents, ready, strict=True):
+            cores = agent.node.cores or facts["cores"]
+            agent.node = replace(agent.node, interface=facts["interface"], cores=cores, cpu_only=facts["cpu_only"])
+        nodes = [agent.node for agent in self.agents]
+        rendezvous = Rendezvous(nodes[0].address, ready[0]["script_port"] or ready[0]["port"])
+        self._rendezvous = rendezvous
+        if ready[0]["script_port"] and len(nodes) > 1:
             self._note(
-                f"the script's store is torch's own and asks for no token: any program that reaches {meeting.address} "
-                f"port {meeting.port} can write into it. Use a network you trust."
+                f"the script's store is torch's own and asks for no token: any program that reaches "
+                f"{rendezvous.address} port {rendezvous.port} can write into it. Use a network you trust."
             )
-        self.commands = plan(nodes, meeting)
+        self.commands = plan(nodes, rendezvous)
         self.is_elastic = members is not None
-        order = None if members is None else members(self.ranks, self._highest_generation())
-        roster = [self._as_member(post) for post in self.posts]
-        for post in self.posts:
-            post.link.send(to_line(make_go(roster, self.commands, post.node.name, order, self.grace_s)))
-
-    def _as_member(self, post: AgentHandle) -> RosterEntry:
-        said, node = post.ready or {}, post.node
-        ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
-        return RosterEntry(node.name, node.address, said["port"], said["mark"], tuple(ranks))
-
-    def _highest_generation(self) -> int:
-        """Of all earlier launches, as far as any machine knows of it: no number is used twice."""
-        promised = [int((post.ready or {})["highest"]) for post in self.posts]
-        return max(highest_generation(self.run), *promised)
+        order = None
+        if members is not None:
+            # The highest of all earlier launches, as far as any node knows: no generation number is used twice.
+            highest = max(highest_generation(self.run), *(int(facts["highest"]) for facts in ready))
+            order = members(self.ranks, highest)
+        roster = []
+        for node, facts in zip(nodes, ready, strict=True):
+            ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
+            roster.append(RosterEntry(node.name, node.address, facts["port"], facts["mark"], tuple(ranks)))
+        for agent in self.agents:
+            agent.link.send(to_line(make_go(roster, self.commands, agent.node.name, order, self.grace_s)))
 
     def __enter__(self) -> Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """However we leave: what is still there is asked to end, and then ended.
+        """Ask the remaining agents to end, and kill those that do not.
 
-        After a good end everything that is still on its way home is waited for: a checkpoint may be large and a link
-        slow. Only another Ctrl-C cuts that short.
+        After a good end, wait for all files that are still being sent here: a checkpoint may be large and a link slow.
+        Only another Ctrl-C cuts that short.
         """
-        patience, asked = time.monotonic() + _END_WITHIN_S, self.interrupts
-        if unfinished := any(not post.done for post in self.posts):
-            self._tell(END)
-        while any(post.is_busy() for post in self.posts):
-            if time.monotonic() > patience and (unfinished or self.interrupts > asked):
+        deadline, interrupts_before = time.monotonic() + _END_WITHIN_S, self.interrupts
+        if is_unfinished := any(not agent.done for agent in self.agents):
+            self._send(END)
+        while any(agent.is_busy() for agent in self.agents):
+            if time.monotonic() > deadline and (is_unfinished or self.interrupts > interrupts_before):
                 break
             time.sleep(POLL_S / 5)
-        for post in self.posts:
-            post.end()
+        for agent in self.agents:
+            agent.kill()
 
-    def see_through(self) -> None:
-        while not all(post.done for post in self.posts):
-            self._obey()
-            self._look()
-            self._need_folder()
-            self._leave_the_stuck()
-            self._note_left_behind()
+    def wait(self) -> None:
+        """Wait until every agent is done, passing on interrupts; raise the error of an agent that refused to start."""
+        while not all(agent.done for agent in self.agents):
+            self._pass_on_interrupts()
+            self._poll()
+            if self.log.is_removed():
+                # Deleted journals get no new lines: without this the launcher would wait forever.
+                raise self.run.removed()
+            self._abandon_stuck()
+            self._note_still_running()
             time.sleep(POLL_S)
         if self.refused and not self.interrupts:
             raise self.refused
 
-    def _need_folder(self) -> None:
-        """Journals that were deleted say nothing any more: without this, the run would be waited for in vain."""
-        if self.log.is_removed():
-            raise self.run.removed()
-
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.interrupts += 1
 
-    def _obey(self) -> None:
-        while self._obeyed < self.interrupts:
-            self._obeyed += 1
-            self._tell(STOP if self._obeyed == 1 else END)
-            if self._obeyed == 1:
-                self._note(asked_to_stop(self.grace_s))
+    def _pass_on_interrupts(self) -> None:
+        while self._interrupts_sent < self.interrupts:
+            self._interrupts_sent += 1
+            if self._interrupts_sent == 1:
+                self._send(STOP)
+                self._note(stop_note(self.grace_s))
             else:
-                self._ended_at = self._ended_at or time.monotonic()
+                self._send(END)
+                self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
 
-    def _leave_the_stuck(self) -> None:
-        """A frozen machine neither ends nor breaks its connection. Told to end, or lost to others, it has seconds."""
-        stuck = [post for post in self.posts if not post.done]
-        if self._ended_at is None and stuck and all(post.lost for post in stuck):
-            self._tell(END)
-            self._ended_at = time.monotonic()
-        if self._ended_at is not None and time.monotonic() - self._ended_at > _END_WITHIN_S:
-            for post in stuck:
-                post.done = post.left = True
-                self._lose(post, post.lost or "it did not end when it was told to")
+    def _abandon_stuck(self) -> None:
+        """Stop waiting for agents that do not end: a frozen machine neither ends nor closes its connection."""
+        stuck = [agent for agent in self.agents if not agent.done]
+        if self._asked_to_end_at is None and stuck and all(agent.lost for agent in stuck):
+            self._send(END)
+            self._asked_to_end_at = time.monotonic()
+        if self._asked_to_end_at is not None and time.monotonic() - self._asked_to_end_at > _END_WITHIN_S:
+            for agent in stuck:
+                agent.done = agent.abandoned = True
+                self._lose_agent(agent, agent.lost or "it did not end when it was asked to")
 
-    def _tell(self, wish: str) -> None:
-        for post in self.posts:
-            post.tell(wish)
+    def _send(self, request: str) -> None:
+        for agent in self.agents:
+            agent.send(request)
 
-    def _look(self) -> None:
-        for post in self.posts:
-            for event in post.tail.poll():
+    def _poll(self) -> None:
+        for agent in self.agents:
+            own = {command.name for command in self.commands if command.node.name == agent.node.name}
+            for event in agent.tail.poll():
                 if event.get("launch") != self.launch_id:
                     continue
-                if self._is_of(post, event):
-                    self._take(post, event)
+                # The process that a journal names must be one that the node was ordered to start.
+                if event["event"] not in ("ended", "restart", "broken") or event["name"] in own:
+                    self._handle(agent, event)
                 else:
-                    self._note_bad_lines(post)
-            if post.tail.unreadable:
-                self._note_bad_lines(post)
-        for post in self.posts:
-            self._look_after(post)
+                    self._note_bad_lines(agent)
+            if agent.tail.unreadable:
+                self._note_bad_lines(agent)
+        for agent in self.agents:
+            self._check_alive(agent)
 
-    def _is_of(self, post: AgentHandle, event: Event) -> bool:
-        """Whether the process that a line of a journal names is one that the node was told to start."""
-        own = {command.name for command in self.commands if command.node.name == post.node.name}
-        return event["event"] not in ("ended", "restart", "broken") or event["name"] in own
-
-    def _note_bad_lines(self, post: AgentHandle) -> None:
-        """Once for each node: a journal with many such lines must not fill the user's screen."""
-        if post.node.name not in self._noted_journals:
-            self._noted_journals.add(post.node.name)
+    def _note_bad_lines(self, agent: AgentHandle) -> None:
+        """Note unusable lines once for each node: a journal with many of them must not fill the user's screen."""
+        if agent.node.name not in self._noted_journals:
+            self._noted_journals.add(agent.node.name)
             self._note(
-                f"the journal of {post.node.name} has lines that cannot be used and are ignored: its shoal is another "
-                f"version, or the file was damaged ({self.run.journal(post.node.name)})"
+                f"the journal of {agent.node.name} has lines that cannot be used and are ignored: its shoal is another "
+                f"version, or the file was damaged ({self.run.journal(agent.node.name)})"
             )
 
-    def _take(self, post: AgentHandle, event: Event) -> None:
+    def _handle(self, agent: AgentHandle, event: Event) -> None:
+        node = agent.node.name
         match event["event"]:
             case "ready" if event["life"]:
-                self._welcome_back(post, event)
+                self._take_restarted(agent)
             case "ready":
-                post.ready = event
+                agent.ready = event
             case "started":
-                post.started = True
-                if all(each.started for each in self.posts):
-                    self.log.write("running", nodes=[each.node.name for each in self.posts], ranks=self.ranks)
+                agent.started = True
+                if all(other.started for other in self.agents):
+                    self.log.write("running", nodes=[other.node.name for other in self.agents], ranks=self.ranks)
             case "ended":
-                self._end(post, event["name"], event["code"], event["by_us"], starved=event["starved"])
+                self._add_end(agent, event["name"], event["code"], event["by_us"], starved=event["starved"])
             case "note":
-                self._note(f"{post.node.name}: {event['text']}")
+                self._note(f"{node}: {event['text']}")
             case "restart":
-                self.endings = [ending for ending in self.endings if ending.name != event["name"]]
+                self.ends = [end for end in self.ends if end.name != event["name"]]
             case "tell" | "pause" | "abandon":
-                self._note_once(event)
+                # All agents of a generation announce the same: note it once.
+                key = event.get("generation") or event["text"]
+                if key not in self._announced:
+                    self._announced.add(key)
+                    self._note(event["text"])
             case "broken":
                 self.broken = self.broken or f"{event['name']}: {event['why']}"
             case "lost":
                 if not self.is_elastic:
-                    self._note(f"{post.node.name} lost {event['node']}: {event['how']}")
-                self._lost(event["node"], event["how"])
+                    self._note(f"{node} lost {event['node']}: {event['how']}")
+                self._mark_lost(event["node"], event["how"])
+            case "peer" if event["failed"]:
+                self._mark_lost(event["node"], "its ranks failed, and their error did not reach the launcher")
             case "peer":
-                self._take_word_for(event["node"], event["failed"])
+                # Enough for an agent whose own journal does not arrive: its ranks ended, and it was no failure.
+                for other in self.agents:
+                    other.finished |= other.node.name == event["node"]
             case "met":
-                self._met[post.node.name] = event
-                self._note_absence()
+                self._joined[node] = event
+                self._note_unjoined()
             case "meeting":
                 self.store_keys = event["keys"]
             case "gave-up":
                 self.gave_up = from_dict(event)
-            case "refused" if post.again is not None:
-                self._note(f"{post.node.name} could not take part again: {event['seen']}")
+            case "refused" if agent.restarted_pid is not None:
+                self._note(f"{node} could not take part again: {event['seen']}")
             case "refused":
-                self._refuse(post, from_dict(event))
+                self._refuse(from_dict(event))
             case "done":
-                post.done = True
+                agent.done = True
 
-    def _note_absence(self) -> None:
-        """Once the agents of all nodes have looked: a rank waits for one that another node has."""
-        if self._meeting is None or len(self._met) < len(self.posts):
+    def _note_unjoined(self) -> None:
+        """Name the ranks that have not joined the process group, once the agents of all nodes have reported.
+
+        A rank may wait for one of another node, so a single report shows too little.
+        """
+        if self._rendezvous is None or len(self._joined) < len(self.agents):
             return
-        met, missing = (
-            sorted(rank for event in self._met.values() for rank in event[key]) for key in ("met", "missing")
+        joined, missing = (
+            sorted(rank for event in self._joined.values() for rank in event[key]) for key in ("met", "missing")
         )
-        if missing and not self.noted_absence:
-            place = self._meeting.address, self._meeting.port
-            after_s = max(float(event["after_s"]) for event in self._met.values())
+        if missing and not self.noted_unjoined:
+            place = self._rendezvous.address, self._rendezvous.port
+            after_s = max(float(event["after_s"]) for event in self._joined.values())
             run = shlex.quote(str(self.run.path))
-            warning = awaited(met, missing, *place, after_s, run) if met else lonely(missing, *place, after_s)
-            self.noted_absence = True
+            warning = awaited(joined, missing, *place, after_s, run) if joined else lonely(missing, *place, after_s)
+            self.noted_unjoined = True
             self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
 
-    def _note_left_behind(self) -> None:
-        """Of a script: some ranks have ended well, and others go on for long."""
-        if self.grace_s is None or self.interrupts or self._noted_left or not self.endings:
+    def _note_still_running(self) -> None:
+        """Name the ranks of a script that still run long after others have ended well."""
+        if self.grace_s is None or self.interrupts or self._noted_running or not self.ends:
             return
-        ended = [rank for ending in self.endings for rank in ending.ranks]
+        ended = [rank for end in self.ends for rank in end.ranks]
         running = [rank for command in self.commands for rank in command.ranks if rank not in ended]
-        if any(ending.code for ending in self.endings) or not running:
+        if any(end.code for end in self.ends) or not running:
             return
         now = time.monotonic()
-        self._left_at = now if self._left_at is None else self._left_at
-        if now - self._left_at > LEFT_AFTER_S:
-            self._noted_left = True
-            self._note(left_behind(ended, running, now - self._left_at, shlex.quote(str(self.run.path))))
+        self._first_end_at = now if self._first_end_at is None else self._first_end_at
+        if now - self._first_end_at > NOTE_RUNNING_AFTER_S:
+            self._noted_running = True
+            self._note(left_behind(ended, running, now - self._first_end_at, shlex.quote(str(self.run.path))))
 
     @property
     def ranks(self) -> int:
         return sum(len(command.ranks) for command in self.commands)
 
-    def _note_once(self, event: Event) -> None:
-        """Agents of one generation say the same of it."""
-        key = event.get("generation") or event["text"]
-        if key not in self._said:
-            self._said.add(key)
-            self._note(event["text"])
-
-    def _welcome_back(self, post: AgentHandle, event: Event) -> None:
-        """Its agent was started again, by somebody else than us: what became of its ranks before is history."""
-        # Its own number of itself may be one of an emulated node.
-        agents = (found.pid for found in find(self.run.path) if (found.part, found.node) == (AGENT, post.node.name))
-        post.again = next(agents, 0)
-        post.done, post.since, post.lost, post.finished = False, None, "", False
-        self.endings = [ending for ending in self.endings if ending.node != post.node.name]
+    def _take_restarted(self, agent: AgentHandle) -> None:
+        """Follow an agent that another process started again. The ends of its former ranks no longer count."""
+        # The process id in the event may be one inside an emulated node.
+        own = (process for process in find(self.run.path) if (process.part, process.node) == (AGENT, agent.node.name))
+        agent.restarted_pid = next((process.pid for process in own), 0)
+        agent.done, agent.ended_at, agent.lost, agent.finished = False, None, "", False
+        self.ends = [end for end in self.ends if end.node != agent.node.name]
 
     def _note(self, text: str) -> None:
         self.log.write("note", text=text)
 
-    def _refuse(self, post: AgentHandle, error: ShoalError) -> None:
-        """Before the run began. Those who wait for the refusing one need wait no longer."""
+    def _refuse(self, error: ShoalError) -> None:
+        """Record that an agent refused to start, and end the others, which wait for it."""
         if self.refused is None:
-            self._tell(END)
+            self._send(END)
         if self.refused is None or isinstance(self.refused, PeerLost):
             self.refused = error
         if not self.commands:
             raise self.refused
 
-    def _end(self, post: AgentHandle, name: str, code: int, by_us: bool, starved: bool = False, lost: str = "") -> None:
+    def _add_end(
+        self, agent: AgentHandle, name: str, code: int, by_us: bool, starved: bool = False, lost: str = ""
+    ) -> None:
+        node = agent.node.name
         command = next(command for command in self.commands if command.name == name)
-        log = str(self.run.log(post.node.name, name))
-        order = len(self.endings)
-        self.endings.append(ProcessEnd(name, post.node.name, command.ranks, code, order, by_us, log, starved, lost))
+        log = str(self.run.log(node, name))
+        self.ends.append(ProcessEnd(name, node, command.ranks, code, len(self.ends), by_us, log, starved, lost))
 
-    def _lost(self, node: str, how: str) -> None:
-        """A machine that came later by itself is nobody's to wait for."""
-        for post in self.posts:
-            if post.node.name == node:
-                post.lost = how
+    def _mark_lost(self, node: str, how: str) -> None:
+        """Mark a node that another agent lost. A node that joined later is none of the launcher's agents."""
+        for agent in self.agents:
+            if agent.node.name == node:
+                agent.lost = how
 
-    def _take_word_for(self, node: str, failed: bool) -> None:
-        """Enough for one whose own word does not reach us: its ranks ended, and nobody called it a failure."""
-        if failed:
-            self._lost(node, "its ranks ended in a failure, and their words did not reach us")
-        for post in self.posts:
-            post.finished |= post.node.name == node and not failed
-
-    def _look_after(self, post: AgentHandle) -> None:
-        """An agent that ended without a word was killed, or its machine is gone."""
-        if post.finished and not post.link.is_reachable():
-            post.done = True
-        if post.done or (how := post.gone()) is None:
+    def _check_alive(self, agent: AgentHandle) -> None:
+        """Detect an agent that ended without a `done` event: it was killed, or its machine is gone."""
+        if agent.finished and not agent.link.is_reachable():
+            agent.done = True
+        if agent.done or (how := agent.how_gone()) is None:
             return
-        if post.since is None:
-            post.since = time.monotonic()
-        elif time.monotonic() - post.since > _LAST_WORDS_S:
-            post.done = True
-            self._lose(post, how)
+        if agent.ended_at is None:
+            agent.ended_at = time.monotonic()
+        elif time.monotonic() - agent.ended_at > _JOURNAL_LAG_S:
+            agent.done = True
+            self._lose_agent(agent, how)
 
-    def _lose(self, post: AgentHandle, how: str) -> None:
+    def _lose_agent(self, agent: AgentHandle, how: str) -> None:
+        """Count the agent's running ranks as killed; raise if they were never started."""
         if not self.commands:
             raise ControlError(
-                f"{post.node.name} did not start: {how}",
+                f"{agent.node.name} did not start: {how}",
                 why="the agent that starts its ranks ended before it could",
                 fix=f"look at {self.run.path / 'agents'}",
             )
-        ended = {ending.name for ending in self.endings}
+        ended = {end.name for end in self.ends}
         for command in self.commands:
-            if command.node.name == post.node.name and command.name not in ended:
-                self._end(post, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
+            if command.node.name == agent.node.name and command.name not in ended:
+                self._add_end(agent, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
 
 
-def asked_to_stop(grace_s: float | None) -> str:
-    """What a user reads after the first Ctrl-C: what happens now, and how to end it sooner."""
+def stop_note(grace_s: float | None) -> str:
+    """Return the note after the first Ctrl-C: what happens now, and how to end it sooner."""
     now = "a second Ctrl-C where the run was started, or shoal stop --now, ends them now"
     if grace_s is None:
         return f"the ranks finish their step and save; {now}"
@@ -461,26 +465,23 @@ def asked_to_stop(grace_s: float | None) -> str:
     )
 
 
-@contextlib.contextmanager
-def interruptible(world: Launch) -> Iterator[None]:
-    """Only counted: a handler that did more would do it in the middle of anything."""
-    before = {signum: signal.signal(signum, world.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+def _run_to_end(
+    launch: Launch,
+    plan: Plan,
+    config: str,
+    data: str = "",
+    script_port: int | None = None,
+    members: MakeMembership | None = None,
+) -> None:
+    """Launch and wait. Signals are only counted, because a handler may run in the middle of anything."""
+    before = {signum: signal.signal(signum, launch.interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with launch:
+            launch.launch(plan, config, data, script_port, members)
+            launch.wait()
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-# SECTION launch/supervise
-# Starts an agent on every node, tells them what to start, and follows their journals to the end of the run.
-#
-# Ctrl-C once asks every rank to finish its step and save; twice ends them now. What becomes of a failing rank's
-# peers is the agents' own business, so that it happens whether or not we are still there.
-
-
-# What torchrun gives its workers between the signal and SIGKILL.
-GRACE_S = 30.0
 
 
 def run_ranks(
@@ -492,9 +493,10 @@ def run_ranks(
     data: str,
     resume: bool = False,
 ) -> int:
-    """Runs the world to its end. Raises what went wrong, or `Interrupted`; when it ended well, the number of ranks.
+    """Run a training to its end and return the number of ranks. Raise what went wrong, or `Interrupted`.
 
-    `log` gets what a person should hear of meanwhile."""
+    `log` receives the notes for the user.
+    """
 
     def folder_of(node: Node) -> str:
         return cluster.folder(node, run.path)
@@ -502,52 +504,50 @@ def run_ranks(
     def rules(ranks: int, above: int) -> MembershipOrder:
         return membership(members, above, most_ranks=world_batch(load_config(run.config).train, ranks))
 
-    news = _news_of_ranks(run, cluster)
-    world = Launch(run, cluster, log)
-    with interruptible(world), world:
-        world.launch(
-            lambda nodes, meeting: plan_ranks(config, folder_of, nodes, meeting, resume),
-            config=digest_of_config(run),
-            data=data,
-            members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
-        )
-        world.see_through()
-    faults = _faults(news)
-    endings = outlived(world.endings) if world.is_elastic else world.endings
-    helps = relief(load_config(run.config), world.ranks)
-    error = failure(endings, faults, _log_tails(world, run), helps) or _fell_apart(world)
-    if world.interrupts and not (world.interrupts == 1 and caused(faults)):
-        raise _interrupted(run, at_once=world.interrupts > 1)
+    rank_events = _tail_ranks(run, cluster)
+    launch = Launch(run, cluster, log)
+    _run_to_end(
+        launch,
+        lambda nodes, rendezvous: plan_ranks(config, folder_of, nodes, rendezvous, resume),
+        config=hashlib.sha256(run.config.read_bytes()).hexdigest(),
+        data=data,
+        members=rules if config.launcher == "shoal" and members.on_loss == "go-on" else None,
+    )
+    faults = _faults(rank_events)
+    ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
+    advice = relief(load_config(run.config), launch.ranks)
+    error = diagnose(ends, faults, _log_tails(launch), advice) or _group_failure(launch)
+    if launch.interrupts and not (launch.interrupts == 1 and has_own_fault(faults)):
+        raise _interrupted(run, at_once=launch.interrupts > 1)
     if error:
         raise error
-    if any(ending.code == Interrupted.exit_code for ending in endings):
-        # Somebody asked a rank itself, and all agreed to stop.
+    if any(end.code == Interrupted.exit_code for end in ends):
+        # A rank itself got a signal, and all ranks agreed to stop.
         raise _interrupted(run, at_once=False)
-    _refuse_a_violent_end(endings)
-    return sum(len(ending.ranks) for ending in endings)
+    _refuse_killed(ends)
+    return sum(len(end.ranks) for end in ends)
 
 
 def run_module(
     config: RunConfig, module: str, words: Sequence[str], run: RunFolder, cluster: Cluster, log: EventLog
 ) -> None:
-    """One of our own worker programs on every slot, to its end; what it found it wrote into its events."""
+    """Run one of shoal's own worker programs on every slot to its end. Its results are in the ranks' events."""
 
     def folder_of(node: Node) -> str:
         return cluster.folder(node, run.path)
 
-    news = _news_of_ranks(run, cluster)
-    world = Launch(run, cluster, log)
-    with interruptible(world), world:
-        digest = hashlib.sha256("\0".join((module, *words)).encode()).hexdigest()
-        world.launch(
-            lambda nodes, meeting: plan_module(config, module, words, folder_of, nodes, meeting), config=digest, data=""
-        )
-        world.see_through()
-    if world.interrupts:
+    rank_events = _tail_ranks(run, cluster)
+    launch = Launch(run, cluster, log)
+    _run_to_end(
+        launch,
+        lambda nodes, rendezvous: plan_module(config, module, words, folder_of, nodes, rendezvous),
+        config=hashlib.sha256("\0".join((module, *words)).encode()).hexdigest(),
+    )
+    if launch.interrupts:
         raise Interrupted("interrupted")
-    if error := failure(world.endings, _faults(news), _log_tails(world, run)):
+    if error := diagnose(launch.ends, _faults(rank_events), _log_tails(launch)):
         raise error
-    _refuse_a_violent_end(world.endings)
+    _refuse_killed(launch.ends)
 
 
 def run_script(
@@ -562,61 +562,58 @@ def run_script(
     python: str = "",
     user_env: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs anybody's script on every slot. The error that is raised carries the script's own exit code: that of the
-    first rank to fail. `is_consequence` knows the messages of ranks that only lost a peer. Once asked to stop, the
-    ranks have `grace_s` for it. `python` runs the script, where it is not each machine's own; the variables of
-    `user_env` stay as the user set them."""
+    """Run a user's script on every slot. The raised error carries the exit code of the first rank to fail.
 
-    def plan(nodes: list[Node], meeting: Rendezvous) -> list[RankCommand]:
+    `is_consequence` recognises the messages of ranks that only lost a peer. Once asked to stop, the ranks have
+    `grace_s` to end. `python` runs the script; empty means each machine's own. Variables of `user_env` stay as the user
+    set them.
+    """
+
+    def plan(nodes: list[Node], rendezvous: Rendezvous) -> list[RankCommand]:
         for text in settings_notes(config, nodes, user_env or {}):
             log.write("note", text=text)
-        return plan_script(config, argv, nodes, meeting, python, user_env)
+        return plan_script(config, argv, nodes, rendezvous, python, user_env)
 
-    world = Launch(run, cluster, log, grace_s=grace_s)
-    with interruptible(world), world:
-        digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
-        world.launch(plan, config=digest, data="", script_port=port)
-        world.see_through()
-    if world.interrupts:
-        killed = sorted(rank for ending in world.endings if ending.by_us for rank in ending.ranks)
-        late = f"rank {', '.join(map(str, killed))} had to be ended" if killed else ""
-        raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {run.path / 'logs'}")
-    faults = script_faults(world.endings, lambda ending: tail_of(Path(ending.log), 1000, 1 << 16), is_consequence)
-    error, first = failure(world.endings, faults, _log_tails(world, run)), first_to_fail(world.endings, faults)
+    launch = Launch(run, cluster, log, grace_s=grace_s)
+    _run_to_end(launch, plan, config=hashlib.sha256("\0".join(argv).encode()).hexdigest(), script_port=port)
+    logs = run.path / "logs"
+    if launch.interrupts:
+        killed = [rank for end in launch.ends if end.by_us for rank in end.ranks]
+        late = f"{rank_list(killed)} had to be ended" if killed else ""
+        raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {logs}")
+    faults = script_faults(launch.ends, lambda end: read_log_tail(Path(end.log), 1000, 1 << 16), is_consequence)
+    error, first = diagnose(launch.ends, faults, _log_tails(launch)), first_to_fail(launch.ends, faults)
     if error and first:
         joint = "\n" if error.why.startswith(LOG_TAIL) else "; "
-        error.why = joint.join(filter(None, (left_early(world.endings, faults), error.why)))
+        error.why = joint.join(filter(None, (explain_early_exit(launch.ends, faults), error.why)))
         error.exit_code = first.code if first.code > 0 else 128 - first.code
         raise error
-    if any(ending.code == Interrupted.exit_code for ending in world.endings):
-        raise Interrupted("a rank says that it was interrupted", fix=f"look at {run.path / 'logs'}")
-    _refuse_a_violent_end(world.endings)
-    if world.ranks > 1 and world.store_keys == 0 and not world.noted_absence:
-        log.write("note", text=never_met(world.ranks))
+    if any(end.code == Interrupted.exit_code for end in launch.ends):
+        raise Interrupted("a rank reports that it was interrupted", fix=f"look at {logs}")
+    _refuse_killed(launch.ends)
+    if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined:
+        log.write("note", text=never_met(launch.ranks))
 
 
-def _fell_apart(world: Launch) -> ShoalError | None:
-    """Agents ended their ranks: nobody had the state any more, or they could not even meet."""
-    if any(ending.code in (0, Interrupted.exit_code) for ending in world.endings):
+def _group_failure(launch: Launch) -> ShoalError | None:
+    """Return why agents ended their ranks: no rank had the state any more, or the process group could not form."""
+    if any(end.code in (0, Interrupted.exit_code) for end in launch.ends):
         return None
-    if world.gave_up or not world.broken:
-        return world.gave_up
+    if launch.gave_up or not launch.broken:
+        return launch.gave_up
     return RunFailed(
-        f"the ranks did not meet: {world.broken}",
+        f"the ranks did not meet: {launch.broken}",
         why="the machines reach each other, but not by the interface or the ports that the ranks use",
         fix="find out what is in the way: shoal doctor",
     )
 
 
-def _refuse_a_violent_end(endings: Iterable[ProcessEnd]) -> None:
-    """Ranks that an agent killed, and nobody here asked for it: somebody told the agent itself, on its machine."""
-    if nodes := {ending.node for ending in endings if ending.by_us}:
-        names = ", ".join(sorted(nodes))
-        raise Interrupted(f"the ranks on {names} were ended from outside", why="somebody told an agent to end at once")
-
-
-def digest_of_config(run: RunFolder) -> str:
-    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+def _refuse_killed(ends: Iterable[ProcessEnd]) -> None:
+    """Raise where an agent killed its ranks without an order of the launcher: it was ended on its own machine."""
+    if nodes := {end.node for end in ends if end.by_us}:
+        raise Interrupted(
+            f"the ranks on {', '.join(sorted(nodes))} were ended from outside", why="an agent was asked to end at once"
+        )
 
 
 def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
@@ -628,29 +625,29 @@ def _interrupted(run: RunFolder, at_once: bool) -> Interrupted:
     )
 
 
-def _news_of_ranks(run: RunFolder, cluster: Cluster) -> list[EventTail]:
-    """What the ranks write from now on: a resumed run's older events are history."""
+def _tail_ranks(run: RunFolder, cluster: Cluster) -> list[EventTail]:
+    """Follow the ranks' events from now on: a resumed run has older ones."""
     tails = [EventTail(run.events(rank)) for rank in range(sum(node.slots for node in cluster.nodes))]
     for tail in tails:
         tail.skip_to_end()
     return tails
 
 
-def _faults(news: list[EventTail]) -> dict[int, Event]:
-    """The first fault each rank wrote."""
+def _faults(tails: list[EventTail]) -> dict[int, Event]:
+    """Return the first fault that each rank wrote."""
     faults: dict[int, Event] = {}
-    for rank, tail in enumerate(news):
+    for rank, tail in enumerate(tails):
         for event in tail.poll():
             if event.get("event") == "fault":
                 faults.setdefault(rank, event)
     return faults
 
 
-def _log_tails(world: Launch, run: RunFolder) -> dict[str, str]:
-    return {command.name: tail_of(run.log(command.node.name, command.name)) for command in world.commands}
+def _log_tails(launch: Launch) -> dict[str, str]:
+    return {command.name: read_log_tail(launch.run.log(command.node.name, command.name)) for command in launch.commands}
 
 
-def tail_of(log: Path, lines: int = 12, most_bytes: int = 8192) -> str:
+def read_log_tail(log: Path, lines: int = 12, most_bytes: int = 8192) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - most_bytes))

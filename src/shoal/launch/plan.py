@@ -1,4 +1,4 @@
-"""The launch plan: what starts where, with which variables. Pure; `shoal train --dry-run` prints it."""
+"""The launch plan: which processes start on which node, with which variables. `shoal train --dry-run` prints it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.control.orders import GoOrder, MembershipOrder, RosterEntry, StartPro
 from shoal.control.rank_env import SAFE_PATH, Placement
 from shoal.errors import ConfigError
 
-# Memory that a step freed is what the next one asks for. Where torch brings mimalloc, as its wheels for ARM do, that
+# The next step asks again for the memory that a step freed. Where torch brings mimalloc, as its ARM wheels do, that
 # gives it back to the system after 10 ms, and every page is cleared and mapped again: up to a fifth of a step.
 KEEP_MEMORY = {"MIMALLOC_PURGE_DELAY": "-1"}
 
@@ -26,44 +26,57 @@ FolderOf = Callable[[Node], str]
 
 @dataclass(frozen=True)
 class RankCommand:
-    """One process to start. `ranks` are those it stands for: one, or all of a node's under torchrun and spawn.
-
-    `uses_agent_store`: its agent hands it a connection, by which it meets the others."""
+    """One process to start."""
 
     name: str
     node: Node
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # one, or all ranks of the node under torchrun and spawn
     argv: tuple[str, ...]
     env: dict[str, str]
-    uses_agent_store: bool = False
+    uses_agent_store: bool = False  # the ranks meet at the agent's key-value store
 
 
 def plan_ranks(
-    run: RunConfig, folder: FolderOf, nodes: list[Node], meeting: Rendezvous, resume: bool
+    run: RunConfig, folder: FolderOf, nodes: list[Node], rendezvous: Rendezvous, resume: bool
 ) -> list[RankCommand]:
-    """The commands that make one world of all slots of all nodes; ranks count through the nodes in their order."""
-    if run.launcher == "torchrun":
-        return [_torchrun(run, folder, _only(nodes, run.launcher), resume)]
-    if run.launcher == "spawn":
-        return [_spawn(run, folder, _only(nodes, run.launcher), resume)]
+    """Plan a training on all slots of all nodes. Ranks are numbered through the nodes in their order."""
     words = ("--resume",) if resume else ()
-    return plan_module(run, TRAINING, words, folder, nodes, meeting)
+    if run.launcher == "shoal":
+        return plan_module(run, TRAINING, words, folder, nodes, rendezvous)
+    if len(nodes) != 1:
+        raise ConfigError(
+            f"--launcher {run.launcher} starts ranks on one machine, and this cluster has {len(nodes)}",
+            why="torchrun and spawn must be started on every machine by hand",
+            fix="leave --launcher out: shoal starts the ranks on all of them",
+        )
+    [node] = nodes
+    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH}
+    program = ["shoal.train.spawn", "--ranks", str(node.slots)]
+    if run.launcher == "torchrun":
+        program = ["torch.distributed.run", "--standalone", f"--nproc-per-node={node.slots}", "-m", TRAINING]
+        env |= {"SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
+    # Not `--run`: torchrun takes it for an abbreviation of its own --run-path, even behind the module's name.
+    argv = (node.python, "-P", "-m", *program, "--folder", folder(node), *words)
+    return [RankCommand(run.launcher, node, tuple(range(node.slots)), argv, env)]
 
 
 def plan_module(
-    run: RunConfig, module: str, words: Sequence[str], folder: FolderOf, nodes: list[Node], meeting: Rendezvous
+    run: RunConfig, module: str, words: Sequence[str], folder: FolderOf, nodes: list[Node], rendezvous: Rendezvous
 ) -> list[RankCommand]:
-    """One of our own worker programs on every slot; its ranks meet like those of a training."""
+    """Plan one of shoal's own worker programs on every slot; its ranks meet like those of a training."""
     return [
-        _own_rank(run, node, place, module, "--folder", folder(node), *words) for node, place in _places(nodes, meeting)
+        _own_rank(run, node, place, module, "--folder", folder(node), *words)
+        for node, place in _placements(nodes, rendezvous)
     ]
 
 
 def plan_guest(run: RunConfig, folder: str, node: Node, first: int) -> list[RankCommand]:
-    """The ranks of a machine that comes while others train, numbered from `first`. Which world they are in, they are
-    told with each generation; until then they are the last of all that could be."""
-    meeting = Rendezvous(node.address, 0)
-    places = [_placement(first + slot, first + node.slots, slot, 0, node, meeting) for slot in range(node.slots)]
+    """Plan the ranks of a node that joins a running training, numbered from `first`.
+
+    Each generation gives them their rank and world size; until then they are the last ranks there could be.
+    """
+    rendezvous = Rendezvous(node.address, 0)
+    places = [_placement(first + slot, first + node.slots, slot, 0, node, rendezvous) for slot in range(node.slots)]
     return [_own_rank(run, node, place, TRAINING, "--folder", folder) for place in places]
 
 
@@ -71,32 +84,40 @@ def plan_script(
     run: RunConfig,
     words: Sequence[str],
     nodes: list[Node],
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     python: str = "",
     user_env: Mapping[str, str] | None = None,
 ) -> list[RankCommand]:
-    """Anybody's script on every slot, with the variables it would get from torchrun; `words` are what Python gets.
+    """Plan a user's script on every slot, with the variables it would get from torchrun.
 
-    `python` runs it, or each node's own where that is empty. What the user has set in `user_env` stays as it is.
+    `words` are Python's arguments. `python` runs them; empty means each node's own. Variables that the user has set in
+    `user_env` keep their values.
 
     Python searches modules in the script's own folder first. PYTHONSAFEPATH is not set: it would take that folder away,
-    and also that of every script which this one starts.
+    also for every script that this one starts.
 
-    Its ranks meet at torch's own store, which the agent of the first node serves at the meeting's address and nowhere
-    else. Left alone, rank 0 would serve it on every address of its machine.
+    The ranks meet at torch's own store, which the agent of the first node serves at the rendezvous address only. Rank 0
+    itself would serve it on every address of its machine.
     """
     commands = []
-    for node, place in _places(nodes, meeting):
-        # By its presence Lightning sees that a launcher like torchrun made the world. Without it, it believes its own
-        # arguments and waits for ranks that nobody starts, or inside a Slurm job takes its rank from there.
-        run_id = {"TORCHELASTIC_RUN_ID": f"shoal-{meeting.port}"}
-        own = script_settings(run, node, user_env or {})
-        chosen = {name: setting.chosen for name, setting in own.items()}
-        roles = _role_env(place, len(nodes))
-        placed = replace(place, store_is_served=True).to_env()
-        env = {**_common_env(run, node), **chosen, **placed, **roles, **run_id, **_NO_RESTARTS}
+    for node, place in _placements(nodes, rendezvous):
+        settings = script_settings(run, node, user_env or {})
+        env = {
+            **_common_env(run, node),
+            **{name: setting.chosen for name, setting in settings.items()},
+            **replace(place, store_is_served=True).to_env(),
+            # torchrun's variables that shoal's own ranks do not read. There is one role, which has every rank.
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(place.rank),
+            "ROLE_WORLD_SIZE": str(place.world_size),
+            "GROUP_WORLD_SIZE": str(len(nodes)),
+            # Lightning takes it as the sign of a launcher such as torchrun. Without it, it believes its own arguments
+            # and waits for ranks that are never started, or inside a Slurm job takes its rank from there.
+            "TORCHELASTIC_RUN_ID": f"shoal-{rendezvous.port}",
+            **_NO_RESTARTS,
+        }
         if node.cpu_only:
-            # Accelerate left to itself joins the group on such a machine, and then trains alone on every rank (seen).
+            # Without it Accelerate joins the group on such a machine, and then trains alone on every rank (seen).
             env["ACCELERATE_USE_CPU"] = "true"
         first = node.project.moved(words[0]) if node.project and not words[0].startswith("-") else words[0]
         argv = (python or node.python, first, *words[1:])
@@ -104,56 +125,49 @@ def plan_script(
     return commands
 
 
-def _role_env(place: Placement, nodes: int) -> dict[str, str]:
-    """torchrun's variables beyond those that shoal's own ranks read. There is one role, which has every rank."""
-    return {
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(place.rank),
-        "ROLE_WORLD_SIZE": str(place.world_size),
-        "GROUP_WORLD_SIZE": str(nodes),
-    }
-
-
 @dataclass(frozen=True)
 class VariableChoice:
-    """A variable that shoal would set and the user may have set: `ours`, `theirs` and which of them the ranks get."""
+    """A variable that shoal sets and the user may have set."""
 
-    ours: str
-    theirs: str | None
+    by_shoal: str
+    by_user: str | None
     chosen: str
 
 
 def script_settings(run: RunConfig, node: Node, user_env: Mapping[str, str]) -> dict[str, VariableChoice]:
-    """The user's own value wins, as under torchrun, but for an option of this command line or the hosts file.
+    """Choose the variables of a script's ranks. As under torchrun the user's value wins, with two exceptions.
 
-    The name of an interface holds for one machine: on others, and on emulated nodes, each has its own.
+    An option of this command line or of the hosts file wins over the user's variable. The name of an interface is valid
+    on one machine only: other machines and emulated nodes each have their own.
     """
-    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **_common_env(run, node)}
-    asked = {"OMP_NUM_THREADS"} if run.threads or node.threads else set()
-    elsewhere = set() if node.address == LOOPBACK else {name for name in ours if name.endswith("_SOCKET_IFNAME")}
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **_common_env(run, node)}
+    fixed = {"OMP_NUM_THREADS"} if run.threads or node.threads else set()
+    if node.address != LOOPBACK:
+        fixed |= {name for name in defaults if name.endswith("_SOCKET_IFNAME")}
     settings = {}
-    for name in ours.keys() - {"PYTHONUNBUFFERED"}:
-        theirs = user_env.get(name)
-        is_theirs = theirs is not None and name not in asked | elsewhere
-        settings[name] = VariableChoice(ours[name], theirs, theirs if is_theirs and theirs is not None else ours[name])
+    for name in defaults.keys() - {"PYTHONUNBUFFERED"}:
+        by_user = user_env.get(name)
+        chosen = defaults[name] if by_user is None or name in fixed else by_user
+        settings[name] = VariableChoice(defaults[name], by_user, chosen)
     return settings
 
 
 def settings_notes(run: RunConfig, nodes: Sequence[Node], user_env: Mapping[str, str]) -> Iterator[str]:
-    """Which of the user's variables stayed, and which gave way, wherever shoal would have chosen another value."""
-    for name in sorted({name for node in nodes for name in script_settings(run, node, user_env)}):
-        found = [script_settings(run, node, user_env).get(name) for node in nodes]
-        settings = [each for each in found if each is not None and each.theirs not in (None, each.ours)]
-        kept = [each for each in settings if each.chosen == each.theirs]
+    """Say which of the user's variables are used and which are not, wherever shoal would choose another value."""
+    by_node = [script_settings(run, node, user_env) for node in nodes]
+    for name in sorted({name for settings in by_node for name in settings}):
+        choices = [settings[name] for settings in by_node if name in settings]
+        differing = [choice for choice in choices if choice.by_user not in (None, choice.by_shoal)]
+        kept = [choice for choice in differing if choice.chosen == choice.by_user]
         if kept:
-            yield f"{name}={kept[0].theirs} of your environment is used; shoal would set {kept[0].ours}"
-        elif settings and name == "OMP_NUM_THREADS":
+            yield f"{name}={kept[0].by_user} of your environment is used; shoal would set {kept[0].by_shoal}"
+        elif differing and name == "OMP_NUM_THREADS":
             why = "--threads" if run.threads else "the hosts file"
-            yield f"{name}={settings[0].theirs} of your environment is not used: {why} says {settings[0].ours}"
-        elif settings:
+            yield f"{name}={differing[0].by_user} of your environment is not used: {why} says {differing[0].by_shoal}"
+        elif differing:
             yield (
-                f"{name}={settings[0].theirs} of your environment is not used: interfaces have other names on other "
-                f"machines, and shoal found {', '.join(sorted({each.ours for each in settings}))} there"
+                f"{name}={differing[0].by_user} of your environment is not used: interfaces have other names on other "
+                f"machines, and shoal found {', '.join(sorted({choice.by_shoal for choice in differing}))} there"
             )
 
 
@@ -168,19 +182,15 @@ def _own_rank(run: RunConfig, node: Node, place: Placement, module: str, *words:
     )
 
 
-def _places(nodes: list[Node], meeting: Rendezvous) -> list[tuple[Node, Placement]]:
+def _placements(nodes: list[Node], rendezvous: Rendezvous) -> list[tuple[Node, Placement]]:
     slots = [(node_rank, node, slot) for node_rank, node in enumerate(nodes) for slot in range(node.slots)]
     return [
-        (node, _placement(rank, len(slots), slot, node_rank, node, meeting))
+        (node, _placement(rank, len(slots), slot, node_rank, node, rendezvous))
         for rank, (node_rank, node, slot) in enumerate(slots)
     ]
 
 
-def threads_per_rank(run: RunConfig, node: Node) -> int:
-    return run.threads or node.threads or max(1, (node.cores or 1) // node.slots)
-
-
-def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, meeting: Rendezvous) -> Placement:
+def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, rendezvous: Rendezvous) -> Placement:
     return Placement(
         rank=rank,
         world_size=ranks,
@@ -188,55 +198,22 @@ def _placement(rank: int, ranks: int, slot: int, node_rank: int, node: Node, mee
         local_world_size=node.slots,
         node=node.name,
         node_rank=node_rank,
-        master_addr=meeting.address,
-        master_port=meeting.port,
+        master_addr=rendezvous.address,
+        master_port=rendezvous.port,
         launcher="shoal",
-        # One a node; where nodes turn out to share a folder, their agents leave it to the first of them.
+        # One rank of each node; where nodes share a folder, their agents leave it to the first node.
         keeps_files=slot == 0,
         link_mbps=node.link_mbps,
     )
 
 
-def _only(nodes: list[Node], launcher: str) -> Node:
-    if len(nodes) != 1:
-        raise ConfigError(
-            f"--launcher {launcher} starts ranks on one machine, and this cluster has {len(nodes)}",
-            why="torchrun and spawn each have to be started on every machine by somebody",
-            fix="leave --launcher out: shoal starts the ranks on all of them",
-        )
-    return nodes[0]
-
-
-def _torchrun(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> RankCommand:
-    worker = ("-m", TRAINING, *_arguments(folder(node), resume))
-    flags = ("--standalone", f"--nproc-per-node={node.slots}")
-    argv = (node.python, "-P", "-m", "torch.distributed.run", *flags, *worker)
-    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH, "SHOAL_NODE": node.name, "SHOAL_LAUNCHER": "torchrun"}
-    return RankCommand("torchrun", node, tuple(range(node.slots)), argv, env)
-
-
-def _spawn(run: RunConfig, folder: FolderOf, node: Node, resume: bool) -> RankCommand:
-    flags = ("--ranks", str(node.slots), *_arguments(folder(node), resume))
-    argv = (node.python, "-P", "-m", "shoal.train.spawn", *flags)
-    env = {**_common_env(run, node), **KEEP_MEMORY, **SAFE_PATH}
-    return RankCommand("spawn", node, tuple(range(node.slots)), argv, env)
-
-
-def _arguments(folder: str, resume: bool) -> tuple[str, ...]:
-    # Not `--run`: torchrun takes it for an abbreviation of its own --run-path, even behind the module's name.
-    return ("--folder", folder, *(("--resume",) if resume else ()))
-
-
 def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
-    env = {"OMP_NUM_THREADS": str(threads_per_rank(run, node)), "PYTHONUNBUFFERED": "1"}
+    threads = run.threads or node.threads or max(1, (node.cores or 1) // node.slots)
+    env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if node.interface is not None:
-        # NCCL reads a variable of its own; on a GPU too, ranks take this way to their peers.
+        # NCCL reads a variable of its own; ranks with a GPU use this interface too.
         env |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
     return env
-
-
-def as_start(command: RankCommand) -> StartProcess:
-    return StartProcess(command.name, command.ranks, command.argv, command.env, command.uses_agent_store)
 
 
 def make_go(
@@ -246,6 +223,10 @@ def make_go(
     members: MembershipOrder | None = None,
     grace_s: float | None = None,
 ) -> GoOrder:
-    """The part of the plan that one node carries out."""
-    starts = tuple(as_start(command) for command in commands if command.node.name == node)
+    """Return the part of the plan that one node carries out."""
+    starts = tuple(
+        StartProcess(command.name, command.ranks, command.argv, command.env, command.uses_agent_store)
+        for command in commands
+        if command.node.name == node
+    )
     return GoOrder(tuple(roster), starts, members, grace_s=grace_s)

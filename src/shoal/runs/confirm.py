@@ -1,7 +1,7 @@
-"""`--confirm`: the owner of a run is asked at the terminal before a machine that joins gets anything.
+"""`--confirm`: asks the owner of a run at the terminal before a machine that joins gets anything.
 
-`shoal host RUN` asks by itself. For a run that starts, the supervisor has no terminal: it writes the question into
-`supervisor.jsonl`, the command at the terminal asks, and the answer goes back through the supervisor's standard input.
+`shoal host RUN` asks by itself. For a run that starts, the supervisor has no terminal: it writes the question to
+`supervisor.jsonl`, the command at the terminal asks, and sends the answer to the supervisor's standard input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TerminalQuestion:
     """One question at the terminal. It is polled, so that signals and the end of the run are noticed meanwhile."""
 
     def __init__(self, text: str) -> None:
-        # What was typed before the question was shown is no answer to it.
+        # Input typed before the question was shown is no answer to it.
         with contextlib.suppress(OSError):
             import termios
 
@@ -45,59 +45,59 @@ class TerminalQuestion:
         sys.stderr.write(f"{text} [y/N] ")
         sys.stderr.flush()
 
-    def poll(self, wait_s: float = 0.0) -> bool | None:
-        """The answer, or None while there is none. The end of the input is a no."""
+    def poll(self) -> bool | None:
+        """Return the answer, or None while there is none. The end of the input is a no."""
         fd = sys.stdin.fileno()
-        if not select.select([fd], [], [], wait_s)[0]:
+        if not select.select([fd], [], [], 0.0)[0]:
             return None
         return os.read(fd, 1024).decode(errors="replace").strip().lower() in _YES
 
 
-async def ask_at_terminal(question: str) -> bool:
-    asked = TerminalQuestion(question)
-    while (answer := asked.poll()) is None:
+async def ask_at_terminal(text: str) -> bool:
+    question = TerminalQuestion(text)
+    while (answer := question.poll()) is None:
         await asyncio.sleep(_POLL_S)
     return answer
 
 
 class PipeConfirm:
-    """The supervisor's side: questions to its log, answers from its standard input."""
+    """The supervisor's side: writes questions to its log and reads answers from its standard input."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._number = 0
         self._lines: asyncio.StreamReader | None = None
 
-    async def __call__(self, question: str) -> bool:
+    async def __call__(self, text: str) -> bool:
         if self._lines is None:
             self._lines = await read_stdin()
         self._number += 1
-        self._log.write(QUESTION, number=self._number, text=question)
+        self._log.write(QUESTION, number=self._number, text=text)
         while line := await self._lines.readline():
             number, _, answer = line.decode(errors="replace").strip().partition(" ")
             if number == str(self._number):
                 return answer in _YES
-        # The command at the terminal has gone: no answer will come.
+        # The command at the terminal has ended: no answer will come.
         return False
 
 
 class ConfirmPrompt:
-    """The terminal's side: asks what the supervisor wants to know, and writes the answers to it."""
+    """The terminal's side: asks the supervisor's questions one by one, and sends it the answers."""
 
     def __init__(self, answers: IO[bytes] | None) -> None:
         self._answers = answers
         self._waiting: list[Event] = []
-        self._asked: TerminalQuestion | None = None
+        self._shown: TerminalQuestion | None = None
 
     def look(self, questions: list[Event]) -> None:
         if self._answers is None:
             return
         self._waiting += questions
-        if self._waiting and self._asked is None:
-            self._asked = TerminalQuestion(str(self._waiting[0]["text"]))
-        if self._asked is None or (answer := self._asked.poll()) is None:
+        if self._waiting and self._shown is None:
+            self._shown = TerminalQuestion(str(self._waiting[0]["text"]))
+        if self._shown is None or (answer := self._shown.poll()) is None:
             return
-        number, self._asked = self._waiting.pop(0)["number"], None
+        number, self._shown = self._waiting.pop(0)["number"], None
         with contextlib.suppress(BrokenPipeError):
             self._answers.write(f"{number} {'yes' if answer else 'no'}\n".encode())
             self._answers.flush()

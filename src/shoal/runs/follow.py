@@ -1,4 +1,4 @@
-"""Following a run by what its folder says, from its launch or from anywhere in the middle."""
+"""Follows a run by the files in its folder, from its launch or from any later moment."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shoal.errors import RunFailed, ShoalError, from_dict
+from shoal.errors import RunFailed, from_dict
 from shoal.events import Event, EventTail
 from shoal.run_folder import RunFolder
 from shoal.runs import confirm
-from shoal.runs.supervisor import ENDING, held_back
+from shoal.runs.supervisor import END_SIGNALS, blocked_signals
 
 POLL_S = 0.05
 
+Supervisor = subprocess.Popen[bytes]
+Look = Callable[[list[Event]], None]
+
 
 class SupervisorLog:
-    """The supervisor's own words, from this launch on."""
+    """The supervisor's events of the newest launch."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -32,17 +35,17 @@ class SupervisorLog:
 
     @classmethod
     def from_now(cls, run: RunFolder) -> SupervisorLog:
-        keeping = cls(run)
-        keeping._tail.skip_to_end()
-        return keeping
+        log = cls(run)
+        log._tail.skip_to_end()
+        return log
 
     def poll(self) -> list[Event]:
-        """Its notes since the last look."""
+        """Return the notes since the last poll."""
         notes: list[Event] = []
         for event in self._tail.poll():
             match event["event"]:
                 case "keeping":
-                    # A later launch of the same run: what stood before is history.
+                    # A later launch of the same run: forget the earlier one.
                     self.running, self.ended, notes, self._questions = False, None, [], []
                 case "running":
                     self.running = True
@@ -55,108 +58,93 @@ class SupervisorLog:
         return notes
 
     def take_questions(self) -> list[Event]:
-        """What the supervisor wants to know of the owner, each once."""
+        """Return the supervisor's questions to the owner, each once."""
         questions, self._questions = self._questions, []
         return questions
 
     def raise_error(self) -> None:
+        """Raise the error that ended the run, if one did, or that the supervisor is gone."""
         if self.ended is None:
-            raise supervisor_lost(self._run) if self._run.supervisor.exists() else self._run.removed()
+            if not self._run.supervisor.exists():
+                raise self._run.removed()
+            raise RunFailed(
+                f"the supervisor of the run {self._run.path} was killed",
+                why="the agents and their ranks go on without it where they can",
+                fix=f"see what is left: shoal ps; end that: shoal stop {shlex.quote(str(self._run.path))}",
+            )
         if self.ended["code"]:
             error = from_dict(self.ended)
             error.exit_code = int(self.ended["code"])
             raise error
 
 
-def supervisor_lost(run: RunFolder) -> ShoalError:
-    folder = shlex.quote(str(run.path))
-    return RunFailed(
-        f"whoever kept the run {run.path} was killed",
-        why="the ranks' agents go on without it where they can",
-        fix=f"see what is left: shoal ps; end that: shoal stop {folder}",
-    )
+def follow(supervisor: Supervisor, log: SupervisorLog, look: Look) -> None:
+    """Follow the run until the supervisor has ended, and raise its error."""
+    _poll_while(lambda: supervisor.poll() is None, supervisor, log, look)
+    log.raise_error()
 
 
-def follow(
-    run: RunFolder, supervisor: subprocess.Popen[bytes], keeping: SupervisorLog, look: Callable[[list[Event]], None]
-) -> None:
-    """Until the supervisor has ended; Ctrl-C is passed on to it. Raises what it said went wrong."""
-    with contextlib.closing(confirm.ConfirmPrompt(supervisor.stdin)) as answering:
-        while supervisor.poll() is None:
-            look(keeping.poll())
-            answering.look(keeping.take_questions())
-            time.sleep(POLL_S)
-    look(keeping.poll())
-    keeping.raise_error()
-
-
-def await_running(
-    supervisor: subprocess.Popen[bytes], keeping: SupervisorLog, look: Callable[[list[Event]], None]
-) -> None:
-    """For `--detach`: until the ranks have been started, so that what goes wrong before is still said here."""
-    with contextlib.closing(confirm.ConfirmPrompt(supervisor.stdin)) as answering:
-        while supervisor.poll() is None and not keeping.running:
-            look(keeping.poll())
-            answering.look(keeping.take_questions())
-            time.sleep(POLL_S)
-    look(keeping.poll())
-    if not keeping.running or keeping.ended is not None:
-        keeping.raise_error()
-    # It is nobody's child to wait for from here on.
+def await_running(supervisor: Supervisor, log: SupervisorLog, look: Look) -> None:
+    """Follow the run until its ranks have been started, for `--detach`: raise errors of the start here."""
+    _poll_while(lambda: supervisor.poll() is None and not log.running, supervisor, log, look)
+    if not log.running or log.ended is not None:
+        log.raise_error()
+    # Popen must not warn about a child that still runs: this process no longer waits for it.
     supervisor.returncode = supervisor.returncode or 0
 
 
-@contextlib.contextmanager
-def kept(start: Callable[[], subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
-    """The supervisor, from its first moment on: a signal that comes while it is being started is passed on, too."""
-    with contextlib.ExitStack() as stack:
-        with held_back(ENDING):
-            supervisor = start()
-            stack.enter_context(_passing_on(supervisor))
-        yield supervisor
+def _poll_while(condition: Callable[[], bool], supervisor: Supervisor, log: SupervisorLog, look: Look) -> None:
+    """Call `look` with new notes and ask the supervisor's questions at the terminal, until the condition is false."""
+    with contextlib.closing(confirm.ConfirmPrompt(supervisor.stdin)) as prompt:
+        while condition():
+            look(log.poll())
+            prompt.look(log.take_questions())
+            time.sleep(POLL_S)
+    look(log.poll())
 
 
 @contextlib.contextmanager
-def _passing_on(supervisor: subprocess.Popen[bytes]) -> Iterator[None]:
+def forwarding_signals(start: Callable[[], Supervisor]) -> Iterator[Supervisor]:
+    """Start a supervisor and pass Ctrl-C on to it, also one that comes while it is being started."""
+
     def pass_on(signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGINT)
 
-    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM)}
+    with blocked_signals(END_SIGNALS):
+        supervisor = start()
+        before = {signum: signal.signal(signum, pass_on) for signum in END_SIGNALS}
     try:
-        yield
+        yield supervisor
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 class RunEvents:
-    """What the ranks of a training write from now on; however many there are, and whenever they come."""
+    """The events that the ranks of a training write from now on, including ranks that join later."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._tails: dict[int, EventTail] = {}
-        self._find()
+        self._find_files()
         for tail in self._tails.values():
             tail.skip_to_end()
 
     def poll(self) -> list[Event]:
-        self._find()
-        events = (event for rank, tail in self._tails.items() for event in tail.poll() if _is_of(rank, event))
-        return [_with_folder(event, self._run) for event in events]
+        self._find_files()
+        events = []
+        for rank, tail in self._tails.items():
+            for event in tail.poll():
+                # A machine that joined may write anything into its own rank's file.
+                if not isinstance(event.get("event"), str) or event.get("rank") != rank:
+                    continue
+                if event["event"] == "warning" and isinstance(event.get("fix"), str):
+                    event = {**event, "fix": self._run.name_in(event["fix"])}
+                events.append(event)
+        return events
 
-    def _find(self) -> None:
+    def _find_files(self) -> None:
         for rank, path in self._run.event_files().items():
             if rank not in self._tails:
                 self._tails[rank] = EventTail(path)
-
-
-def _with_folder(event: Event, run: RunFolder) -> Event:
-    if event["event"] != "warning" or not isinstance(event.get("fix"), str):
-        return event
-    return {**event, "fix": run.name_in(event["fix"])}
-
-
-def _is_of(rank: int, event: Event) -> bool:
-    """Whether a line is an event of that rank: a machine that joined may write anything into its own rank's file."""
-    return isinstance(event.get("event"), str) and event.get("rank") == rank

@@ -1,7 +1,7 @@
-"""`shoal host RUN`: a machine that was never part of a run comes into it while it trains.
+"""`shoal host RUN`: lets a new machine join a run while it trains.
 
-The agent on this machine is its sponsor and gives it an id. Text and configuration go to it as to any machine that
-joins; then it is told who takes part, and its agent asks the others to be let in.
+An agent of the run on this machine gives the new node its member id. The node gets text and configuration like any
+machine that joins, then the roster; its agent asks the others to be let in.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shoal.control.channel import seal
 from shoal.control.orders import GoOrder, MeetOrder
 from shoal.control.processes import AGENT, find
 from shoal.errors import ControlError, ShoalError, UsageError
-from shoal.events import Event, EventTail
+from shoal.events import EventTail
 from shoal.host.facts import can_listen
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import ask_at_terminal, require_terminal
-from shoal.runs.supervisor import training_cargo
+from shoal.runs.supervisor import training_files
 
 Note = Callable[[str], None]
-# The new machine has to import torch first; afterwards the others take it in at the end of a step.
+# The new node has to import torch first; afterwards the others let it in at the end of a step.
 _LET_IN_WITHIN_S = 120.0
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Inviter:
-    """The agent on this machine that gives out an id, and the orders it has itself."""
+    """The agent on this machine that gives out the member id, and its own orders."""
 
     run: RunFolder
     meet: MeetOrder
@@ -54,110 +54,103 @@ class Inviter:
 
 
 def invite(path: Path, address: str | None, port: int, note: Note, confirm: bool = False) -> str:
-    """Until the machine that joins is let in. Says what came of it. `confirm`: first the owner is asked."""
+    """Wait until a machine joins and is let in; return a sentence about the result. `confirm`: ask the owner first."""
     if confirm:
         require_terminal()
-    sponsor = find_sponsor(RunFolder.open(path))
-    if sponsor.ask(WHO).full:
-        most = load_config(sponsor.run.config).members.max_nodes
+    inviter = _find_inviter(RunFolder.open(path))
+    if inviter.ask(WHO).full:
+        most = load_config(inviter.run.config).members.max_nodes
         note(f"members.max_nodes is {most}, and so many take part: a new machine waits until one leaves")
-    asking = ask_at_terminal if confirm else None
-    return asyncio.run(_invite(sponsor, address or sponsor.meet.address, port, note, asking))
+    return asyncio.run(
+        _invite(inviter, address or inviter.meet.address, port, note, ask_at_terminal if confirm else None)
+    )
 
 
-def find_sponsor(run: RunFolder) -> Inviter:
-    """An agent of the run that works here. Of several, as in a lab, the one whose address is this machine's."""
-    nodes = [found.node for found in find(run.path) if found.part == AGENT]
-    shown = shlex.quote(str(run.path))
+def _find_inviter(run: RunFolder) -> Inviter:
+    """Return an agent of the run on this machine. Of several, as in a lab, the one that listens at a local address."""
+    nodes = sorted(process.node for process in find(run.path) if process.part == AGENT)
     if not nodes:
         raise UsageError(
-            f"nobody trains in {run.path} on this machine",
-            why="a new machine is invited by one that takes part, and no agent of this run works here",
-            fix=f"go on with the run: shoal train --resume {shown}; or type this on a machine that takes part",
+            f"no agent of {run.path} runs on this machine",
+            why="a new machine is invited by one that takes part in the run",
+            fix=f"go on with the run: shoal train --resume {shlex.quote(str(run.path))}; or type this on a machine "
+            "that takes part",
         )
     config = load_config(run.config)
     if config.members.on_loss == "end" or config.run.launcher != "shoal":
         raise UsageError(
             f"{run.path} takes no machine in while it trains",
             why="members.on_loss is `end`, or it was launched by torchrun or spawn",
-            fix="machines can come into one that is started without these settings",
+            fix="machines can join a run that is started without these settings",
         )
-    known = [Inviter(run, *read_orders(run, node)) for node in sorted(nodes) if run.orders(node).exists()]
-    here = [sponsor for sponsor in known if can_listen(sponsor.meet.address)]
-    if not here:
+    inviters = [Inviter(run, *read_orders(run, node)) for node in nodes if run.orders(node).exists()]
+    local = [inviter for inviter in inviters if can_listen(inviter.meet.address)]
+    if not local:
         raise UsageError(
             f"no machine of {run.path} has an address of this one",
-            why=f"here work agents of {', '.join(sorted(nodes))}, and they listen elsewhere or have not begun yet",
+            why=f"here are the agents of {', '.join(nodes)}, and they listen elsewhere or have not begun yet",
             fix="type this where one of them runs",
         )
-    _refuse_one_that_nobody_reaches(here[0], config.run.on)
-    return here[0]
-
-
-def _refuse_one_that_nobody_reaches(sponsor: Inviter, on: str) -> None:
-    if on.startswith("local") and ipaddress.ip_address(sponsor.meet.address).is_loopback:
+    address, on = local[0].meet.address, config.run.on
+    if on.startswith("local") and ipaddress.ip_address(address).is_loopback:
         raise UsageError(
-            f"{sponsor.run.path} can be reached from this machine only",
-            why=f"it was launched with --on {on}, so its agent listens at {sponsor.meet.address}",
+            f"{run.path} can be reached from this machine only",
+            why=f"it was launched with --on {on}, so its agent listens at {address}",
             fix="a run that others can reach is started with: shoal host, or shoal train --on hosts.toml",
         )
+    return local[0]
 
 
-async def _invite(sponsor: Inviter, address: str, port: int, note: Note, confirm: Confirm | None) -> str:
-    doorstep = JoinServer(address, port, training_cargo(sponsor.run), note, late=True, confirm=confirm)
-    guest = await doorstep.receive_one(lambda: _names(sponsor.ask(WHO)), lambda: None)
+async def _invite(inviter: Inviter, address: str, port: int, note: Note, confirm: Confirm | None) -> str:
+    server = JoinServer(address, port, training_files(inviter.run), note, late=True, confirm=confirm)
+    guest = await server.receive_one(lambda: {place.node for place in inviter.ask(WHO).places.values()}, lambda: None)
     try:
-        note(f"{guest} has come; the others let it in at the end of a step")
-        tail = EventTail(sponsor.run.journal(sponsor.meet.node))
+        note(f"{guest} has joined; the others let it in at the end of a step")
+        tail = EventTail(inviter.run.journal(inviter.meet.node))
         tail.skip_to_end()
         try:
-            answer = sponsor.ask(ID)
+            reply = inviter.ask(ID)
         except ShoalError as error:
             await guest.channel.send({"type": "refused", **error.as_dict()})
             raise
-        for message in orders_for(guest, sponsor, answer):
+        for message in _make_orders(guest, inviter, reply):
             await guest.channel.send(message)
-        return await _until_let_in(guest, tail, sponsor)
+        return await _until_let_in(guest, tail, inviter)
     finally:
         guest.channel.close()
 
 
-def _names(answer: InviteReply) -> set[str]:
-    return {place.node for place in answer.places.values()}
-
-
-def orders_for(guest: JoinedLink, sponsor: Inviter, answer: InviteReply) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Who it is, and whom it meets: of the founders the newest that is known, since their agents may have moved."""
-    meet, go, founders = sponsor.meet, sponsor.go, range(len(sponsor.go.roster))
+def _make_orders(guest: JoinedLink, inviter: Inviter, reply: InviteReply) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the guest's place and the roster, with the newest known addresses: agents may have moved."""
+    meet, go = inviter.meet, inviter.go
+    first_members = range(len(go.roster))
     same = {name: getattr(meet, name) for name in ("launch", "launched_at", "config", "data")}
-    roster = [asdict(answer.places.get(member, go.roster[member])) for member in founders]
-    guests = {str(member): asdict(place) for member, place in answer.places.items() if member not in founders}
+    roster = [asdict(reply.places.get(member, go.roster[member])) for member in first_members]
+    guests = {str(member): asdict(place) for member, place in reply.places.items() if member not in first_members}
     members = asdict(go.members) if go.members is not None else None
     return (
-        {"type": "meet", "member": answer.member, "sealed": seal(meet.token, guest.code), **same},
+        {"type": "meet", "member": reply.member, "sealed": seal(meet.token, guest.code), **same},
         {"type": "roster", "roster": roster, "guests": guests, "members": members},
     )
 
 
-async def _until_let_in(guest: JoinedLink, tail: EventTail, sponsor: Inviter) -> str:
+async def _until_let_in(guest: JoinedLink, tail: EventTail, inviter: Inviter) -> str:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _LET_IN_WITHIN_S
     while loop.time() < deadline:
         for event in tail.poll():
             if event["event"] == "generation" and guest.name in event["members"]:
-                return _takes_part(guest.name, event)
+                members = ", ".join(event["members"])
+                return (
+                    f"{guest.name} takes part: {members} train on from step {event['step']} with {event['ranks']} ranks"
+                )
             if event["event"] == "done":
                 raise UsageError(f"the run has ended before {guest.name} was let in", fix="start another one there")
         if guest.channel.is_closed():
             raise ControlError(
                 f"{guest.name} left before it was let in",
-                why="what was wrong is said there, where shoal join was typed",
-                fix=f"then try again: shoal host {shlex.quote(str(sponsor.run.path))}",
+                why="its own error is shown there, where shoal join was typed",
+                fix=f"then try again: shoal host {shlex.quote(str(inviter.run.path))}",
             )
         await asyncio.sleep(_POLL_S)
-    return f"{guest.name} asks to be let in, and goes on asking: what it sees is said there"
-
-
-def _takes_part(name: str, event: Event) -> str:
-    members = ", ".join(event["members"])
-    return f"{name} takes part: {members} train on from step {event['step']} with {event['ranks']} ranks"
+    return f"{guest.name} asks to be let in, and goes on asking: what it sees is shown there"

@@ -1,8 +1,8 @@
-"""A machine that joins a run by itself: `shoal join ADDRESS:PORT`, with the code that the host printed.
+"""Joins a run: `shoal join ADDRESS:PORT` with the code that the host printed, or `shoal join RUN` to come back.
 
-It is told who takes part and what is trained, and fetches the text; it plans and starts its own rank. The host learns
-what the rank writes; it can make this machine run nothing. Every message of the host is read by a model that checks
-names, sizes and numbers, so that nothing is written or read outside the run folder and the cache.
+This machine gets the roster, the configuration and the text from the host, and plans and starts its own rank. The host
+receives the rank's files; it cannot make this machine run anything. A model checks names, sizes and numbers of every
+message from the host, so that nothing is written or read outside the run folder and the cache.
 """
 
 from __future__ import annotations
@@ -67,33 +67,38 @@ from shoal.errors import (
 )
 from shoal.events import Event, EventTail, read_events
 from shoal.host.facts import interface_for, physical_cores, source_address
-from shoal.launch.launcher import tail_of
+from shoal.launch.launcher import read_log_tail
 from shoal.launch.plan import make_go, plan_guest, plan_ranks
 from shoal.run_folder import RunFolder, check_rank, write_atomically
 from shoal.units import format_si
 
 _POLL_S = 0.1
-# Encoded text of a terabyte trains on no machine here.
+# More encoded text than any such machine could train on.
 _MOST_TEXT_BYTES = 1 << 40
-# What a run writes besides the text: a full disk would end it at its first checkpoint.
+# Room for what a run writes besides the text: a full disk would end it at its first checkpoint.
 _SPARE_BYTES = 64 << 20
 _PART = ".part"
+# The ranks of a rejoining node have to import torch first; afterwards the others let it in at the end of a step. Longer
+# than an agent tries that reaches no other.
+_LET_IN_WITHIN_S = 75.0
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Said = TypeVar("Said", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
+Note = Callable[[str], None]
+Watch = Callable[[RunFolder], None]
 
 
 class _Message(BaseModel):
-    """What the host sends. Strict: nothing is converted, so that what was checked is what is used."""
+    """A message of the host. Strict: nothing is converted, so that the checked value is the used one."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
 class _Welcome(_Message):
     node: PlainName
-    # The three small files of the run folder; one message has 8 MiB at most, so they are no larger.
+    # The three small files of the run folder. A message has at most 8 MiB, so they are no larger.
     texts: dict[str, str]
-    # The encoded text, by name and size in bytes.
+    # The size in bytes of each file of the encoded text.
     files: Annotated[
         dict[
             Annotated[str, Field(pattern=r"^[0-9a-f]{64}-(train|val)$")],
@@ -139,52 +144,43 @@ class _FilePiece(_Message):
 
 @dataclass(frozen=True)
 class JoinedRun:
-    """A place in somebody's run: our name there, our folder of it, and digests of what it trains and on which text.
-    `late`: the run goes on already."""
+    """This machine's place in a run."""
 
-    run: RunFolder
+    run: RunFolder  # its folder on this machine
     node: str
     address: str
-    config: str
-    data: str
-    late: bool
+    config: str  # the digest of the configuration
+    data: str  # the digest of the text
+    late: bool  # the run trains already
 
 
-def join(
-    invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]
-) -> JoinedRun:
-    """To the end of the run. Raises what went wrong here; what the run is, is told to `said` and shown by `watch`."""
+def join(invitation: Invitation, out: Path, note: Note, watch: Watch) -> JoinedRun:
+    """Take part in a run to its end. Raise what went wrong here; `note` gets sentences, `watch` shows the run."""
     try:
-        return asyncio.run(_join(invitation, out, said, watch))
+        return asyncio.run(_join(invitation, out, note, watch))
     except asyncio.CancelledError:
         raise Interrupted("shoal join was ended by a signal before the run began here") from None
 
 
-async def _join(
-    invitation: Invitation, out: Path, said: Callable[[str], None], watch: Callable[[RunFolder], None]
-) -> JoinedRun:
-    _end_in_order_on_signals()
-    channel = await _reach(invitation)
+async def _join(invitation: Invitation, out: Path, note: Note, watch: Watch) -> JoinedRun:
+    # Until the agent has started, a signal ends this command, and half-fetched files are removed.
+    task = asyncio.current_task()
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signum, lambda: task.cancel() if task else None)
+    channel = await _connect(invitation)
     try:
-        joined = await _arrive(channel, invitation, out)
-        follows = (
-            "the others let it in at the end of a step" if joined.late else "the run begins when everybody is there"
+        joined = await _introduce(channel, invitation, out)
+        next_step = (
+            "the others let it in at the end of a step" if joined.late else "the run begins when all have joined"
         )
-        said(f"joined {invitation.address} as {joined.node}; {follows}")
-        await _take_part(channel, invitation.code, joined, said, watch)
+        note(f"joined {invitation.address} as {joined.node}; {next_step}")
+        await _take_part(channel, invitation.code, joined, note, watch)
     finally:
         channel.close()
     return joined
 
 
-def _end_in_order_on_signals() -> None:
-    """Until the agent has started, a signal ends this command, and what it has fetched halfway is removed."""
-    task = asyncio.current_task()
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(signum, lambda: task.cancel() if task else None)
-
-
-async def _reach(invitation: Invitation) -> Channel:
+async def _connect(invitation: Invitation) -> Channel:
     where = f"{invitation.address}:{invitation.port}"
     try:
         async with asyncio.timeout(10):
@@ -195,20 +191,24 @@ async def _reach(invitation: Invitation) -> Channel:
         ) from None
     except (OSError, EOFError, TimeoutError) as error:
         raise ControlError(
-            f"nobody answers at {where}",
+            f"no shoal answers at {where}",
             why=f"{getattr(error, 'strerror', None) or 'no answer in 10 s'}: shoal host has ended there, "
-            "or a firewall stands between",
+            "or a firewall blocks the connection",
             fix=f"try: ping {invitation.address}; then ask for a new code",
         ) from None
 
 
-async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> JoinedRun:
+async def _introduce(channel: Channel, invitation: Invitation, out: Path) -> JoinedRun:
     address = source_address(invitation.address)
     name = safe_name(socket.gethostname())
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # An account may have no name.
+        user = f"uid {os.getuid()}"
     hello = introduce(0, name, "", "", "").as_dict()
-    facts = {"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": _user()}
-    await channel.send(facts)
-    welcome = await _hear(channel, "welcome")
+    await channel.send({"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": user})
+    welcome = await _receive(channel, "welcome")
     try:
         return await _prepare(channel, _read(_Welcome, welcome), address, out)
     except ShoalError as error:
@@ -216,23 +216,15 @@ async def _arrive(channel: Channel, invitation: Invitation, out: Path) -> Joined
         raise
 
 
-def _user() -> str:
-    """What this machine's user is called, for the host's owner to see. An account may have no name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"
-
-
 async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path) -> JoinedRun:
-    """Fetch the text and make the run folder, which is removed again if anything is wrong with what was sent."""
-    with _understood():
+    """Fetch the text and make the run folder, which is removed again if the host's files cannot be used."""
+    with _checked():
         tokenizer = parse_tokenizer(welcome.texts[RunFolder(out).tokenizer.name], "the host's tokenizer")
     places = await _fetch(channel, welcome, tokenizer)
     is_new = not out.exists()
     run = RunFolder.create(out)
     try:
-        with _understood():
+        with _checked():
             _fill_folder(run, welcome.texts, places, welcome.digest)
             config = hashlib.sha256(welcome.texts[run.config.name].encode()).hexdigest()
     except BaseException:
@@ -244,50 +236,54 @@ async def _prepare(channel: Channel, welcome: _Welcome, address: str, out: Path)
     return JoinedRun(run, welcome.node, address, config, welcome.digest, welcome.late)
 
 
-def _read(kind: type[Said], message: Message) -> Said:
-    """The fields of a message; what else is in it is passed over, as a later version may say more."""
-    with _understood():
+def _read(kind: type[Model], message: Message) -> Model:
+    """Return the checked fields of a message. Other fields are ignored: a later version may send more."""
+    with _checked():
         return kind.model_validate({name: message[name] for name in kind.model_fields})
 
 
 @contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """Around what is done with the host's messages: a field that is missing, of another type or out of bounds."""
+def _checked() -> Iterator[None]:
+    """Turn a missing, mistyped or out-of-range field of the host's message into a `ControlError`."""
     try:
         yield
-    except ShoalError as error:
-        # A configuration or a file that is refused by its own reader.
-        raise error if isinstance(error, ControlError) else _not_understood(error) from error
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _not_understood(error) from error
-
-
-def _not_understood(error: Exception) -> ControlError:
-    # Pydantic's first line only counts the errors; the ones after it say where and what.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    shown = " ".join(lines[1:3] if len(lines) > 2 else lines)[:300]
-    return ControlError(
-        f"the host sent what this machine does not accept ({type(error).__name__}: {shown})",
-        why="its shoal is another one, or the host tries to reach files outside the run folder",
-        fix="compare on both machines: shoal --version; take part only in runs of people you trust",
-    )
+    except ControlError:
+        raise
+    except (ShoalError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        # A ShoalError comes from the reader of a configuration or another file. Pydantic's first line only counts the
+        # errors; the lines after it say where and what.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        shown = " ".join(lines[1:3] if len(lines) > 2 else lines)[:300]
+        raise ControlError(
+            f"the host sent what this machine does not accept ({type(error).__name__}: {shown})",
+            why="its shoal is another version, or the host tries to reach files outside the run folder",
+            fix="compare on both machines: shoal --version; take part only in runs of people you trust",
+        ) from error
 
 
 async def _fetch(channel: Channel, welcome: _Welcome, tokenizer: Tokenizer) -> dict[str, Path]:
-    """The encoded text, in the cache. What an earlier run brought already is not sent again.
+    """Fetch the encoded text into the cache, unless an earlier run has brought it already. Return its files.
 
-    A file gets its name in the cache when its content has been hashed, together with the other one and the tokenizer:
-    ranks of other runs open it by this name without another check. Nothing in the cache is removed or replaced on the
-    word of a host.
+    A file gets its final name only after it was hashed together with the other one and the tokenizer: ranks of other
+    runs open it by this name without another check. No message of a host removes or replaces a file in the cache.
     """
     folder = cache_root(None) / "joined"
     folder.mkdir(parents=True, exist_ok=True)
-    _sweep_parts(folder)
+    for part in folder.glob(f"*{_PART}"):
+        # Left by a killed `shoal join`: one that still works holds a lock on its own.
+        with contextlib.suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink(missing_ok=True)
     places = {name: folder / name for name in welcome.files}
-    is_cached = not _what_is_wrong(places, welcome.digest, tokenizer)
     # Both or none: one file alone cannot be compared with the digest in its name.
-    need = [] if is_cached else list(places)
-    _need_room(folder, sum(welcome.files[name] for name in need))
+    need = list(places) if _find_mismatch(places, welcome.digest, tokenizer) else []
+    needed, free = sum(welcome.files[name] for name in need), shutil.disk_usage(folder).free
+    if needed and needed + _SPARE_BYTES > free:
+        raise UsageError(
+            f"no room for the text of the run: it has {format_si(needed, 'B')}, and {format_si(free, 'B')} are free",
+            why=f"it is kept in {folder}",
+            fix=f"make room there: df -h {folder}; or set XDG_CACHE_HOME to a folder on another disk",
+        )
     await channel.send({"type": "need", "need": need})
     if need:
         await _fetch_text(channel, places, welcome, tokenizer)
@@ -295,22 +291,22 @@ async def _fetch(channel: Channel, welcome: _Welcome, tokenizer: Tokenizer) -> d
 
 
 async def _fetch_text(channel: Channel, places: Mapping[str, Path], welcome: _Welcome, tokenizer: Tokenizer) -> None:
-    """Both files, at first under names that no run uses."""
+    """Receive both files under names that no run uses, check them, then rename them."""
     folder = next(iter(places.values())).parent
     parts = {name: place.with_name(f"{name}.{os.getpid()}{_PART}") for name, place in places.items()}
     try:
         with contextlib.ExitStack() as opened:
             for name, part in parts.items():
-                # The lock goes with this process: a part that is not locked was left by one that was killed.
+                # The kernel releases the lock with the process: a part without a lock was left by a killed one.
                 file = opened.enter_context(part.open("wb"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 await _receive_file(channel, file, name, welcome.files[name])
                 file.flush()
-            if wrong := _what_is_wrong(parts, welcome.digest, tokenizer):
+            if wrong := _find_mismatch(parts, welcome.digest, tokenizer):
                 raise ControlError(
                     "the text that the host sent is not the one that it names",
                     why=wrong,
-                    fix="try again; then ask there whether the run's cache is damaged",
+                    fix="try again; then check at the host whether its cache is damaged",
                 )
             for name, part in parts.items():
                 part.replace(places[name])
@@ -327,67 +323,49 @@ async def _fetch_text(channel: Channel, places: Mapping[str, Path], welcome: _We
 
 async def _receive_file(channel: Channel, file: BinaryIO, name: str, size: int) -> None:
     while file.tell() < size:
-        message = _read(_FilePiece, await _hear(channel, "piece"))
-        with _understood():
+        message = _read(_FilePiece, await _receive(channel, "piece"))
+        with _checked():
             piece = base64.b64decode(message.data, validate=True)
         if not 0 < len(piece) <= size - file.tell():
             raise ControlError(
-                f"the host sent {len(piece)} bytes where at most {size - file.tell()} were due",
-                why=f"it had said that {name} has {size} bytes",
+                f"the host sent {len(piece)} bytes where at most {size - file.tell()} were expected",
+                why=f"it had announced {name} with {size} bytes",
             )
         file.write(piece)
 
 
-def _what_is_wrong(files: Mapping[str, Path], digest: str, tokenizer: Tokenizer) -> str:
-    """Why the two files are not the text with this digest; empty when they are. Reads all their bytes."""
+def _find_mismatch(files: Mapping[str, Path], digest: str, tokenizer: Tokenizer) -> str:
+    """Return why the two files are not the text with this digest; empty when they are. Read all their bytes."""
     try:
-        found = digest_of(tokenizer, files[f"{digest}-train"], files[f"{digest}-val"])
+        actual = digest_of(tokenizer, files[f"{digest}-train"], files[f"{digest}-val"])
     except DataError as error:
         return error.seen
-    return "" if found == digest else f"the digest of its files is {found[:12]}"
-
-
-def _sweep_parts(folder: Path) -> None:
-    """Remove what a killed `shoal join` left halfway. One that still works holds a lock on its own."""
-    for part in folder.glob(f"*{_PART}"):
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink(missing_ok=True)
-
-
-def _need_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed and needed + _SPARE_BYTES > free:
-        raise UsageError(
-            f"no room for the text of the run: it has {format_si(needed, 'B')}, and {format_si(free, 'B')} are free",
-            why=f"it is kept in {folder}",
-            fix=f"make room there: df -h {folder}; or set XDG_CACHE_HOME to a folder on another disk",
-        )
+    return "" if actual == digest else f"the digest of its files is {actual[:12]}"
 
 
 def _fill_folder(run: RunFolder, texts: Mapping[str, str], places: Mapping[str, Path], digest: str) -> None:
-    """Tokenizer, configuration and where the text lies.
+    """Write tokenizer, configuration and the places of the text.
 
-    What a configuration says of paths and of the way ranks are started counts on the machine where it was written. Here
-    it is replaced: no setting of a host's makes this machine read, write or start anything elsewhere.
+    Settings of the host about paths and the start of ranks are replaced: they are meant for its own machine, and must
+    not make this one read, write or start anything elsewhere.
     """
     write_atomically(run.tokenizer, texts[run.tokenizer.name])
     write_atomically(run.config, texts[run.config.name])
     config = load_config(run.config)
     if config.run.preset not in PRESETS:
         raise ControlError(f"the host's configuration has the unknown preset {config.run.preset[:60]!a}")
-    ours = {
+    local = {
         "run": config.run.model_copy(update={"on": "local:1", "launcher": "shoal", "threads": None}),
         "data": config.data.model_copy(update={"path": None, "cache_dir": None}),
     }
-    write_atomically(run.config, to_toml(config.model_copy(update=ours)))
+    write_atomically(run.config, to_toml(config.model_copy(update=local)))
     facts = DataFacts(**json.loads(texts[run.data.name]))
     if (facts.train, facts.val, facts.digest) != (f"{digest}-train", f"{digest}-val", digest):
         raise ControlError("the host's data.json is about another text than the one that it sent")
     write_atomically(run.data, to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val]))))
 
 
-async def _hear(channel: Channel, kind: str) -> Message:
+async def _receive(channel: Channel, kind: str) -> Message:
     try:
         message = await channel.receive()
     except (OSError, EOFError):
@@ -395,26 +373,39 @@ async def _hear(channel: Channel, kind: str) -> Message:
     if message.get("type") == "refused":
         raise from_dict(message)
     if message.get("type") != kind:
-        raise ControlError(f"the host said {message.get('type')!r} where {kind!r} was due", why="its shoal is another")
+        raise ControlError(
+            f"the host sent {message.get('type')!r} where {kind!r} was expected", why="its shoal is another version"
+        )
     return message
 
 
-async def _take_part(
-    channel: Channel, code: str, joined: JoinedRun, said: Callable[[str], None], watch: Callable[[RunFolder], None]
-) -> None:
-    meet = await _hear(channel, "meet")
-    joined = _in_the_run(_read(_LatePlace, meet), joined) if joined.late else joined
+async def _take_part(channel: Channel, code: str, joined: JoinedRun, note: Note, watch: Watch) -> None:
+    meet = await _receive(channel, "meet")
+    if joined.late:
+        joined = _adopt_digests(_read(_LatePlace, meet), joined)
     place = _read(_Place, meet)
-    order = _order(place, unseal(place.sealed, code), joined)
+    # Everything but its place in the run is this machine's own knowledge.
+    order = MeetOrder(
+        folder=str(joined.run.path),
+        node=joined.node,
+        member=place.member,
+        address=joined.address,
+        interface=interface_for(joined.address, None, joined.node),
+        token=unseal(place.sealed, code),
+        launch=place.launch,
+        launched_at=place.launched_at,
+        config=joined.config,
+        data=joined.data,
+    )
     agent = PipeLink(agent_command(joined.run.path, joined.node), joined.run.path, joined.node)
     ranks: set[int] = set()
     try:
         agent.send(to_line(order))
         loop = asyncio.get_running_loop()
-        shipping = asyncio.ensure_future(asyncio.to_thread(_ship, channel, joined, ranks, agent, loop))
-        _pass_signals_to(agent, said)
-        roster = await _hear(channel, "roster")
-        with _understood():
+        sending = asyncio.ensure_future(asyncio.to_thread(_send_files, channel, joined, ranks, agent, loop))
+        _pass_signals_to(agent, note)
+        roster = await _receive(channel, "roster")
+        with _checked():
             go = _plan_late(roster, order, joined) if joined.late else _plan(roster, order, joined)
         ranks.update(rank for start in go.starts for rank in start.ranks)
         agent.send(to_line(go))
@@ -422,7 +413,7 @@ async def _take_part(
             watch(joined.run)
             await asyncio.sleep(_POLL_S)
         watch(joined.run)
-        await shipping
+        await sending
     finally:
         if agent.ended() is None:
             agent.send(to_line(END))
@@ -430,34 +421,17 @@ async def _take_part(
     _raise_failure(joined)
 
 
-def _order(place: _Place, token: str, joined: JoinedRun) -> MeetOrder:
-    """Everything but its place in the run is this machine's own knowledge."""
-    return MeetOrder(
-        folder=str(joined.run.path),
-        node=joined.node,
-        member=place.member,
-        address=joined.address,
-        interface=interface_for(joined.address, None, joined.node),
-        token=token,
-        launch=place.launch,
-        launched_at=place.launched_at,
-        config=joined.config,
-        data=joined.data,
-    )
-
-
 def _plan(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
-    """One rank here, as on every machine that joined: more entries with our name would start more."""
+    """Plan one rank here, as on every machine that joined. More roster entries with this name would start more."""
     roster, members = _read_roster(message)
     if [member.node for member in roster].count(joined.node) != 1 or order.member >= len(roster):
         raise ControlError("the host's list of machines does not name this one exactly once")
     if roster[order.member].node != joined.node:
         raise ControlError(f"the host's list has another machine at the place of {joined.node}")
-    interface = interface_for(joined.address, None, joined.node)
-    nodes = [Node(member.node, member.address, interface, 1, physical_cores()) for member in roster]
+    nodes = [Node(member.node, member.address, order.interface, 1, physical_cores()) for member in roster]
     config = load_config(joined.run.config)
-    meeting = Rendezvous(roster[0].address, roster[0].port)
-    commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, meeting, message["resume"] is True)
+    rendezvous = Rendezvous(roster[0].address, roster[0].port)
+    commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, rendezvous, message["resume"] is True)
     return make_go(roster, commands, joined.node, members)
 
 
@@ -468,19 +442,19 @@ def _read_roster(message: Message) -> tuple[list[RosterEntry], MembershipOrder |
     return roster, read_membership(message["members"])
 
 
-def _in_the_run(place: _LatePlace, joined: JoinedRun) -> JoinedRun:
-    """Whoever invited us may have joined itself, and then its configuration differs from the run's in where it runs."""
+def _adopt_digests(place: _LatePlace, joined: JoinedRun) -> JoinedRun:
+    """Take over the run's configuration digest: an inviter that joined itself has a configuration of another place."""
     if place.data != joined.data:
         raise ControlError(
             "the text that was sent is not the one that the run trains on",
-            why="whoever sent it has another one in its cache",
+            why="the machine that sent it has another one in its cache",
             fix="ask another machine of the run for an invitation: shoal host RUN, there",
         )
     return replace(joined, config=place.config)
 
 
 def _plan_late(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
-    """One rank, whose number nobody else has."""
+    """Plan one rank with a number that no other rank has."""
     roster, members = _read_roster(message)
     guests = read_places(message["guests"])
     if order.member < len(roster) or joined.node in {place.node for place in (*roster, *guests.values())}:
@@ -491,47 +465,49 @@ def _plan_late(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder
     return replace(make_go(roster, commands, joined.node, members), guests=guests)
 
 
-def _ship(
+def _send_files(
     channel: Channel, joined: JoinedRun, ranks: Collection[int], agent: PipeLink, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """In a thread of its own. A host that is gone is told nothing; the run may go on without its supervisor. Whoever
-    comes
-    late keeps what it writes: its host does not stay to the end. `ranks` are filled in when the host has said them."""
+    """Send this node's files to the host, in a thread of its own. `ranks` is filled in once the roster has arrived.
+
+    A late node keeps its files: its host does not stay to the end. A lost host is ignored: the run may go on without
+    its supervisor.
+    """
     if joined.late:
         return
 
-    def tell(message: Message) -> None:
+    def send(message: Message) -> None:
         asyncio.run_coroutine_threadsafe(channel.send(message), loop).result()
 
-    def put(name: str, offset: int, piece: bytes) -> None:
-        tell({"type": "piece", "path": name, "offset": offset, "data": base64.b64encode(piece).decode()})
+    def send_piece(name: str, offset: int, piece: bytes) -> None:
+        send({"type": "piece", "path": name, "offset": offset, "data": base64.b64encode(piece).decode()})
 
     try:
-        send_while(lambda: agent.ended() is None, FileSender(joined.run, joined.node, ranks, {}, False, put))
-        tell({"type": "end"})
+        send_while(lambda: agent.ended() is None, FileSender(joined.run, joined.node, ranks, {}, False, send_piece))
+        send({"type": "end"})
     except (OSError, RuntimeError):
         return
 
 
-def _pass_signals_to(agent: PipeLink, said: Callable[[str], None]) -> None:
-    """Ctrl-C is a wish for the whole run. SIGTERM is about this machine alone: it is being switched off."""
+def _pass_signals_to(agent: PipeLink, note: Note) -> None:
+    """Pass on Ctrl-C, which stops the whole run, and SIGTERM, by which only this machine leaves: it is switched off."""
     asked = threading.Event()
 
     def pass_on() -> None:
         with contextlib.suppress(OSError):
-            said("ending now" if asked.is_set() else "asked everybody to finish the step and save")
+            note("ending now" if asked.is_set() else "asked all machines to finish the step and save")
         agent.send(to_line(END if asked.is_set() else STOP))
         asked.set()
 
     def leave() -> None:
         with contextlib.suppress(OSError):
-            said("this machine leaves")
+            note("this machine leaves")
         agent.ask_to_leave()
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, pass_on)
     loop.add_signal_handler(signal.SIGTERM, leave)
-    # A closed terminal does not end our part.
+    # A closed terminal does not end this machine's part.
     loop.remove_signal_handler(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -540,15 +516,15 @@ def _raise_failure(joined: JoinedRun) -> None:
     journal = list(read_events(joined.run.journal(joined.node)))
     if refused := [event for event in journal if event["event"] in ("refused", "gave-up")]:
         raise from_dict(refused[0])
-    lives = [event["event"] for event in journal if event["event"] in ("ready", "left")]
-    if lives[-1:] == ["left"]:
+    starts_and_leaves = [event["event"] for event in journal if event["event"] in ("ready", "left")]
+    if starts_and_leaves[-1:] == ["left"]:
         raise Interrupted(
             "this machine has left the run", why="the others train on", fix=f"come back: shoal join {joined.run.path}"
         )
     if joined.late and not any(event["event"] == "generation" for event in journal):
         raise RunFailed(
             "the run ended before this machine was let in",
-            why="the others had finished, or never all heard it",
+            why="the others had finished, or did not all receive its request",
             fix=f"what it saw is in {joined.run.journal(joined.node)}",
         )
     codes = {event["name"]: event["code"] for event in journal if event["event"] == "ended"}
@@ -558,34 +534,30 @@ def _raise_failure(joined: JoinedRun) -> None:
         if code:
             log = joined.run.log(joined.node, name)
             lost = [event for event in journal if event["event"] == "lost"]
-            why = f"{lost[0]['node']} is gone: {lost[0]['how']}" if lost else f"the end of its log:\n{tail_of(log)}"
+            why = (
+                f"{lost[0]['node']} is gone: {lost[0]['how']}" if lost else f"the end of its log:\n{read_log_tail(log)}"
+            )
             raise RunFailed(f"{name} on {joined.node} ended with {code}", why=why, fix=f"less {log}")
     if not codes:
-        raise UsageError("the run ended before our rank was started", fix="ask at the host")
-
-
-# SECTION trials/rejoining
-# `shoal join RUN`: a machine whose agent has died takes part in its run again, as a guest that the others let in.
-
-
-# Its ranks have to import torch first; afterwards the others take it in at the end of a step. Longer than an agent that
-# reaches nobody tries.
-_LET_IN_WITHIN_S = 75.0
+        raise UsageError("the run ended before this machine's rank was started", fix="ask at the host")
 
 
 def rejoin(path: Path, node: str | None) -> str:
-    """Starts the agent again, and leaves it to itself once the others have let it in. Says what came of it."""
+    """Start the dead agent of a node again; return a sentence once the others have let it in.
+
+    The agent goes on in the background.
+    """
     run = RunFolder.find(path)
-    node = choose_node(run, node)
+    node = _choose_node(run, node)
     tail = EventTail(run.journal(node))
     tail.skip_to_end()
     agent = PipeLink((*agent_command(run.path, node), "--again", str(run.path), node), run.path, node)
     try:
-        event = _await(tail, agent, lambda event: event["event"] in ("generation", "refused", "gave-up", "done"))
+        event = _await_event(tail, agent, ("generation", "refused", "gave-up", "done"))
     finally:
         agent.close()
     if event is None:
-        return f"{node} asks to be let in, and goes on asking: shoal ps shows it, agents/{node}.jsonl says what it sees"
+        return f"{node} asks to be let in, and goes on asking: shoal ps shows it, agents/{node}.jsonl has what it sees"
     if event["event"] in ("refused", "gave-up"):
         raise from_dict(event)
     if event["event"] == "done":
@@ -597,15 +569,15 @@ def rejoin(path: Path, node: str | None) -> str:
     return f"{node} takes part again: {members} train on from step {event['step']} with {event['ranks']} ranks"
 
 
-def choose_node(run: RunFolder, wanted: str | None) -> str:
-    """The one node of this folder whose agent has died, or the one that was named."""
-    alive = {found.node for found in find(run.path) if found.part == AGENT}
+def _choose_node(run: RunFolder, wanted: str | None) -> str:
+    """Return the named node, or the only node of this folder whose agent has died."""
+    alive = {process.node for process in find(run.path) if process.part == AGENT}
     known = sorted(path.stem for path in (run.path / "agents").glob("*.orders"))
     dead = [node for node in known if node not in alive]
     shown = shlex.quote(str(run.path))
     if wanted in alive:
         raise UsageError(
-            f"{wanted} takes part in {run.path} already", why="its agent works", fix=f"shoal attach {shown}"
+            f"{wanted} takes part in {run.path} already", why="its agent is running", fix=f"shoal attach {shown}"
         )
     if wanted is not None and wanted not in known:
         raise UsageError(
@@ -619,7 +591,7 @@ def choose_node(run: RunFolder, wanted: str | None) -> str:
         raise UsageError(
             f"several nodes of {run.path} could come back: {', '.join(dead)}",
             why="their agents have died",
-            fix=f"say which one: shoal join {shown} --node {dead[0]}",
+            fix=f"name one: shoal join {shown} --node {dead[0]}",
         )
     raise UsageError(
         f"nothing of {run.path} can come back on this machine",
@@ -628,13 +600,13 @@ def choose_node(run: RunFolder, wanted: str | None) -> str:
     )
 
 
-def _await(tail: EventTail, agent: PipeLink, is_it: Callable[[Event], bool]) -> Event | None:
-    """None when it has not happened, and may still."""
+def _await_event(tail: EventTail, agent: PipeLink, kinds: Collection[str]) -> Event | None:
+    """Return the agent's next event of these kinds; None if it has not happened in time, and still may."""
     deadline = time.monotonic() + _LET_IN_WITHIN_S
     while time.monotonic() < deadline:
         how = agent.ended()
         for event in tail.poll():
-            if is_it(event):
+            if event["event"] in kinds:
                 return event
         if how is not None:
             raise RunFailed("the agent could not be started again", why=how)

@@ -1,4 +1,4 @@
-"""One training run from configuration to manifest: what `train`, `demo` and `bench` all do."""
+"""Starts and resumes trainings (`train`, `demo`, `host`, `bench`, `chaos`) and users' scripts (`shoal run`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shoal.events import Event
 from shoal.launch.logs import LogFollower, LogLine
 from shoal.run_folder import RunFolder
 from shoal.runs.confirm import require_terminal
-from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, kept
+from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, forwarding_signals
 from shoal.runs.supervisor import RunJob, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
@@ -45,7 +45,7 @@ from shoal.units import count, format_si
 
 
 class TrainDisplay(Protocol):
-    """Shows events as they come, until it is closed."""
+    """Shows events as they arrive, until it is closed."""
 
     def __call__(self, events: list[Event]) -> None: ...
     def close(self) -> None: ...
@@ -53,12 +53,17 @@ class TrainDisplay(Protocol):
 
 MakeDisplay = Callable[[Config], TrainDisplay]
 
-# shoal's own flags take no secret on the command line but the code of `join`; a script's or a later one's may.
+# Of shoal's own options only the code of `join` is secret; a script's, or one of a later version, may be.
 _SECRET = re.compile(r"token(?!s|izer)|passw|secret|credential|api.?key|^-*code$", re.IGNORECASE)
 _PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]*@")
 _HIDDEN = "HIDDEN"
-# Reading and hashing so much takes a second or more.
+# Reading and hashing this much takes a second or more.
 _LONG_CHECK_BYTES = 500e6
+_HAS_TORCH = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 3)"
+_PYTHON_TIMEOUT_S = 30.0
+_TERMINAL_POLL_S = 0.1
+_CLOSE_S = 1.0
+_MOST_TYPED_BYTES = 4096
 
 
 def train_new(
@@ -69,18 +74,24 @@ def train_new(
     before: Callable[[RunFolder], object] = lambda run: None,
     confirm: bool = False,
 ) -> tuple[RunFolder, Manifest | None]:
-    """A new run; `before` sees its folder before anything is started, `watch` makes the display. None for one that was
-    let go. `confirm`: the owner is asked at the terminal before a machine that joins gets anything."""
+    """Start a new run. Return its folder, and its manifest unless it was detached.
+
+    `before` is called with the folder before any process starts; `watch` makes the display. With `confirm` the owner is
+    asked at the terminal before a machine that joins gets anything.
+    """
     if confirm:
         refuse_confirm(config.run.on)
-    config = _with_cluster(config)
+    on = parse_on(config.run.on)
+    # The absolute path of a cluster file, and how its machines share the work.
+    placement = {"on": settled(config.run.on), "weights": config.run.weights or weights_of(on)}
+    config = config.model_copy(update={"run": config.run.model_copy(update=placement)})
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     before(run)
     return run, _train(run, watch, RunJob(confirm=confirm), detach)
 
 
 def refuse_confirm(on: str) -> None:
-    """Where `--confirm` could ask nothing: no machine joins by itself, or there is no terminal."""
+    """Refuse `--confirm` where it has no use: no machine joins by itself, or there is no terminal."""
     if not isinstance(parse_on(on), JoinSpec):
         raise UsageError(
             f"--confirm does not go with --on {on}",
@@ -88,12 +99,6 @@ def refuse_confirm(on: str) -> None:
             fix="leave --confirm out, or write for example: --on join:2 --confirm",
         )
     require_terminal()
-
-
-def _with_cluster(config: Config) -> Config:
-    """What the cluster itself says of the run: where its file is for good, and how its machines share the work."""
-    said = {"on": settled(config.run.on), "weights": config.run.weights or weights_of(parse_on(config.run.on))}
-    return config.model_copy(update={"run": config.run.model_copy(update=said)})
 
 
 def train_on(
@@ -104,10 +109,10 @@ def train_on(
     lineage: str = "",
     confirm: bool = False,
 ) -> tuple[RunFolder, Manifest | None]:
-    """Goes on with a run from its newest checkpoint; of this `lineage`, if one is named.
+    """Resume a run from its newest checkpoint, or from the newest of `lineage`. Return like `train_new`.
 
-    `changes` are settings for the rest of the run. A run that has done all its steps only goes on with more of them, or
-    from another lineage.
+    `changes` are settings for the rest of the run. A run that has done all its steps is resumed only with more of them,
+    or from another lineage.
     """
     run = RunFolder.open(path)
     run.refuse_unwritable()
@@ -119,7 +124,7 @@ def train_on(
         refuse_without_effect(config, typed_settings(changes, ()))
         if "weights" in (changes or {}).get("run", {}):
             check_shares(config, rank_count(parse_on(config.run.on)))
-        # Before the cluster is looked at: a finished run needs none.
+        # Before the cluster is checked: a finished run needs none.
         done = None if lineage else refuse_finished(run, config.train.steps)
         world_size = rank_count(parse_on(config.run.on))
         check_shares(config, world_size)
@@ -132,9 +137,9 @@ def train_on(
 
 
 def refuse_finished(run: RunFolder, steps: int) -> int:
-    """Refuse to go on with a run that has done so many steps or more; return how many it has done.
+    """Refuse to resume a run that has already done `steps` steps or more; return how many it has done.
 
-    A finished run of which something is missing or damaged goes on: it writes that again from a checkpoint.
+    A finished run with missing or damaged files is resumed: it writes them again from a checkpoint.
     """
     logs = collect(run.read_all_events())
     members = [logs[rank] for rank in last_members(logs) if rank in logs]
@@ -143,7 +148,7 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
     if steps < done:
         raise UsageError(
             f"{run.path} has done {done} steps already, more than {steps}",
-            why="a run goes on from its newest checkpoint, and never back",
+            why="a run is resumed from its newest checkpoint, and never goes back",
             fix=f"ask for more steps: shoal train --resume {folder} --steps {2 * done}",
         )
     if steps == done and members and all(log.ended == "finished" for log in members) and _is_whole(run):
@@ -157,7 +162,7 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
 
 
 def _is_whole(run: RunFolder) -> bool:
-    """Whether nothing of a finished run is missing or damaged; says that it looks where that takes a while."""
+    """Return whether no file of a finished run is missing or damaged; print a note first if the check takes long."""
     size = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
     if size > _LONG_CHECK_BYTES:
         sys.stderr.write(f"{run.path} has done its steps; checking that its {format_si(size, 'B')} are undamaged …\n")
@@ -165,14 +170,14 @@ def _is_whole(run: RunFolder) -> bool:
 
 
 def _last_step(log: RankLog) -> int:
-    """The step at which a rank ended, or the furthest that it has recorded."""
+    """Return the step at which a rank ended, or the last that it has recorded."""
     if log.ended is not None and isinstance(log.end.get("step"), int):
         return int(log.end["step"])
     return int(log.steps[-1]) if len(log.steps) else 0
 
 
 def rate_note(before: Config, after: Config, world_size: int, done: int | None) -> list[str]:
-    """What another number of steps means for the learning rate; `done` is None where it is not known how many are."""
+    """Describe what another number of steps means for the learning rate; `done` is None if it is unknown."""
     steps = after.train.steps
     if before.train.steps == steps or (done is not None and done >= steps):
         return []
@@ -189,27 +194,30 @@ def rate_note(before: Config, after: Config, world_size: int, done: int | None) 
 def _train(
     run: RunFolder, watch: MakeDisplay, job: RunJob, detach: bool, prepare: Callable[[], list[str]] = list
 ) -> Manifest | None:
-    """The lock on the folder is the supervisor's once it has started; ours goes at once. `prepare` returns notes."""
+    """Start the supervisor and follow it. `prepare` runs under the folder's lock and returns notes.
+
+    The supervisor inherits the lock; this process releases its own at once.
+    """
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(contextlib.ExitStack())
-        lock = held.enter_context(run.held())
+        lock_scope = stack.enter_context(contextlib.ExitStack())
+        lock = lock_scope.enter_context(run.held())
         job = replace(job, commands=(*(_earlier_commands(run) if job.resume else ()), command_line(sys.argv)))
         notes = prepare()
         config = load_config(run.config)
-        news, keeping = RunEvents(run), SupervisorLog.from_now(run)
+        rank_events, log = RunEvents(run), SupervisorLog.from_now(run)
         stack.enter_context(contextlib.closing(display := watch(config)))
         display([{"event": "note", "rank": None, "text": text} for text in notes])
-        supervisor = stack.enter_context(kept(lambda: start_supervisor(run, job, lock)))
-        held.close()
+        supervisor = stack.enter_context(forwarding_signals(lambda: start_supervisor(run, job, lock)))
+        lock_scope.close()
         if detach:
-            await_running(supervisor, keeping, display)
+            await_running(supervisor, log, display)
             return None
-        follow(run, supervisor, keeping, lambda notes: display([*notes, *news.poll()]))
+        follow(supervisor, log, lambda notes: display([*notes, *rank_events.poll()]))
     return the_manifest(run)
 
 
 def _earlier_commands(run: RunFolder) -> tuple[str, ...]:
-    """None where an older shoal started the run, or a launcher of another kind."""
+    """Return the earlier command lines; none if an older shoal or another launcher started the run."""
     try:
         return read_job(run).commands
     except DataError:
@@ -217,7 +225,7 @@ def _earlier_commands(run: RunFolder) -> tuple[str, ...]:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """As somebody could type it again, without anything secret: the manifest is shown around."""
+    """Return a command line that can be typed again, without secrets: people share the manifest."""
     shown: list[str] = []
     is_secret = False
     for word in words[1:]:
@@ -229,7 +237,7 @@ def command_line(words: Sequence[str]) -> str:
             shown.append(f"{name}={_HIDDEN}" if named and equals else _PASSWORD.sub(rf"\1{_HIDDEN}@", word))
         is_secret = named and not equals and not is_secret and word.startswith("-")
     program = Path(words[0])
-    # `python -m shoal` gives the path of `shoal/__main__.py`.
+    # For `python -m shoal` this is the path of `shoal/__main__.py`.
     return shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *shown])
 
 
@@ -244,20 +252,16 @@ def the_manifest(run: RunFolder) -> Manifest:
 
 
 def default_out(name: str) -> Path:
-    """`runs/grammar-20260131-235959`, with a number behind it when two start in the same second."""
+    """Return `runs/grammar-20260131-235959`, with a number appended when two start in the same second."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = (Path("runs") / (stem if count == 1 else f"{stem}-{count}") for count in range(1, 1000))
+    candidates = (Path("runs") / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1000))
     return next(path for path in candidates if not path.exists())
 
 
-# SECTION trials/scripts
-# Anybody's script from its start to its end: what `shoal run` does.
-
-
 class ScriptDisplay(Protocol):
-    """Where the lines of ranks and notes about the run are shown. `is_live`: it shows unfinished lines too."""
+    """Shows the lines of the ranks and notes about the run."""
 
-    is_live: bool
+    is_live: bool  # it shows unfinished lines too
 
     def lines(self, lines: Sequence[LogLine], current: Sequence[LogLine] = ()) -> None: ...
     def note(self, text: str) -> None: ...
@@ -265,14 +269,14 @@ class ScriptDisplay(Protocol):
 
 
 def run_anything(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -> RunFolder:
-    """Raises with the script's own exit code."""
+    """Run a user's script to its end, or until it is detached. The raised error has the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
     source, about_stdin = choose_stdin(job.on, detach)
     job = replace(job, on=settled(job.on), python=python, has_stdin=source is not StdinSource.NONE)
     run = RunFolder.create(out, is_training=False)
     for text in filter(None, (about_python, about_stdin)):
         display.note(text)
-    keeping = SupervisorLog.from_now(run)
+    log = SupervisorLog.from_now(run)
     logs = LogFollower(run, shows_current=display.is_live)
 
     def look(notes: list[Event]) -> None:
@@ -281,33 +285,26 @@ def run_anything(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -
         if not detach:
             display.lines(logs.poll(), logs.current())
 
-    with contextlib.ExitStack() as held, contextlib.ExitStack() as relayed:
-        lock = held.enter_context(run.held())
-        stdin = relayed.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
-        with kept(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
-            held.close()
+    with contextlib.ExitStack() as lock_scope, contextlib.ExitStack() as relay_scope:
+        lock = lock_scope.enter_context(run.held())
+        stdin = relay_scope.enter_context(relay_terminal()) if source is StdinSource.TERMINAL else None
+        with forwarding_signals(lambda: start_supervisor(run, job, lock, stdin)) as supervisor:
+            lock_scope.close()
             if stdin is not None:
                 os.close(stdin)
             if detach:
-                await_running(supervisor, keeping, look)
+                await_running(supervisor, log, look)
                 return run
             try:
-                follow(run, supervisor, keeping, look)
+                follow(supervisor, log, look)
             finally:
                 display.lines(logs.last_words())
                 display.close()
     return run
 
 
-_HAS_TORCH = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 3)"
-_ASK_PYTHON_S = 30.0
-_LOOK_AT_TERMINAL_S = 0.1
-_CLOSE_S = 1.0
-_MOST_TYPED_BYTES = 4096
-
-
 def choose_python(asked: str, on: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """The Python that runs a script, empty for each machine's own, and a note about the choice.
+    """Return the Python that runs a script (empty: each machine's own) and a note about the choice.
 
     An activated environment is the user's choice of Python; shoal may be installed in another one.
     """
@@ -328,25 +325,25 @@ def choose_python(asked: str, on: str, env: Mapping[str, str]) -> tuple[str, str
 
 
 def _check_python(asked: str, env: Mapping[str, str]) -> str:
-    found = shutil.which(asked, path=env.get("PATH"))
-    if found is None:
+    python = shutil.which(asked, path=env.get("PATH"))
+    if python is None:
         raise UsageError(
             f"--python {asked} is no program",
             why="the ranks of the script are started with it",
             fix="write the one that this prints: python -c 'import sys; print(sys.executable)'",
         )
-    if not has_torch(found):
+    if not has_torch(python):
         raise UsageError(
-            f"{found} has no torch",
+            f"{python} has no torch",
             why="the ranks of the script are started with it, because of --python",
-            fix=f"install it there: {found} -m pip install torch; or leave --python out",
+            fix=f"install it there: {python} -m pip install torch; or leave --python out",
         )
-    # Not resolved: an environment's python is a link, and its packages are found by the link's place.
-    return str(Path(found).absolute())
+    # Not resolved: the python of an environment is a link, and Python finds its packages by the link's place.
+    return str(Path(python).absolute())
 
 
 def active_environment(env: Mapping[str, str]) -> Path | None:
-    """The environment that the user activated, unless shoal itself runs from it. conda's `base` is always active."""
+    """Return the environment that the user activated, unless shoal runs from it. conda's `base` is always active."""
     conda = "" if env.get("CONDA_DEFAULT_ENV") == "base" else env.get("CONDA_PREFIX", "")
     name = env.get("VIRTUAL_ENV") or conda
     if not name or not os.access(Path(name) / "bin" / "python", os.X_OK):
@@ -356,9 +353,13 @@ def active_environment(env: Mapping[str, str]) -> Path | None:
 
 def has_torch(python: str) -> bool:
     try:
-        # Not here: a folder or file named torch in the current one is no torch.
+        # In `/`: a folder or file named torch in the current folder is not torch.
         done = subprocess.run(
-            [python, "-c", _HAS_TORCH], cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_PYTHON_S
+            [python, "-c", _HAS_TORCH],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PYTHON_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(
@@ -371,15 +372,14 @@ class StdinSource(Enum):
     """What rank 0 reads as its standard input."""
 
     NONE = "nothing"
-    # A pipe or a file is handed to it.
-    OURS = "our standard input"
-    # Its lines are passed on, since the rank is in another session: the kernel would not keep it from reading what is
-    # typed for the shell.
+    INHERITED = "our standard input"  # a pipe or a file
+    # This process reads lines and passes them on: the rank is in another session, where the kernel would let it read
+    # what is typed for the shell.
     TERMINAL = "the terminal"
 
 
 def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[StdinSource, str]:
-    """Whether rank 0 gets our standard input, as it would under torchrun, and a note where it cannot have it."""
+    """Return what rank 0 reads, as it would under torchrun, and a note if waiting input cannot be passed on."""
     try:
         kind = os.fstat(fd).st_mode
     except OSError:
@@ -390,11 +390,11 @@ def choose_stdin(on: str, detach: bool, fd: int = 0) -> tuple[StdinSource, str]:
         return StdinSource.NONE, note if _has_waiting_input(fd, kind) else ""
     if os.isatty(fd):
         return StdinSource.TERMINAL if is_in_foreground(fd) else StdinSource.NONE, ""
-    return StdinSource.NONE if stat.S_ISCHR(kind) else StdinSource.OURS, ""
+    return StdinSource.NONE if stat.S_ISCHR(kind) else StdinSource.INHERITED, ""
 
 
 def is_in_foreground(terminal: int) -> bool:
-    """Whether what is typed there is for us: not in the background of a shell, nor on another session's terminal."""
+    """Return whether terminal input is for this process: not if it is in the background or in another session."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(terminal) == os.getpgrp()
     return False
@@ -402,28 +402,30 @@ def is_in_foreground(terminal: int) -> bool:
 
 @contextlib.contextmanager
 def relay_terminal(fd: int = 0) -> Iterator[int]:
-    """A pipe's end from which lines can be read that are typed while this process is in the foreground. The caller
-    closes it once the reader has it."""
+    """Yield the reading end of a pipe that gets the lines typed while this process is in the foreground.
+
+    The caller closes it once the reader has it.
+    """
     reading, writing = os.pipe()
-    over = threading.Event()
-    thread = threading.Thread(target=_relay, args=(fd, writing, over), name="terminal", daemon=True)
+    is_over = threading.Event()
+    thread = threading.Thread(target=_relay, args=(fd, writing, is_over), name="terminal", daemon=True)
     thread.start()
     try:
         yield reading
     finally:
-        over.set()
+        is_over.set()
         thread.join(_CLOSE_S)
 
 
-def _relay(terminal: int, writing: int, over: threading.Event) -> None:
-    """Looks before it reads: a background process that reads its terminal is stopped by the kernel."""
+def _relay(terminal: int, writing: int, is_over: threading.Event) -> None:
+    """Copy terminal input. Check before reading: the kernel stops a background process that reads its terminal."""
     with contextlib.suppress(OSError):
-        while not over.is_set():
-            ready, _, _ = select.select((terminal,), (), (), _LOOK_AT_TERMINAL_S)
+        while not is_over.is_set():
+            ready, _, _ = select.select((terminal,), (), (), _TERMINAL_POLL_S)
             if not ready:
                 continue
             if not is_in_foreground(terminal):
-                over.wait(_LOOK_AT_TERMINAL_S)
+                is_over.wait(_TERMINAL_POLL_S)
                 continue
             if not (typed := os.read(terminal, _MOST_TYPED_BYTES)):
                 break

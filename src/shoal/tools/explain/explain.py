@@ -1,4 +1,7 @@
-"""From what was printed to what it means: text in, explanations out. Pure."""
+"""Explains printed text: finds known error messages in logs, streams and run folders, and orders them by cause.
+
+Memory is bounded however long the input is: only recognised lines are kept.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +16,25 @@ from typing import Any, BinaryIO
 from shoal.errors import DataError, RunFailed, from_dict
 from shoal.events import Event, parse_event
 from shoal.run_folder import RunFolder
-from shoal.tools.explain.pattern import CauseOrder, Pattern
+from shoal.tools.explain.pattern import CauseOrder, Pattern, fill_in
 from shoal.tools.explain.patterns import PATTERNS
 
-# SECTION net/ports
-# gloo prints the ports of its connections with their two bytes swapped: 14215 is really 34615.
-
-
-# Where gloo's transport speaks, and nowhere else: torch's store prints its ports as they are.
-_GLOO = "gloo/transport/"
-_PLACE = re.compile(r"(\[[0-9a-fA-F.:]+\]):(\d{1,5})(?!\d)")
-
-
-def true_port(printed: int) -> int:
-    return int.from_bytes(printed.to_bytes(2, "little"), "big")
-
-
-def with_true_ports(line: str) -> str:
-    """The line with both numbers, for whoever looks for the connection with `ss` or in a firewall's log."""
-    return _PLACE.sub(_both, line) if _GLOO in line else line
-
-
-def _both(match: re.Match[str]) -> str:
-    printed = int(match[2])
-    return match[0] if printed > 65535 else f"{match[0]} (really port {true_port(printed)})"
-
+# A line's number in its file, and its text.
+Line = tuple[int, str]
 
 _MOST_EVIDENCE = 500
-# Nearly all lines of a long log say nothing of interest: that is asked of so many at once.
+# Nearly all lines of a long log hold no error: this many are tested at once.
 _BATCH = 256
+# No relevant line is longer; a file without newlines is read in pieces.
+_MOST_LINE_BYTES = 1 << 16
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# A frame of a Python traceback; what it ran stands on the next line, two columns further in.
+# A frame of a Python traceback; its source line follows, two columns further in.
 _FRAME = re.compile(r'(.*)File "[^"]+", line \d+')
-# The last line of a Python traceback, after what launchers and loggers put before it.
+# The last line of a Python traceback, after the prefixes of launchers and loggers.
 _EXCEPTION = re.compile(
     r"^[\s|]*(?:\[[^\]]*\]:?\s*)*(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Failure|Interrupt|Exit)(?:: .*)?$"
 )
-_TROUBLE_WORDS = (
+_ERROR_WORDS = (
     "error",
     "exception",
     "fatal",
@@ -60,33 +45,33 @@ _TROUBLE_WORDS = (
     "failed",
     "failure",
 )
-_TROUBLE = re.compile(rf"\b(?:{'|'.join(_TROUBLE_WORDS)})\b", re.IGNORECASE)
-# Where it stands in its file, and what it says.
-Line = tuple[int, str]
-# Under an error of shoal's, perhaps after the number of its rank.
-_OWN_WORDS = re.compile(r"(?:\[[\w-]+\] )?  (?:(why|next): {1,2}| {6})(.*)")
+_ERROR_WORD = re.compile(rf"\b(?:{'|'.join(_ERROR_WORDS)})\b", re.IGNORECASE)
+# The lines below an error of shoal's, perhaps after the number of its rank.
+_OWN_ADVICE = re.compile(r"(?:\[[\w-]+\] )?  (?:(why|next): {1,2}| {6})(.*)")
+# gloo prints the ports of its connections with their two bytes swapped: 14215 is really 34615. Only its transport does:
+# torch's store prints ports as they are.
+_GLOO = "gloo/transport/"
+_GLOO_ADDRESS = re.compile(r"(\[[0-9a-fA-F.:]+\]):(\d{1,5})(?!\d)")
+_SIGNS = [(sign, pattern) for pattern in PATTERNS for sign in pattern.signs]
+_BY_ID = {pattern.id: pattern for pattern in PATTERNS}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line as it was printed, with gloo's ports put right. `source` is the file, where there are several."""
-
-    text: str
+    text: str  # the line as it was printed, with gloo's real ports added
     line: int
-    source: str = ""
+    source: str = ""  # the file, where there are several
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """`count` is how many lines say so; the evidence is the first of them."""
-
     id: str
     weight: CauseOrder
     cause: str
     fix: str
     check: str
-    evidence: Evidence
-    count: int = 1
+    evidence: Evidence  # the first line that matched
+    count: int = 1  # how many lines matched
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -104,10 +89,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Findings:
-    """The nearest to the cause first. `unknown` is the first error that nothing here explains."""
-
-    explanations: tuple[Explanation, ...] = ()
-    unknown: Evidence | None = None
+    explanations: tuple[Explanation, ...] = ()  # the closest to the cause first
+    unknown: Evidence | None = None  # the first error that no pattern explains
 
     @property
     def best(self) -> Explanation | None:
@@ -115,16 +98,15 @@ class Findings:
 
     @property
     def is_explained(self) -> bool:
-        """Whether a cause was found, and not only what others saw of it or said about it."""
+        """Whether a cause is known, and not only a consequence or a report of it."""
         return self.best is not None and self.best.weight <= CauseOrder.LIKELY
 
 
 def explain(lines: Iterable[Line], source: str = "") -> Findings:
-    """Lines may be as many as they like: only what was recognised is kept."""
     reader = _LogReader(source)
     rest = iter(lines)
     while batch := list(islice(rest, _BATCH)):
-        if reader.listens or _is_of_interest("\n".join(text for _, text in batch)):
+        if reader.awaits_advice or _may_hold_error("\n".join(text for _, text in batch)):
             for number, text in batch:
                 reader.read(number, text)
     return reader.findings()
@@ -134,91 +116,153 @@ def explain_text(text: str) -> Findings:
     return explain(enumerate(text.splitlines(), 1))
 
 
+def explain_stream(stream: BinaryIO, source: str = "") -> Findings:
+    return explain(_read_lines(stream), source)
+
+
+def explain_file(path: Path, source: str = "") -> Findings:
+    try:
+        with path.open("rb") as file:
+            return explain(_read_lines(file), source)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
+
+
+def explain_run(run: RunFolder) -> Findings:
+    """Explain a run's failure; nothing if its last launch ended well.
+
+    The supervisor's events come first: it knows which rank failed first.
+    """
+    if run.supervisor.is_file():
+        ends = [event for _, event in _last_launch(run.supervisor) if event.get("event") == "ended"]
+        if ends and ends[-1].get("code") == 0:
+            return Findings()
+    journals = [run.supervisor, *sorted(run.path.glob("agents/*.jsonl"))]
+    logs = [
+        *sorted(run.path.glob("logs/*/*.log")),
+        *sorted(run.path.glob("agents/*.log")),
+        run.supervisor.with_suffix(".log"),
+    ]
+
+    def name(path: Path) -> str:
+        return str(path.relative_to(run.path))
+
+    return merge(
+        [
+            *(explain(_event_texts(path), name(path)) for path in journals if path.is_file()),
+            *(explain_file(path, name(path)) for path in logs if path.is_file()),
+        ]
+    )
+
+
 def is_consequence(text: str) -> bool:
-    """Whether an error says only that another rank is gone."""
-    found = explain_text(text)
-    return found.best is not None and found.best.weight == CauseOrder.CONSEQUENCE and found.unknown is None
+    """Return whether an error reports only that another rank is gone."""
+    findings = explain_text(text)
+    best = findings.best
+    return best is not None and best.weight == CauseOrder.CONSEQUENCE and findings.unknown is None
 
 
-def merge(found: Iterable[Findings]) -> Findings:
-    """Several texts about one failure, the most telling one first."""
-    parts = list(found)
-    each = [explanation for part in parts for explanation in part.explanations]
+def put_into_words(error: RunFailed) -> None:
+    """Add cause and fix to an error that only names the failed rank, if the ends of its logs are known failures."""
+    findings = merge(explain_file(log) for log in map(Path, error.logs) if log.is_file())
+    best = findings.best
+    if best is None or best.id.startswith("shoal.") or not findings.is_explained:
+        return
+    if best.weight == CauseOrder.LIKELY and findings.unknown:
+        # A guess beside an error that no pattern knows would mislead.
+        return
+    error.why = "\n".join(filter(None, (f"{best.cause} ({best.id})", error.why)))
+    error.fix = "; ".join(filter(None, (best.fix, error.fix)))
+
+
+def merge(parts: Iterable[Findings]) -> Findings:
+    """Join the findings of several texts about one failure, the most important text first."""
+    parts = list(parts)
+    by_id: dict[str, Explanation] = {}
+    for explanation in (explanation for part in parts for explanation in part.explanations):
+        known = by_id.get(explanation.id)
+        by_id[explanation.id] = explanation if known is None else replace(known, count=known.count + explanation.count)
     unknown = next((part.unknown for part in parts if part.unknown), None)
-    return Findings(_in_order(_settled(_once(each))), unknown)
+    return Findings(_select(list(by_id.values())), unknown)
 
 
 class _LogReader:
     def __init__(self, source: str) -> None:
         self._source = source
         self._number = 0
-        self._found: dict[str, Explanation] = {}
-        self._words: list[str] = []
+        self._by_id: dict[str, Explanation] = {}
+        self._awaiting_advice: list[str] = []
         self._unconfirmed: set[str] = set()
         self._frame_column: int | None = None
         self._exception: Evidence | None = None
-        self._trouble: Evidence | None = None
+        self._error_line: Evidence | None = None
 
     @property
-    def listens(self) -> bool:
-        """Whether the next line may go on with what shoal said in the last one."""
-        return bool(self._words)
+    def awaits_advice(self) -> bool:
+        """Whether the next line may give the cause or the fix of shoal's error in the last one."""
+        return bool(self._awaiting_advice)
 
     def read(self, number: int, text: str) -> None:
         self._number = number
         line = (_COLOURS.sub("", text) if "\x1b" in text else text).rstrip()
-        if self.listens:
-            self._listen(line)
-        if self._in_traceback(line):
+        if self.awaits_advice:
+            self._take_advice(line)
+        if self._is_in_traceback(line):
             return
-        patterns = [(pattern, groups) for pattern in _candidates(line) if (groups := pattern.match(line)) is not None]
-        for pattern, groups in patterns:
-            self._note(pattern, groups, line)
-        if not patterns:
-            self._look_for_trouble(line)
+        # Each pattern once, however many of its signs the line holds.
+        candidates = {pattern.id: pattern for sign, pattern in _SIGNS if sign in line}.values()
+        matches = [(pattern, groups) for pattern in candidates if (groups := pattern.match(line)) is not None]
+        for pattern, groups in matches:
+            self._add(pattern, groups, line)
+        if matches:
+            return
+        if self._exception is None and _EXCEPTION.match(line):
+            self._exception = self._evidence(line)
+        elif self._error_line is None and _ERROR_WORD.search(line):
+            self._error_line = self._evidence(line)
 
-    def _in_traceback(self, line: str) -> bool:
-        """A line of a program is not what it printed, though it may hold the same words: `raise ValueError("…")`."""
+    def findings(self) -> Findings:
+        sure = [explanation for explanation in self._by_id.values() if explanation.id not in self._unconfirmed]
+        return Findings(_select(sure), self._exception or (None if sure else self._error_line))
+
+    def _is_in_traceback(self, line: str) -> bool:
+        """Return whether the line is source code in a traceback, which may quote a message: `raise ValueError("…")`."""
         column, frame = self._frame_column, _FRAME.match(line)
         self._frame_column = frame.end(1) if frame else None
         return frame is not None or (column is not None and line[column : column + 2] == "  ")
 
-    def findings(self) -> Findings:
-        sure = [each for each in self._found.values() if each.id not in self._unconfirmed]
-        return Findings(_in_order(_settled(sure)), self._exception or (None if sure else self._trouble))
-
-    def _note(self, pattern: Pattern, groups: dict[str, str], line: str) -> None:
-        if known := self._found.get(pattern.id):
-            self._found[pattern.id] = replace(known, count=known.count + 1)
+    def _add(self, pattern: Pattern, groups: dict[str, str], line: str) -> None:
+        if known := self._by_id.get(pattern.id):
+            self._by_id[pattern.id] = replace(known, count=known.count + 1)
             return
-        self._found[pattern.id] = Explanation(
+        self._by_id[pattern.id] = Explanation(
             id=pattern.id,
             weight=pattern.weight,
-            cause=pattern.say(pattern.cause, groups),
-            fix=pattern.say(pattern.fix, {name: shlex.quote(value) for name, value in groups.items()}),
+            cause=fill_in(pattern.cause, groups),
+            fix=fill_in(pattern.fix, {name: shlex.quote(value) for name, value in groups.items()}),
             check=pattern.check,
             evidence=self._evidence(line),
         )
-        if pattern.own_words:
-            self._words.append(pattern.id)
-        if pattern.needs_words:
+        if pattern.has_own_advice:
+            self._awaiting_advice.append(pattern.id)
+        if pattern.needs_advice:
             self._unconfirmed.add(pattern.id)
 
-    def _listen(self, line: str) -> None:
-        """shoal says why and what next right below its error."""
-        said = _OWN_WORDS.match(line)
-        if said and said[1]:
-            for name in self._words:
-                self._found[name] = _with_words(self._found[name], said[1], said[2])
+    def _take_advice(self, line: str) -> None:
+        """Read the `why:` and `next:` lines, which shoal prints right below its error."""
+        advice = _OWN_ADVICE.match(line)
+        if advice and advice[1]:
+            text = advice[2]
+            for name in self._awaiting_advice:
+                known = self._by_id[name]
+                if advice[1] == "next":
+                    self._by_id[name] = replace(known, fix=text)
+                else:
+                    cause = text if known.cause in text else f"{known.cause}; shoal adds: {text}"
+                    self._by_id[name] = replace(known, cause=cause)
                 self._unconfirmed.discard(name)
-        if said is None or said[1] == "next":
-            self._words.clear()
-
-    def _look_for_trouble(self, line: str) -> None:
-        if self._exception is None and _EXCEPTION.match(line):
-            self._exception = self._evidence(line)
-        elif self._trouble is None and _TROUBLE.search(line):
-            self._trouble = self._evidence(line)
+        if advice is None or advice[1] == "next":
+            self._awaiting_advice.clear()
 
     def _evidence(self, line: str) -> Evidence:
         text = with_true_ports(line.strip())
@@ -226,137 +270,62 @@ class _LogReader:
         return Evidence(short, self._number, self._source)
 
 
-def _with_words(known: Explanation, kind: str, words: str) -> Explanation:
-    if kind == "next":
-        return replace(known, fix=words)
-    return replace(known, cause=words if known.cause in words else f"{known.cause}; shoal adds: {words}")
+def _may_hold_error(text: str) -> bool:
+    """Return whether a line of the text may be a known failure or an error of another kind."""
+    lower = text.lower()
+    return any(word in lower for word in _ERROR_WORDS) or any(sign in text for sign, _ in _SIGNS)
 
 
-_SIGNS = [(sign, pattern) for pattern in PATTERNS for sign in pattern.signs]
-_BY_ID = {pattern.id: pattern for pattern in PATTERNS}
+def _select(explanations: list[Explanation]) -> tuple[Explanation, ...]:
+    """Drop explanations that lack the pattern they need, then those that a more exact one covers; sort by cause."""
+    ids = {explanation.id for explanation in explanations}
+
+    def has_company(explanation: Explanation) -> bool:
+        needed = _BY_ID[explanation.id].only_with
+        return not needed or bool(ids.intersection(needed))
+
+    kept = [explanation for explanation in explanations if has_company(explanation)]
+    covered = {name for explanation in kept for name in _BY_ID[explanation.id].covers}
+    # The sort is stable: the first line that was read stays first among equals.
+    exact = (explanation for explanation in kept if explanation.id not in covered)
+    return tuple(sorted(exact, key=lambda explanation: explanation.weight))
 
 
-def _candidates(line: str) -> list[Pattern]:
-    """Each once, however many of its signs the line holds."""
-    return list({pattern.id: pattern for sign, pattern in _SIGNS if sign in line}.values())
+def true_port(printed: int) -> int:
+    return int.from_bytes(printed.to_bytes(2, "little"), "big")
 
 
-def _is_of_interest(text: str) -> bool:
-    """Whether any line of it could be recognised, or be an error of another kind."""
-    small = text.lower()
-    return any(word in small for word in _TROUBLE_WORDS) or any(sign in text for sign, _ in _SIGNS)
+def with_true_ports(line: str) -> str:
+    """Add the real ports to gloo's addresses, for a search with `ss` or in a firewall's log."""
+
+    def add_port(match: re.Match[str]) -> str:
+        printed = int(match[2])
+        return match[0] if printed > 65535 else f"{match[0]} (really port {true_port(printed)})"
+
+    return _GLOO_ADDRESS.sub(add_port, line) if _GLOO in line else line
 
 
-def _once(found: Iterable[Explanation]) -> list[Explanation]:
-    by_id: dict[str, Explanation] = {}
-    for each in found:
-        known = by_id.get(each.id)
-        by_id[each.id] = each if known is None else replace(known, count=known.count + each.count)
-    return list(by_id.values())
-
-
-def _settled(found: list[Explanation]) -> list[Explanation]:
-    """Without what needs company and has none, and then without what others say better."""
-    ids = {each.id for each in found}
-    kept = [each for each in found if not _BY_ID[each.id].only_with or ids.intersection(_BY_ID[each.id].only_with)]
-    covered = {name for each in kept for name in _BY_ID[each.id].covers}
-    return [each for each in kept if each.id not in covered]
-
-
-def _in_order(found: Iterable[Explanation]) -> tuple[Explanation, ...]:
-    """A stable sort: what was read first stays first among equals."""
-    return tuple(sorted(found, key=lambda each: each.weight))
-
-
-# SECTION net/gather
-# Reads what is to be explained: a log, a stream, or everything a run left behind. Bounded memory, whatever comes.
-
-
-# No line that matters is longer; a file without line ends is read in pieces.
-_MOST_OF_A_LINE = 1 << 16
-
-
-def explain_stream(stream: BinaryIO, source: str = "") -> Findings:
-    return explain(_lines(stream), source)
-
-
-def explain_file(path: Path, source: str = "") -> Findings:
-    try:
-        with path.open("rb") as file:
-            return explain(_lines(file), source)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", fix=f"look at it: ls -ld {path}") from None
-
-
-def explain_run(run: RunFolder) -> Findings:
-    """The supervisor's words first: it knows who failed first. Nothing of a run whose last launch ended well."""
-    if _ended_well(run):
-        return Findings()
-    logs = [
-        *sorted(run.path.glob("logs/*/*.log")),
-        *sorted(run.path.glob("agents/*.log")),
-        run.supervisor.with_suffix(".log"),
-    ]
-    journals = [run.supervisor, *sorted(run.path.glob("agents/*.jsonl"))]
-    return merge(
-        [
-            *(explain(_said(path), _name(run, path)) for path in journals if path.is_file()),
-            *(explain_file(path, _name(run, path)) for path in logs if path.is_file()),
-        ]
-    )
-
-
-def _name(run: RunFolder, path: Path) -> str:
-    return str(path.relative_to(run.path))
-
-
-def _lines(stream: BinaryIO) -> Iterator[Line]:
-    """What is no text becomes signs for that; a line that goes on beyond its piece keeps its number."""
+def _read_lines(stream: BinaryIO) -> Iterator[Line]:
+    """Yield numbered lines. Bytes that are no text are replaced; the pieces of a very long line share its number."""
     number, is_new = 0, True
-    while piece := stream.readline(_MOST_OF_A_LINE):
+    while piece := stream.readline(_MOST_LINE_BYTES):
         number += is_new
         is_new = piece.endswith(b"\n")
         yield number, piece.decode(errors="replace").rstrip("\r\n")
 
 
 def _last_launch(path: Path) -> list[tuple[int, Event]]:
-    """Numbered. What an earlier launch met is history: a supervisor begins anew, an agent names the launch."""
+    """Return the numbered events of the last launch: from the supervisor's newest start, or with an agent's newest
+    id."""
     with path.open("rb") as file:
         events = [(number, event) for number, line in enumerate(file, 1) if (event := parse_event(line)) is not None]
-    begins = [place for place, (_, event) in enumerate(events) if event.get("event") == "keeping"]
-    newest = events[begins[-1] :] if begins else events
-    return [each for each in newest if each[1].get("launch") == newest[-1][1].get("launch")]
+    starts = [place for place, (_, event) in enumerate(events) if event.get("event") == "keeping"]
+    newest = events[starts[-1] :] if starts else events
+    return [(number, event) for number, event in newest if event.get("launch") == newest[-1][1].get("launch")]
 
 
-def _said(path: Path) -> Iterator[Line]:
-    """The words in a file of events: errors as a user sees them, and notes."""
+def _event_texts(path: Path) -> Iterator[Line]:
+    """Yield the texts in an event file: errors as a user sees them, and notes."""
     for number, event in _last_launch(path):
-        words = from_dict(event).render() if "seen" in event else str(event.get("text") or event.get("how") or "")
-        yield from ((number, line) for line in words.splitlines())
-
-
-def _ended_well(run: RunFolder) -> bool:
-    if not run.supervisor.is_file():
-        return False
-    ends = [event for _, event in _last_launch(run.supervisor) if event.get("event") == "ended"]
-    return bool(ends) and ends[-1].get("code") == 0
-
-
-# SECTION net/after_run
-# What a failed run says of itself at its end: the meaning of its ranks' last words, where it is known.
-
-
-def put_into_words(error: RunFailed) -> None:
-    """Adds cause and fix to an error that only says which rank failed."""
-    found = merge(explain_file(log) for log in map(Path, error.logs) if log.is_file())
-    if (best := _worth_saying(found)) is not None:
-        error.why = "\n".join(filter(None, (f"{best.cause} ({best.id})", error.why)))
-        error.fix = "; ".join(filter(None, (best.fix, error.fix)))
-
-
-def _worth_saying(found: Findings) -> Explanation | None:
-    """A guess is not, where another error stands beside it that nobody knows."""
-    if found.best is None or found.best.id.startswith("shoal."):
-        return None
-    is_guess = found.best.weight == CauseOrder.LIKELY
-    return found.best if found.is_explained and not (is_guess and found.unknown) else None
+        text = from_dict(event).render() if "seen" in event else str(event.get("text") or event.get("how") or "")
+        yield from ((number, line) for line in text.splitlines())

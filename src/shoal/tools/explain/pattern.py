@@ -1,4 +1,4 @@
-"""One kind of failure: by which line it is recognised, what the line means, and what to do."""
+"""One known failure: the line by which it is recognised, its cause and its fix."""
 
 from __future__ import annotations
 
@@ -13,56 +13,44 @@ _MOST_CHARACTERS = 4096
 
 
 class CauseOrder(IntEnum):
-    """How near a line is to what really went wrong. Of all that is found, the first by weight and place is the answer.
+    """How close a line is to the real cause. The answer is the first explanation by this order, then by place."""
 
-    A line that names its cause comes before one that fits few causes; both before somebody's summary of what happened,
-    and that before what the other ranks saw of it.
-    """
-
-    CAUSE = 1
-    LIKELY = 2
-    REPORT = 3
-    CONSEQUENCE = 4
+    CAUSE = 1  # the line names its cause
+    LIKELY = 2  # the line fits few causes
+    REPORT = 3  # another program's summary of the failure
+    CONSEQUENCE = 4  # what other ranks saw of it
     HARMLESS = 5
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """`signs` are words of which the line holds at least one; a `regex` must match besides, and its named groups can be
-    used in `cause` and `fix`. `check` is the id of the check that would have found it, where one can.
-
-    `covers` are ids that say the same less exactly: where both are found, theirs is left out. A line that may pass by
-    without harm counts `only_with` one of those ids. In `own_words` shoal itself speaks: the lines that follow say why
-    and what next, better than we could; `needs_words` demands them.
-    """
-
     id: str
-    weight: CauseOrder
-    signs: tuple[str, ...]
-    cause: str
+    signs: tuple[str, ...]  # texts of which the line holds at least one
+    cause: str  # may use the named groups of `regex`, as may `fix`
     fix: str
-    regex: str = ""
-    check: str = ""
-    covers: tuple[str, ...] = ()
-    only_with: tuple[str, ...] = ()
-    own_words: bool = False
-    needs_words: bool = False
+    weight: CauseOrder = CauseOrder.CAUSE
+    regex: str = ""  # must match the line as well
+    check: str = ""  # the id of the doctor's check that finds it beforehand, if there is one
+    covers: tuple[str, ...] = ()  # ids of less exact patterns, which are dropped where this one matches
+    only_with: tuple[str, ...] = ()  # a line that may be harmless counts only together with one of these ids
+    has_own_advice: bool = False  # shoal's own error: the next lines give cause and fix
+    needs_advice: bool = False  # counts only if those lines follow
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
         return re.compile(self.regex)
 
     def match(self, line: str) -> dict[str, str] | None:
-        """The groups of a line that holds one of the signs, or None where it is something else after all."""
-        found = self._compiled.search(line[:_MOST_CHARACTERS])
-        return None if found is None else {name: value for name, value in found.groupdict().items() if value}
+        """Return the named groups that matched in a line with one of the signs; None if the regex does not match."""
+        match = self._compiled.search(line[:_MOST_CHARACTERS])
+        return None if match is None else {name: value for name, value in match.groupdict().items() if value}
 
-    def say(self, text: str, groups: Mapping[str, str]) -> str:
-        return text.format_map(_Groups(groups))
+
+def fill_in(text: str, groups: Mapping[str, str]) -> str:
+    """Fill the groups into a text. A name that the line did not contain stays in capitals: HOST."""
+    return text.format_map(_Groups(groups))
 
 
 class _Groups(dict[str, str]):
-    """What a line does not name stays a word to be filled in: HOST."""
-
     def __missing__(self, name: str) -> str:
         return name.upper()

@@ -1,4 +1,4 @@
-"""Every failure that is known, by who prints it. Nearly each was provoked for real: see tests/failures/produce.py."""
+"""All known failures by the program that prints them; tests/failures/produce.py provokes nearly all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shoal.tools.explain.patterns.cuda import CUDA
 from shoal.tools.explain.patterns.gloo import GLOO
 from shoal.tools.explain.patterns.launch import LAUNCHING, SSH, TORCHRUN
 from shoal.tools.explain.patterns.store import STORE
-from shoal.tools.explain.patterns.system import OURSELVES, SYSTEM
+from shoal.tools.explain.patterns.system import SHOAL, SYSTEM
 from shoal.tools.explain.patterns.training import TRAINING
 
-PATTERNS: tuple[Pattern, ...] = (*GLOO, *STORE, *LAUNCHING, *TORCHRUN, *TRAINING, *CUDA, *SYSTEM, *SSH, *OURSELVES)
+PATTERNS: tuple[Pattern, ...] = (*GLOO, *STORE, *LAUNCHING, *TORCHRUN, *TRAINING, *CUDA, *SYSTEM, *SSH, *SHOAL)

@@ -1,4 +1,4 @@
-"""What torch and NCCL say about GPUs."""
+"""Errors of torch and NCCL about GPUs."""
 
 from __future__ import annotations
 
@@ -7,36 +7,33 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 CUDA = (
     Pattern(
         "cuda.memory",
-        CauseOrder.CAUSE,
         ("CUDA out of memory", "CUDA error: out of memory"),
         cause="the GPU's memory is full: batch, sequences or model are too large for it, or another process uses it",
-        fix="see who uses it: nvidia-smi; then use a smaller micro-batch (shoal: --micro-batch) with more accumulation",
+        fix="see which process uses it: nvidia-smi; then use a smaller micro-batch (shoal: --micro-batch) with more "
+        "accumulation",
         check="memory.free",
     ),
     Pattern(
         "cuda.missing",
-        CauseOrder.CAUSE,
         (
             "Torch not compiled with CUDA enabled",
             "No CUDA GPUs are available",
             "Found no NVIDIA driver on your system",
             "module 'torch._C' has no attribute '_cuda_",
         ),
-        cause="the program wants a GPU, and this torch sees none: it is the CPU build, the driver is missing, or "
+        cause="the program needs a GPU, and this torch sees none: it is the CPU build, the driver is missing, or "
         "CUDA_VISIBLE_DEVICES is empty",
         fix="see: nvidia-smi; python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'; to "
         "train without one: device = 'cpu' (shoal: --device cpu)",
     ),
     Pattern(
         "cuda.nccl",
-        CauseOrder.CAUSE,
         ("Distributed package doesn't have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
         cause="the program asks for NCCL, which needs GPUs and a CUDA build of torch; CPU ranks exchange over gloo",
         fix="init_process_group('gloo'), or with no name at all: torch then chooses",
     ),
     Pattern(
         "cuda.no-backend",
-        CauseOrder.CAUSE,
         ("No backend type associated with device type",),
         regex=r"associated with device type (?P<device>\w+)",
         cause="a tensor on the device {device} was given to a process group that has no backend for it: one made with "
@@ -46,18 +43,17 @@ CUDA = (
     ),
     Pattern(
         "cuda.watchdog",
-        CauseOrder.LIKELY,
         ("Watchdog caught collective operation timeout",),
+        weight=CauseOrder.LIKELY,
         regex=r"OpType=(?P<what>\w+).*ran for (?P<ms>\d+) milliseconds",
         cause="{what} did not end for {ms} ms, and NCCL's watchdog ended the process: another rank is late, has died, "
         "or is in another collective (a loop of another length, an `if rank`, a long save or evaluation on one rank)",
-        fix="look at the end of the other ranks' logs for the one that failed or lags; see where each rank is: py-spy "
-        "dump --pid PID; raise timeout= in init_process_group only for pauses that are meant",
+        fix="look at the end of the other ranks' logs for the one that failed or is slow; see where each rank is: "
+        "py-spy dump --pid PID; raise timeout= in init_process_group only for intended pauses",
         check="reach.pair",
     ),
     Pattern(
         "cuda.nccl-interface",
-        CauseOrder.CAUSE,
         ("Bootstrap : no socket interface found",),
         cause="NCCL found no network interface to use: NCCL_SOCKET_IFNAME names one that this machine does not have, "
         "or only loopback is up",
@@ -67,8 +63,8 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-internal",
-        CauseOrder.LIKELY,
         ("ncclInternalError",),
+        weight=CauseOrder.LIKELY,
         cause="a check inside NCCL failed; the line after `Last error:` says which. Most often its settings are wrong "
         "(NCCL_TOPO_FILE, NCCL_GRAPH_FILE, NCCL_SOCKET_IFNAME), or the machines have different versions of NCCL",
         fix="run once with NCCL_DEBUG=WARN, which prints what was wrong; see the settings: env | grep ^NCCL_; the "
@@ -76,33 +72,30 @@ CUDA = (
     ),
     Pattern(
         "cuda.nccl-system",
-        CauseOrder.LIKELY,
         ("ncclSystemError",),
-        cause="a call of NCCL to the system failed; the line after `Last error:` says which: an address that no "
+        weight=CauseOrder.LIKELY,
+        cause="a system call of NCCL failed; the line after `Last error:` says which: an address that no "
         "interface has, a connection to a rank that has ended or that a firewall drops, or a full /dev/shm",
         fix="run once with NCCL_DEBUG=INFO; look at the end of the other ranks' logs; check: df -h /dev/shm",
         check="reach.pair",
     ),
     Pattern(
         "cuda.one-for-two",
-        CauseOrder.CAUSE,
         ("Duplicate GPU detected",),
         regex=r"rank (?P<one>\d+) and rank (?P<other>\d+) both on CUDA device",
-        cause="rank {one} and rank {other} were both put on one GPU, and NCCL wants one for each",
-        fix="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first thing; start no more ranks on a machine than "
+        cause="rank {one} and rank {other} were both put on one GPU, and NCCL needs one for each",
+        fix="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first; start no more ranks on a machine than "
         "it has GPUs",
     ),
     Pattern(
         "cuda.ordinal",
-        CauseOrder.CAUSE,
         ("CUDA error: invalid device ordinal",),
         cause="a rank asked for a GPU by a number that this machine does not have: more ranks than GPUs, or the "
-        "global rank was taken for the local one",
+        "global rank was used instead of the local one",
         fix="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); see the numbers: nvidia-smi -L",
     ),
     Pattern(
         "cuda.assertion",
-        CauseOrder.CAUSE,
         ("CUDA error: device-side assert triggered",),
         cause="an index was out of range on the GPU, most often a token or a label that the model has no row for; "
         "what the traceback shows may be a later line",
@@ -111,14 +104,12 @@ CUDA = (
     ),
     Pattern(
         "cuda.two-devices",
-        CauseOrder.CAUSE,
         ("Expected all tensors to be on the same device",),
-        cause="a tensor is on the CPU and another on a GPU, or they are on two GPUs",
+        cause="one tensor is on the CPU and another on a GPU, or they are on two GPUs",
         fix="move the batch to where the model is: inputs = inputs.to(next(model.parameters()).device)",
     ),
     Pattern(
         "cuda.checkpoint",
-        CauseOrder.CAUSE,
         ("Attempting to deserialize object on a CUDA device",),
         cause="the checkpoint was saved from a GPU and is loaded on a machine without one",
         fix="torch.load(path, map_location='cpu', weights_only=True)",

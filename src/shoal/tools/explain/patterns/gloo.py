@@ -1,13 +1,13 @@
-"""What gloo prints, by which CPU ranks exchange tensors."""
+"""Errors of gloo, the backend by which CPU ranks exchange tensors."""
 
 from __future__ import annotations
 
 from shoal.tools.explain.pattern import CauseOrder, Pattern
 
-_TELL_INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip route get PEER_ADDRESS | grep -oP 'dev \\K\\S+')"
-# A connection that it tries again may come after all.
+_SET_INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip route get PEER_ADDRESS | grep -oP 'dev \\K\\S+')"
+# Only the last attempt counts: with willRetry=1 the connection may still succeed.
 _REFUSED = r"(?:willRetry=0,|connectFullMesh) .*Connection refused, remote="
-# The same of torch 2.0: `gloo/transport/tcp/pair.cc:799] connect [127.0.1.1]:45963: Connection refused`.
+# torch 2.0 prints instead: `gloo/transport/tcp/pair.cc:799] connect [127.0.1.1]:45963: Connection refused`.
 _PAIR = r"gloo/transport/tcp/pair\.(?:cc|h):\d+\] "
 _RUNNING = r"Rank (?P<{rank}>\d+) is running collective: \w+\(SequenceNumber=\d+, OpType=(?P<{what}>\w+)"
 _TIMEOUTS = ("gloo.connect-timeout", "gloo.timeout")
@@ -15,12 +15,12 @@ _TIMEOUTS = ("gloo.connect-timeout", "gloo.timeout")
 GLOO = (
     Pattern(
         "gloo.connect-timeout",
-        CauseOrder.LIKELY,
         ("Connect timeout",),
+        weight=CauseOrder.LIKELY,
         regex=rf"connectFullMesh failed .*Connect timeout|{_PAIR}Connect timeout",
-        cause="two ranks could not connect: one of them waited five times the timeout for the other. Of each pair the "
-        "higher address dials the lower one, on a port that changes every time, so a firewall on the machine with the "
-        "lower address is the usual cause; opening the store's port alone does not help",
+        cause="two ranks could not connect: one of them waited five times the timeout for the other. In each pair the "
+        "higher address connects to the lower one, on a port that changes every time, so a firewall on the machine "
+        "with the lower address is the usual cause; opening the store's port alone does not help",
         fix="on the machine with the lower address: sudo ufw allow from PEER_ADDRESS   (or: sudo nft insert rule inet "
         "filter input ip saddr PEER_ADDRESS accept). GLOO_PORT_RANGE does not exist",
         check="reach.pair",
@@ -28,146 +28,135 @@ GLOO = (
     ),
     Pattern(
         "gloo.loopback",
-        CauseOrder.LIKELY,
         ("failed to connect, ", "connectFullMesh failed", "connect [", "Connect timeout ["),
+        weight=CauseOrder.LIKELY,
         regex=rf"(?:{_REFUSED}|{_PAIR}(?:connect (?=.*Connection refused)|Connect timeout ))"
         r"\[(?P<remote>127\.[\d.]+|::1)\]",
-        cause="a rank was told to find another one at {remote}, which is the machine it runs on itself: the other "
-        "machine's host name resolves to loopback (Debian and Ubuntu write 127.0.1.1 into /etc/hosts), and gloo "
+        cause="a rank got the address {remote} for another rank, which is its own machine: the other machine's host "
+        "name resolves to loopback (Debian and Ubuntu write 127.0.1.1 into /etc/hosts), and gloo "
         "publishes that. On one machine alone it means that the other rank had died",
-        fix=f"on every machine, before the start: {_TELL_INTERFACE}",
+        fix=f"on every machine, before the start: {_SET_INTERFACE}",
         check="names.loopback",
         covers=(*_TIMEOUTS, "gloo.connect-refused", "gloo.no-error"),
     ),
     Pattern(
         "gloo.no-error",
-        CauseOrder.LIKELY,
         ("connectFullMesh failed",),
+        weight=CauseOrder.LIKELY,
         regex=r"pair\.cc:\d+\] no error",
         cause="the connection to another rank was refused (gloo of torch 2.3 to 2.6 prints `no error` for it): this "
         "rank was given an address where the other one does not listen. Most often a machine's host name resolves to "
         "loopback (127.0.1.1 in /etc/hosts), or gloo took an interface that both machines have (docker0); or the "
         "other rank has ended",
-        fix=f"on every machine: getent hosts $(hostname), which must not print 127.…; then: {_TELL_INTERFACE}",
+        fix=f"on every machine: getent hosts $(hostname), which must not print 127.…; then: {_SET_INTERFACE}",
         check="names.loopback",
         covers=_TIMEOUTS,
     ),
     Pattern(
         "gloo.loopback-fallback",
-        CauseOrder.HARMLESS,
         ("Unable to resolve hostname to a (local) address",),
+        weight=CauseOrder.HARMLESS,
         cause="this machine's host name has no address, so gloo publishes 127.0.0.1. Between ranks of one machine "
-        "that is fine; from another machine nobody finds it there",
-        fix=f"on every machine, before the start: {_TELL_INTERFACE}",
+        "that is fine; ranks on other machines cannot reach it",
+        fix=f"on every machine, before the start: {_SET_INTERFACE}",
         check="names.loopback",
     ),
     Pattern(
         "gloo.same-address",
-        CauseOrder.CAUSE,
         ("failed to connect, ",),
         regex=r"willRetry=0, .*local=\[(?P<local>(?!127\.|::1\])[^\]]+)\]:\d+, remote=\[(?P=local)\]",
-        cause="a rank was told to find another one at {local}, which is its own address: both machines have an "
+        cause="a rank got the address {local} for another rank, which is its own address: both machines have an "
         "interface with this address (docker0, virbr0 and the like), and gloo took that one",
-        fix=f"on every machine, before the start: {_TELL_INTERFACE}",
+        fix=f"on every machine, before the start: {_SET_INTERFACE}",
         check="interface.address",
         covers=(*_TIMEOUTS, "gloo.connect-refused"),
     ),
     Pattern(
         "gloo.connect-refused",
-        CauseOrder.LIKELY,
         ("failed to connect, ", "connectFullMesh failed", "connect ["),
+        weight=CauseOrder.LIKELY,
         regex=rf"(?:{_REFUSED}|{_PAIR}connect (?=.*Connection refused))\[(?P<remote>(?!127\.|::1)[^\]]+)\]",
-        cause="{remote} is there, but nobody listens on the port that the rank was told: the other one has ended "
-        "meanwhile, or the address is of an earlier run, from a file or a store that was used again",
+        cause="{remote} is there, but no process listens on the port that the rank was given: the other rank has ended "
+        "meanwhile, or the address is from an earlier run, in a file or a store that was used again",
         fix="look into the log of the rank on {remote}; with init_method=file://… remove the file before every run",
         covers=_TIMEOUTS,
     ),
     Pattern(
         "gloo.no-route",
-        CauseOrder.CAUSE,
         ("connect: Network is unreachable", "connect: No route to host"),
         regex=r"gloo/transport/tcp",
-        cause="a rank published an address to which this machine has no way: gloo took an interface of another "
+        cause="a rank published an address to which this machine has no route: gloo took an interface of another "
         "network there (a VPN, a bridge, a second card)",
-        fix=f"on every machine, before the start: {_TELL_INTERFACE}",
+        fix=f"on every machine, before the start: {_SET_INTERFACE}",
         check="interface.address",
         covers=_TIMEOUTS,
     ),
     Pattern(
         "gloo.interface",
-        CauseOrder.CAUSE,
         ("Unable to find address for: ",),
         regex=r"Unable to find address for: (?P<interface>\S+)",
         cause="GLOO_SOCKET_IFNAME names {interface}, and this machine has no interface of that name, or it has no "
         "address. gloo wants exact names; NCCL's ^name and prefixes do not work",
-        fix=f"see the names with: ip -br addr; then: {_TELL_INTERFACE}",
+        fix=f"see the names with: ip -br addr; then: {_SET_INTERFACE}",
         check="interface.address",
     ),
     Pattern(
         "gloo.transport",
-        CauseOrder.CAUSE,
         ("unsupported gloo device",),
         cause="GLOO_DEVICE_TRANSPORT asks for a transport that this torch was not built with; the wheels have no TLS",
-        fix="unset GLOO_DEVICE_TRANSPORT; for encryption let the ranks talk over WireGuard",
+        fix="unset GLOO_DEVICE_TRANSPORT; for encryption connect the machines with WireGuard",
     ),
     Pattern(
         "gloo.timeout",
-        CauseOrder.LIKELY,
         ("Timed out waiting",),
+        weight=CauseOrder.LIKELY,
         regex=r"Timed out waiting (?P<ms>\d+)ms for (?P<what>send|recv) operation",
         cause="another rank did not answer for {ms} ms, and its connection was not closed: it is frozen or asleep, "
-        "its cable is out, or it does something else, such as another collective or a long pause of its own",
+        "its cable is out, or it is busy elsewhere, such as in another collective or a long evaluation",
         fix="look at the last lines of the other ranks' logs; run once with TORCH_DISTRIBUTED_DEBUG=DETAIL, which "
-        "names the rank and tells collectives apart; raise timeout= in init_process_group only for pauses that are "
-        "meant",
+        "names the rank and the collective; raise timeout= in init_process_group only for intended pauses",
         check="proof.gloo",
     ),
     Pattern(
         "gloo.barrier",
-        CauseOrder.CAUSE,
         ("failed to pass monitoredBarrier",),
         regex=r"Ranks? (?P<ranks>[\d, ]*\d) failed to pass monitoredBarrier in (?P<ms>\d+) ms",
-        cause="rank {ranks} did not come to the barrier within {ms} ms: it has died, hangs, or took another way "
-        "through the program",
+        cause="rank {ranks} did not reach the barrier within {ms} ms: it has died, hangs, or took another branch of "
+        "the program",
         fix="look at the end of that rank's log; every rank must reach the same barriers and collectives",
         covers=("gloo.timeout",),
     ),
     Pattern(
         "gloo.size-mismatch",
-        CauseOrder.CAUSE,
         ("op.preamble.length <= op.nbytes",),
-        regex=r"op\.nbytes\. (?P<theirs>\d+) vs (?P<ours>\d+)",
-        cause="the ranks sent each other pieces of different sizes ({theirs} against {ours} bytes): a tensor has "
+        regex=r"op\.nbytes\. (?P<received>\d+) vs (?P<expected>\d+)",
+        cause="the ranks sent each other blocks of different sizes ({received} and {expected} bytes): a tensor has "
         "another shape or type on one of them, or they are in different collectives",
         fix="run once with TORCH_DISTRIBUTED_DEBUG=DETAIL, which prints both shapes; pad, or drop the last short batch",
     ),
     Pattern(
         "gloo.gather-sizes",
-        CauseOrder.CAUSE,
         ("ProcessGroupGloo::",),
         regex=r"ProcessGroupGloo::(?P<what>\w+): invalid tensor (?:size|type|layout)",
-        cause="the tensors given to {what} are not of one shape and type, which gloo wants of them",
-        fix="give every place of the list the shape of the tensor that is sent; pad shorter ones",
+        cause="the tensors given to {what} differ in shape or type, and gloo needs all the same",
+        fix="give every tensor of the list the shape of the tensor that is sent; pad shorter ones",
     ),
     Pattern(
         "gloo.dtype",
-        CauseOrder.CAUSE,
         ("RuntimeError: Invalid scalar type",),
         cause="gloo cannot exchange tensors of this type (float8, complex32, …)",
         fix="convert before the collective: tensor.to(torch.bfloat16), or send its bytes as tensor.view(torch.uint8)",
     ),
     Pattern(
         "gloo.future",
-        CauseOrder.CAUSE,
         ("Work::getFuture not implemented",),
-        cause="the program asks a collective for its future, and this one has none: with gloo that of reduce_scatter, "
-        "and those of a process group of your own or of a plugin",
+        cause="the program asks a collective for its future, and this one has none: gloo's reduce_scatter, or a "
+        "collective of a custom or plugin process group",
         fix="call work.wait() instead of work.get_future(), or use all_reduce; see which call it is in the traceback "
         "above",
     ),
     Pattern(
         "gloo.collective-mismatch",
-        CauseOrder.CAUSE,
         ("Detected mismatch between collectives on ranks",),
         regex=_RUNNING.format(rank="one", what="first")
         + ".*?but "
@@ -180,19 +169,19 @@ GLOO = (
     ),
     Pattern(
         "gloo.peer-closed",
-        CauseOrder.CONSEQUENCE,
         ("Connection closed by peer [",),
+        weight=CauseOrder.CONSEQUENCE,
         regex=r"Connection closed by peer \[(?P<peer>[^\]]+)\]",
-        cause="the rank at {peer} ended and closed its connections; it failed first, this one only noticed",
+        cause="the rank at {peer} ended and closed its connections; it failed first, this one is a consequence",
         fix="look at the end of the log of the rank at {peer}",
     ),
     Pattern(
         "gloo.peer-reset",
-        CauseOrder.CONSEQUENCE,
         ("Connection reset by peer", "Broken pipe"),
+        weight=CauseOrder.CONSEQUENCE,
         regex=r"gloo/transport/tcp/.*(?:Read|Write|read|write)[^\[]*\[(?P<peer>[^\]]+)\]",
-        cause="the rank at {peer} was there until a moment before and is gone: killed (kill -9, out of memory) or "
-        "crashed; this one only noticed",
+        cause="the rank at {peer} is suddenly gone: killed (kill -9, out of memory) or crashed; this one is a "
+        "consequence",
         fix="look at the end of the log of the rank at {peer}, and there: dmesg | grep -i 'killed process'",
     ),
 )

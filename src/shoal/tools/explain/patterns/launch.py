@@ -1,4 +1,4 @@
-"""What a program says when it was started in the wrong way."""
+"""Errors of starting: a missing launcher, SSH, and torchrun's rendezvous and summary."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 LAUNCHING = (
     Pattern(
         "launch.variable",
-        CauseOrder.CAUSE,
         ("expected, but not set",),
         regex=r"environment variable (?P<name>\w+) expected, but not set",
-        cause="the program was started without a launcher: {name} says which rank it is or where the ranks meet, and "
-        "nobody has set it",
+        cause="the program was started without a launcher, which sets {name}: the number of the rank, or where the "
+        "ranks meet",
         fix="start it with: shoal run --on local:2 SCRIPT   (or: torchrun --nproc-per-node=2 SCRIPT)",
     ),
     Pattern(
         "launch.local-rank",
-        CauseOrder.CAUSE,
         ("KeyError: 'LOCAL_RANK'", "KeyError: 'RANK'", "KeyError: 'WORLD_SIZE'", "KeyError: 'LOCAL_WORLD_SIZE'"),
         regex=r"KeyError: '(?P<name>\w+)'",
         cause="the program reads {name} from its environment, and was started without a launcher that sets it",
@@ -24,14 +22,12 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.no-group",
-        CauseOrder.CAUSE,
         ("Default process group has not been initialized",),
         cause="the program asks for its rank or exchanges tensors before it has joined a process group",
         fix="call torch.distributed.init_process_group() first, on every rank",
     ),
     Pattern(
         "launch.group-twice",
-        CauseOrder.CAUSE,
         ("trying to initialize the default process group twice",),
         cause="init_process_group was called a second time; a library (Lightning, Accelerate, …) may have made the "
         "first call",
@@ -39,15 +35,13 @@ LAUNCHING = (
     ),
     Pattern(
         "launch.pickle",
-        CauseOrder.CAUSE,
         ("Can't pickle local object", "cannot pickle '", "Can't get local object"),
-        cause="processes that are spawned get their function and arguments as pickle, and one of them cannot be "
-        "pickled: a function inside a function, a lambda, an open file",
+        cause="spawned processes get their function and arguments as pickle, and one of these cannot be pickled: a "
+        "function inside a function, a lambda, an open file",
         fix="move the function to the top level of the module; or start the ranks with: shoal run SCRIPT",
     ),
     Pattern(
         "launch.main-guard",
-        CauseOrder.CAUSE,
         ("An attempt has been made to start a new process before the",),
         cause="every spawned process imports the script again, and the script starts processes while it is imported",
         fix="put what starts them under: if __name__ == '__main__':",
@@ -55,43 +49,36 @@ LAUNCHING = (
 )
 
 
-# SECTION net/patterns/ssh
-# What ssh says when it cannot bring us to another machine.
-
-
 SSH = (
     Pattern(
         "ssh.denied",
-        CauseOrder.CAUSE,
         ("Permission denied (publickey",),
         regex=r"(?:(?P<host>\S+@\S+): )?Permission denied \(publickey",
-        cause="{host} does not let us in: the user is wrong, or none of our keys is known there",
+        cause="{host} refused the login: the user is wrong, or it knows none of your keys",
         fix="ssh-copy-id {host}; a key with a passphrase must be in the agent: ssh-add",
         check="reach.host",
     ),
     Pattern(
         "ssh.key-changed",
-        CauseOrder.CAUSE,
         ("ost key for ",),
         regex=r"[Hh]ost key for (?P<host>\S+) has changed",
-        cause="the machine at {host} shows another key than last time: it was installed anew, or it is another "
-        "machine. Ask whose it is before you trust it",
+        cause="the machine at {host} shows another key than last time: it was reinstalled, or it is another machine. "
+        "Find out which before you trust it",
         fix="ssh-keygen -R {host}; then: ssh {host}, and compare the fingerprint it asks about",
         check="reach.host",
         covers=("ssh.key-unknown",),
     ),
     Pattern(
         "ssh.key-unknown",
-        CauseOrder.CAUSE,
         ("host key is known for", "Host key verification failed"),
         regex=r"host key is known for (?P<host>\S+)|Host key verification failed",
-        cause="we were never connected to {host} by this name, and ssh may not ask here whether to trust its key",
+        cause="this machine has never connected to {host} by this name, and ssh cannot ask here whether to trust its "
+        "key",
         fix="connect once by hand, compare the key and say yes: ssh {host}",
         check="reach.host",
     ),
     Pattern(
         "ssh.refused",
-        CauseOrder.CAUSE,
         ("ssh: connect to host",),
         regex=r"connect to host (?P<host>\S+) port (?P<port>\d+): Connection refused",
         cause="{host} is there, but no SSH server listens on its port {port}",
@@ -100,17 +87,14 @@ SSH = (
     ),
     Pattern(
         "ssh.timeout",
-        CauseOrder.CAUSE,
         ("ssh: connect to host",),
         regex=r"to host (?P<host>\S+) port (?P<port>\d+): (?:(?:Connection|Operation) timed out|No route to host)",
-        cause="nothing comes back from {host}: it is off or asleep, on another network, or a firewall drops what we "
-        "send",
+        cause="{host} does not answer: it is off or asleep, on another network, or a firewall drops the packets",
         fix="wake it and try: ping -c 3 {host}; on that machine: sudo ufw allow {port}/tcp",
         check="reach.host",
     ),
     Pattern(
         "ssh.name",
-        CauseOrder.CAUSE,
         ("Could not resolve hostname",),
         regex=r"Could not resolve hostname (?P<host>[^:]+):",
         cause="neither the ssh configuration nor the name service knows {host}",
@@ -120,28 +104,23 @@ SSH = (
 )
 
 
-# SECTION net/patterns/torchrun
-# What torchrun prints: its rendezvous, and its summary of who failed.
-
-
 _FAILED = r"failed \(exitcode: {code}\) local_rank: (?P<rank>\d+)"
 
 TORCHRUN = (
     Pattern(
         "torchrun.no-host",
-        CauseOrder.LIKELY,
         ("RendezvousConnectionError: The connection to the C10d store has failed",),
-        cause="nobody serves the rendezvous: each torchrun compares --rdzv-endpoint with its own names and addresses "
-        "to see whether it is the host, and none thought so; or the host is not running, or not to be reached",
+        weight=CauseOrder.LIKELY,
+        cause="no torchrun serves the rendezvous: each compares --rdzv-endpoint with its own names and addresses to "
+        "see whether it is the host, and none matched; or the host is not running, or cannot be reached",
         fix="on exactly one machine, the one of the endpoint: add --rdzv-conf is_host=true; on the others --rdzv-conf "
         "is_host=false",
         covers=("store.refused", "store.dropped", "store.no-answer", "store.retrying"),
     ),
     Pattern(
         "torchrun.join-timeout",
-        CauseOrder.CAUSE,
         ("RendezvousTimeoutError",),
-        cause="too few machines came to the rendezvous: --nnodes asks for more than were started in time, or with "
+        cause="too few machines joined the rendezvous: --nnodes asks for more than were started in time, or with "
         "another --rdzv-id, or they do not reach the endpoint",
         fix="start the same torchrun line on every machine, with the same --rdzv-id and --nnodes, within the join "
         "timeout (--rdzv-conf join_timeout=600)",
@@ -149,15 +128,13 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.node-rank",
-        CauseOrder.CAUSE,
         ("wait timeout after",),
         regex=r"keys: \S*/torchelastic/(?:role_info|assigned_ranks)",
-        cause="as many torchruns came as were asked for, but not with distinct numbers: two have the same --node-rank",
+        cause="all torchruns joined, but two of them have the same --node-rank",
         fix="give each machine its own: --node-rank=0 on the one of --master-addr, then 1, 2, …",
     ),
     Pattern(
         "torchrun.no-script",
-        CauseOrder.CAUSE,
         ("can't open file '",),
         regex=r"can't open file '(?P<file>[^']+)'",
         cause="there is no {file} on this machine: the name is wrong, or the project was not copied here",
@@ -165,27 +142,25 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.hangup",
-        CauseOrder.CAUSE,
         ("SignalException: Process",),
         regex=r"SignalException: Process \d+ got signal: 1\b",
-        cause="the terminal or the SSH connection in which torchrun ran was closed, and the signal for that (SIGHUP) "
-        "ended it",
+        cause="the terminal or the SSH connection in which torchrun ran was closed, and SIGHUP ended it",
         fix="start it so that it needs no terminal: shoal run --detach …   (or: nohup torchrun … &, or inside tmux)",
     ),
     Pattern(
         "torchrun.killed",
-        CauseOrder.LIKELY,
         ("failed (exitcode: -9)",),
+        weight=CauseOrder.LIKELY,
         regex=_FAILED.format(code="-9"),
-        cause="local rank {rank} was killed with SIGKILL, which leaves no word in its log: most often the kernel did, "
-        "because the machine ran out of memory",
+        cause="local rank {rank} was killed with SIGKILL, which leaves no message in its log: most often by the "
+        "kernel, because the machine ran out of memory",
         fix="ask the kernel: sudo dmesg | grep -i 'killed process'; then use a smaller batch, or fewer ranks on it",
         check="memory.free",
     ),
     Pattern(
         "torchrun.crashed",
-        CauseOrder.LIKELY,
         ("failed (exitcode: -",),
+        weight=CauseOrder.LIKELY,
         regex=_FAILED.format(code="-(?P<signal>4|7|8|11)"),
         cause="local rank {rank} crashed inside compiled code (signal {signal}; 11 a bad address, 7 shared memory "
         "that ran out, 4 an instruction this CPU lacks): a broken or mixed installation, an extension, or full "
@@ -195,11 +170,11 @@ TORCHRUN = (
     ),
     Pattern(
         "torchrun.child-failed",
-        CauseOrder.REPORT,
         ("failed (exitcode: ",),
+        weight=CauseOrder.REPORT,
         regex=_FAILED.format(code=r"(?P<code>\d+|-(?!(?:4|7|8|9|11)\))\d+)"),
         cause="torchrun's summary: local rank {rank} was the first to fail here, with exit code {code}; the others "
         "were ended for it",
-        fix="look above for that rank's own last words, or in its log: torchrun --log-dir logs --redirects 3 …",
+        fix="look above for that rank's own error, or in its log: torchrun --log-dir logs --redirects 3 …",
     ),
 )

@@ -1,4 +1,4 @@
-"""What DDP, autograd, checkpoints and data loaders say when the program itself is wrong."""
+"""Errors of DDP, autograd, checkpoints and data loaders about the program itself."""
 
 from __future__ import annotations
 
@@ -7,31 +7,27 @@ from shoal.tools.explain.pattern import CauseOrder, Pattern
 TRAINING = (
     Pattern(
         "ddp.unused-parameters",
-        CauseOrder.CAUSE,
         ("Expected to have finished reduction in the prior iteration",),
-        cause="some parameters of the model had no part in the loss, so their gradients never came and DDP still "
-        "waits for them; the lines below name them by index",
+        cause="some parameters of the model were not used for the loss, so they got no gradients and DDP still waits "
+        "for them; the lines below name them by index",
         fix="DistributedDataParallel(model, find_unused_parameters=True), or leave those parameters out of the model; "
         "TORCH_DISTRIBUTED_DEBUG=DETAIL prints their names",
     ),
     Pattern(
         "ddp.different-models",
-        CauseOrder.CAUSE,
         ("appears not to match sizes of the same param in process 0", "DDP expects same model across all ranks"),
-        cause="the ranks built different models: another size, number of layers or vocabulary on one of them",
+        cause="the ranks built different models: one has another size, number of layers or vocabulary",
         fix="build the model from the same configuration and the same files everywhere; compare sum(p.numel() for p "
         "in model.parameters())",
     ),
     Pattern(
         "ddp.nothing-to-train",
-        CauseOrder.CAUSE,
         ("DistributedDataParallel is not needed when a module doesn't have any parameter",),
         cause="every parameter of the model is frozen, so there are no gradients to exchange",
         fix="unfreeze what is to be trained before wrapping: parameter.requires_grad_(True); or do not wrap it",
     ),
     Pattern(
         "train.nan",
-        CauseOrder.CAUSE,
         ("returned nan values in its",),
         regex=r"Function '(?P<name>\w+)' returned nan",
         cause="a gradient became NaN in {name}: a root or logarithm of zero, a division by zero, or a training that "
@@ -41,43 +37,38 @@ TRAINING = (
     ),
     Pattern(
         "train.state-dict",
-        CauseOrder.CAUSE,
         ("Error(s) in loading state_dict for",),
         regex=r"loading state_dict for (?P<model>\w+)",
-        cause="the checkpoint is not of this {model}: names or shapes differ (the next lines list them). Names that "
+        cause="the checkpoint does not fit this {model}: names or shapes differ (the next lines list them). Names that "
         "begin with `module.` were saved from inside DDP, those with `_orig_mod.` from a compiled model",
         fix="save model.module.state_dict(), or strip the prefix: {{k.removeprefix('module.'): v for k, v in "
         "state.items()}}",
     ),
     Pattern(
         "train.token-range",
-        CauseOrder.CAUSE,
         ("IndexError: index out of range in self",),
-        cause="a token's number is not below the size of the embedding: the text was encoded with another tokenizer "
-        "than the model was made for, or a position lies beyond the context",
+        cause="a token's number is beyond the size of the embedding: the text was encoded with another tokenizer than "
+        "the model's, or a position lies beyond the context",
         fix="compare int(tokens.max()) with embedding.num_embeddings; encode the text again with the model's tokenizer",
     ),
     Pattern(
         "train.compiler",
-        CauseOrder.CAUSE,
         ("InvalidCxxCompiler", "No working C++ compiler found"),
         cause="torch.compile needs a C++ compiler on every machine, and this one has none",
         fix="sudo apt install g++   (or run without torch.compile: TORCHDYNAMO_DISABLE=1)",
     ),
     Pattern(
         "train.short-library",
-        CauseOrder.CAUSE,
         (": file too short", ": cannot read file data"),
         regex=r"(?P<file>/[^\s:'\"]+\.so[\d.]*): (?:file too short|cannot read file data)",
         cause="the compiled file {file} is incomplete: the disk was full, or a process was killed while it wrote it. "
-        "torch.compile keeps its kernels in such files and finds the broken one again in every run",
+        "torch.compile caches its kernels in such files and loads the broken one again in every run",
         fix="is the disk full? df -h; then remove torch.compile's kernels: rm -rf /tmp/torchinductor_$USER; "
         "for a library of an installed package: python -m pip install --force-reinstall --no-deps PACKAGE",
         check="disk.free",
     ),
     Pattern(
         "data.shared-memory",
-        CauseOrder.CAUSE,
         (
             "unable to allocate shared memory(shm)",
             "Unexpected bus error encountered in worker",
@@ -91,15 +82,14 @@ TRAINING = (
     ),
     Pattern(
         "data.worker-killed",
-        CauseOrder.LIKELY,
         ("DataLoader worker (pid",),
+        weight=CauseOrder.LIKELY,
         cause="a worker process of a DataLoader was killed, most often because the machine ran out of memory",
         fix="use fewer workers or smaller batches; ask the kernel: sudo dmesg | grep -i 'killed process'",
         check="memory.free",
     ),
     Pattern(
         "python.module",
-        CauseOrder.CAUSE,
         ("ModuleNotFoundError: No module named ",),
         regex=r"No module named '(?P<name>[^']+)'",
         cause="the Python that ran this has no {name}: it is not installed there, or another environment was used "
