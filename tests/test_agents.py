@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from shoal.agent.agent import GRACE_AFTER_FAILURE_S
+from shoal.control.membership.settings import FAILURE_GRACE_S
 from shoal.control.orders import END, STOP, GoOrder, StartProcess
 from shoal.control.processes import find, is_alive, marks
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
@@ -79,7 +79,7 @@ def test_a_rank_that_saves_is_not_ended_because_another_has_stopped(tmp_path: Pa
     saves = (
         "import time\nprint('begun')\n"
         "try:\n    time.sleep(300)\n"
-        f"except KeyboardInterrupt:\n    time.sleep({GRACE_AFTER_FAILURE_S + 1})\n    print('saved')\n"
+        f"except KeyboardInterrupt:\n    time.sleep({FAILURE_GRACE_S + 1})\n    print('saved')\n"
     )
     with agents(tmp_path, tmp_path) as team:
         go(team, [python(0, saves)], [python(1, "import time\nprint('begun')\ntime.sleep(300)")], grace_s=30.0)
