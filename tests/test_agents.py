@@ -144,7 +144,7 @@ def test_an_agent_with_another_token_is_refused_at_once(tmp_path: Path) -> None:
         go(team, [sleeper(0)], [sleeper(1)])
         assert team[1].code(within_s=5) == 3
         assert team[1].first("refused")["seen"].startswith(f"127.0.0.1:{members[0].port} refused us")
-        assert "refused a connection from 127.0.0.1: a stranger" in team[0].first("note")["text"]
+        assert "refused a connection from 127.0.0.1: an unknown process" in team[0].first("note")["text"]
         assert len(team[0].said("note")) == 1
         # The launcher, which has read that, lets the other one go.
         team[0].tell(END)

@@ -36,7 +36,7 @@ class InviteReply:
     member: int | None = None  # the new id, if one was requested
 
 
-class GuestAdmission(Protocol):
+class JoinAdmission(Protocol):
     """The part of `AgentMembership` that decides on new nodes."""
 
     def why_closed(self) -> str: ...
@@ -45,7 +45,7 @@ class GuestAdmission(Protocol):
 
 
 class InviteServer:
-    def __init__(self, path: Path, admission: GuestAdmission, places: AgentAddresses) -> None:
+    def __init__(self, path: Path, admission: JoinAdmission, places: AgentAddresses) -> None:
         self._path = path
         self._admission = admission
         self._places = places

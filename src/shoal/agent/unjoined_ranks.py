@@ -58,9 +58,8 @@ def _read_endpoint(text: str) -> tuple[Address, int]:
     # The kernel prints each group of four bytes as one number in the machine's byte order.
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
-    return _parse_address(socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)), int(
-        port, 16
-    )
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return _parse_address(socket.inet_ntop(family, packed)), int(port, 16)
 
 
 def _parse_address(text: str) -> Address:

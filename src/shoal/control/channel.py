@@ -27,6 +27,9 @@ from shoal.errors import ControlError, UnknownSender
 PROTOCOL = 1
 Message = dict[str, Any]
 
+# The advice of every message about versions that differ.
+SAME_VERSIONS = "bring all machines to the same versions: shoal setup HOSTS"
+
 # Every frame begins with the length of its payload, as a big-endian number of so many bytes.
 LENGTH = 4
 MIN_BYTES_PER_S = 1 << 10
@@ -216,7 +219,7 @@ async def _dial_once(address: str, port: int, token: str) -> Channel | None:
                 raise ControlError(
                     f"{address}:{port} uses protocol {opening.get('shoal')}, we use {PROTOCOL}",
                     why="the machines have different versions of shoal",
-                    fix="bring all of them to the same one: shoal setup HOSTS",
+                    fix=SAME_VERSIONS,
                 )
             nonces = Nonces(_read_nonce(opening), secrets.token_hex(16))
             await _send_plain(writer, {"nonce": nonces.dialer, "proof": nonces.sign(token, "dialer").hex()})

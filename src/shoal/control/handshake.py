@@ -7,21 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import shoal
-from shoal.control.channel import PROTOCOL
+from shoal.control.channel import PROTOCOL, SAME_VERSIONS
 from shoal.errors import ControlError
 from shoal.host.facts import cpu_name, has_avx2, installed
 from shoal.run_folder import is_plain_name
 
-_SAME_VERSIONS = "bring all machines to the same versions: shoal setup HOSTS"
 # The limit of every number. Member ids grow with every node that joins, since none is used twice.
 _NUMBERS = {"member": 2**31, "protocol": 2**16, "port": 2**16, "life": 2**31}
 _MAX_TEXT = 256
 # Fields that must be equal: their name in a message, and what to do when they differ.
 _MUST_AGREE = (
-    ("protocol", "control protocol", _SAME_VERSIONS),
-    ("shoal", "shoal", _SAME_VERSIONS),
-    ("torch", "torch", _SAME_VERSIONS),
-    ("python", "Python", _SAME_VERSIONS),
+    ("protocol", "control protocol", SAME_VERSIONS),
+    ("shoal", "shoal", SAME_VERSIONS),
+    ("torch", "torch", SAME_VERSIONS),
+    ("python", "Python", SAME_VERSIONS),
     ("system", "operating system", "gloo cannot mix them: train on machines with the same one"),
     ("arch", "architecture", "their arithmetic differs in the last bit: train on machines of one kind"),
     ("avx2", "AVX2", "their arithmetic differs in the last bit: leave out the machines without it"),
@@ -82,7 +81,7 @@ def _is_valid(name: str, value: object) -> bool:
 
 
 def _invalid(seen: str) -> ControlError:
-    return ControlError(seen, why="the other side has another version of shoal", fix=_SAME_VERSIONS)
+    return ControlError(seen, why="the other side has another version of shoal", fix=SAME_VERSIONS)
 
 
 def introduce(member: int, node: str, mark: str, config: str, data: str, life: int = 0) -> Hello:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from shoal.config.schema import MembersConfig
+from shoal.control.channel import SAME_VERSIONS
 from shoal.control.membership.settings import MembershipSettings
 from shoal.errors import ControlError
 from shoal.run_folder import RANK_LIMIT, is_plain_name
@@ -181,7 +182,7 @@ def _read(kind: type[Order], line: bytes) -> Order:
         raise ControlError(
             f"an agent got an order that it cannot read: {str(error).splitlines()[0]}",
             why="launcher and agent are of different versions of shoal",
-            fix="bring all machines to the same one: shoal setup HOSTS",
+            fix=SAME_VERSIONS,
         ) from None
 
 

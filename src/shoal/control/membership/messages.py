@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from shoal.control.channel import SAME_VERSIONS
 from shoal.control.membership.types import MAX_MEMBERS, Ballot, Count, Generation, Member, Ranks, State, StrictModel
 from shoal.errors import ControlError
 
@@ -134,5 +135,5 @@ def decode(document: dict[str, Any]) -> Message:
         raise ControlError(
             f"a message about membership that cannot be read: {wrong}",
             why="the other side has another version of shoal, or is not shoal",
-            fix="bring all machines to the same versions: shoal setup HOSTS",
+            fix=SAME_VERSIONS,
         ) from None

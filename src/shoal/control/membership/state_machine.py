@@ -6,8 +6,6 @@ among the members of the last generation, except that members may give up their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shoal.control.membership import sentences
 from shoal.control.membership.messages import (
     Accept,
@@ -84,51 +82,45 @@ class MembershipMachine:
 
     def tick(self, now: float) -> list[Action]:
         """Call at least every 0.1 s: a gap of more than `slept_after_s` means that this node slept."""
-        return self._handle(now, lambda: None)
+        self._set_time(now)
+        return self._advance()
 
     def connected(self, member: int, now: float) -> list[Action]:
-        def change() -> None:
-            self._state.peers.connected.add(member)
-            self._state.peers.detector.record_message(member)
-            self._state.introduce(member)
-            self._proposer.resend(member)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        self._state.peers.connected.add(member)
+        self._state.peers.detector.record_message(member)
+        self._state.introduce(member)
+        self._proposer.resend(member)
+        return self._advance()
 
     def closed(self, member: int, now: float) -> list[Action]:
-        def change() -> None:
-            self._state.peers.detector.record_close(member)
-            self._state.peers.connected.discard(member)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        self._state.peers.detector.record_close(member)
+        self._state.peers.connected.discard(member)
+        return self._advance()
 
     def received(self, sender: int, message: Message, now: float) -> list[Action]:
-        def change() -> None:
-            self._state.peers.detector.record_message(sender)
-            self._on_message(sender, message)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        self._state.peers.detector.record_message(sender)
+        self._on_message(sender, message)
+        return self._advance()
 
     # Inputs from our ranks and the user.
 
     def start_first_generation(self, generation: Generation, ranks: Ranks, now: float) -> list[Action]:
         """Enter the first generation of a launch, which all agents have in their orders, once they have met."""
-
-        def change() -> None:
-            self._state.ranks.numbers, self._state.ranks.has_state = ranks, True
-            self._enter(generation)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        self._state.ranks.numbers, self._state.ranks.has_state = ranks, True
+        self._enter(generation)
+        return self._advance()
 
     def ready(self, ranks: Ranks, now: float, committed: int = 0) -> list[Action]:
         """These ranks train or wait to join; `committed` is the last step of their own that new ones read from the
         ledger."""
-
-        def change() -> None:
-            self._state.ranks.numbers = ranks
-            self.committed(committed)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        self._state.ranks.numbers = ranks
+        self.committed(committed)
+        return self._advance()
 
     def formed(self, generation: Ballot) -> None:
         """Our ranks have formed the group of this generation and have its state."""
@@ -141,22 +133,18 @@ class MembershipMachine:
 
     def failed(self, generation: Ballot, now: float) -> list[Action]:
         """Our ranks cannot go on in this generation: an exchange failed, a rank died, the group did not form."""
-
-        def change() -> None:
-            self._state.alarm |= self._state.is_current(generation)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        self._state.alarm |= self._state.is_current(generation)
+        return self._advance()
 
     def stopped(self, generation: Ballot, replica: State | None, ranks: Ranks, now: float) -> list[Action]:
         """Our ranks have left the generation. `replica` None: the state they had to copy had not arrived."""
-
-        def change() -> None:
-            own = self._state.ranks
-            if self._state.is_current(generation):
-                # A joining node may still have the state it came with, which does not belong to this generation.
-                own.record_stopped(replica if own.has_state else None, ranks)
-
-        return self._handle(now, change)
+        self._set_time(now)
+        own = self._state.ranks
+        if self._state.is_current(generation):
+            # A joining node may still have the state it came with, which does not belong to this generation.
+            own.record_stopped(replica if own.has_state else None, ranks)
+        return self._advance()
 
     def lost_ranks(self, now: float) -> list[Action]:
         """All our ranks have ended; `ready` follows when new ones wait."""
@@ -170,6 +158,16 @@ class MembershipMachine:
         self._state.is_leaving = True
         return self._resign("leave", now)
 
+    def _resign(self, why: Why, now: float) -> list[Action]:
+        self._set_time(now)
+        state = self._state
+        if state.generation is not None and self.can_vote:
+            state.voter.resign(why)
+            state.actions += state.ranks.stop(state.generation.id, at_edge=False)
+            if resignation := state.voter.resignation():
+                state.broadcast(resignation)
+        return self._advance()
+
     def begin_shutdown(self) -> None:
         """The run ends, here or elsewhere: without a vote this agent goes back to no checkpoint any more."""
         self._state.is_ending = True
@@ -180,32 +178,22 @@ class MembershipMachine:
 
     def invite(self, launch_size: int) -> int:
         """Return a new member's id that is used only once; the launch uses the ids below `launch_size`."""
-        return next_member(launch_size, self._state.me, self._state.voter.count_guest())
+        return next_member(launch_size, self._state.me, self._state.voter.count_invited())
 
-    def _resign(self, why: Why, now: float) -> list[Action]:
-        def change() -> None:
-            state = self._state
-            if state.generation is None or not state.voter.may_vote():
-                return
-            state.voter.resign(why)
-            state.actions += state.ranks.stop(state.generation.id, at_edge=False)
-            if resignation := state.voter.resignation():
-                state.broadcast(resignation)
+    # Every input sets the time, changes the state, and then advances the protocol.
 
-        return self._handle(now, change)
-
-    # One input at a time.
-
-    def _handle(self, now: float, change: Callable[[], None]) -> list[Action]:
+    def _set_time(self, now: float) -> None:
         state = self._state
         state.now = now
         if state.peers.detector.advance(now) and state.generation:
             state.unconfirmed = set(state.generation.members) - {state.me}
-        change()
-        self._advance()
+
+    def _advance(self) -> list[Action]:
+        state = self._state
+        self._advance_once()
         while state.inbox:
             self._on_message(state.me, state.inbox.pop(0))
-            self._advance()
+            self._advance_once()
         state.send_heartbeat(at_once=False)
         actions, state.actions = state.actions, []
         return actions
@@ -305,7 +293,7 @@ class MembershipMachine:
         change = GenerationChange(before, after, causes, max(self._proposer.needed_s, *silent_s, 0.0))
         state.log(sentences.regrouped(change, state.name), after.id)
 
-    def _advance(self) -> None:
+    def _advance_once(self) -> None:
         """Do what follows from everything that is known by now."""
         if self._is_finished:
             return

@@ -24,7 +24,7 @@ class VoteRecord(StrictModel):
     resigned: Why | None = None
     highest: Count = 0  # the highest number ever seen: a new ballot gets a higher one
     entered: tuple[Ballot, ...] = ()  # the newest generations that the agent was in
-    guests: Count = 0  # how many new nodes it gave an id
+    invited: Count = 0  # how many new nodes it gave an id
 
 
 class VoteStore(Protocol):
@@ -89,10 +89,10 @@ class DurableVoter:
     def resign(self, why: Why) -> None:
         self._try_to_save(resigned=why)
 
-    def count_guest(self) -> int:
+    def count_invited(self) -> int:
         """Count one more invited node; return how many there were before. OSError when it cannot be written."""
-        before = self.record.guests
-        self._save(guests=before + 1)
+        before = self.record.invited
+        self._save(invited=before + 1)
         return before
 
     def resignation(self) -> Resign | None:
