@@ -1,4 +1,4 @@
-"""A simulated cluster for the councils: agents, their ranks, links that delay, hold, reorder and break, and time.
+"""A simulated cluster for the state_machines: agents, their ranks, links that delay, hold, reorder and break, and time.
 
 What gloo and the worker do is modelled as far as membership depends on it: an exchange needs the contribution of every
 rank of a generation, each rank learns of its outcome by itself, and a step is committed when the next exchange has
@@ -24,7 +24,7 @@ from shoal.control.membership.state import (
     StopGeneration,
 )
 from shoal.control.membership.state_machine import MembershipMachine
-from shoal.control.membership.types import Ballot, Generation, MemberRanks, State, founding
+from shoal.control.membership.types import Ballot, Generation, MemberRanks, State, first_generation
 from shoal.control.membership.vote_store import VoteRecord
 
 TICK_S = 0.05
@@ -72,7 +72,7 @@ class Machine:
     id: int
     disk: Disk = field(default_factory=Disk)
     ranks: tuple[int, ...] = (0,)
-    council: MembershipMachine | None = None
+    state_machine: MembershipMachine | None = None
     frozen: bool = False
     running: Generation | None = None
     started_at: float = 0.0
@@ -89,7 +89,7 @@ class Machine:
 
     @property
     def alive(self) -> bool:
-        return self.council is not None
+        return self.state_machine is not None
 
     @property
     def awake(self) -> bool:
@@ -120,13 +120,13 @@ class Cluster:
         self.commit_times: list[tuple[float, Ballot, int, int]] = []
         self.generations: dict[Ballot, Generation] = {}
         self.recoveries = 0
-        first = founding(tuple(MemberRanks(member=member, ranks=(0,)) for member in range(size)))
+        first = first_generation(tuple(MemberRanks(member=member, ranks=(0,)) for member in range(size)))
         for member in range(size):
             self._boot(Machine(member)).history = []
         self._connect()
         for machine in self.machines.values():
-            assert machine.council
-            self.obey(machine, machine.council.found(first, (0,), self.now))
+            assert machine.state_machine
+            self.obey(machine, machine.state_machine.start_first_generation(first, (0,), self.now))
         self.run(1.0)
 
     # What a test does to it.
@@ -141,7 +141,7 @@ class Cluster:
         machine = self.machines[member]
         if not machine.alive:
             return
-        machine.council, machine.frozen = None, False
+        machine.state_machine, machine.frozen = None, False
         machine.running = machine.history = machine.stop_at = machine.ready_at = None
         machine.result_due = False
         for (source, target), wire in self.wires.items():
@@ -173,10 +173,10 @@ class Cluster:
     def kill_rank(self, member: int) -> None:
         machine = self.machines[member]
         if machine.awake:
-            assert machine.council
+            assert machine.state_machine
             machine.running = machine.history = machine.stop_at = None
             machine.result_due = False
-            self.obey(machine, machine.council.lost_ranks(self.now))
+            self.obey(machine, machine.state_machine.lost_ranks(self.now))
             machine.ready_at = self.now + RESTART_S
 
     def freeze(self, member: int) -> None:
@@ -194,8 +194,8 @@ class Cluster:
         """The lid is closed: logind says so first."""
         machine = self.machines[member]
         if machine.awake:
-            assert machine.council
-            self.obey(machine, machine.council.suspend(self.now))
+            assert machine.state_machine
+            self.obey(machine, machine.state_machine.suspend(self.now))
             self.run(2 * TICK_S)
             self.freeze(member)
 
@@ -212,9 +212,9 @@ class Cluster:
 
     # What a test asks.
 
-    def councils(self, members: set[int] | None = None) -> list[MembershipMachine]:
+    def state_machines(self, members: set[int] | None = None) -> list[MembershipMachine]:
         chosen = self.machines.values() if members is None else [self.machines[member] for member in members]
-        return [machine.council for machine in chosen if machine.council]
+        return [machine.state_machine for machine in chosen if machine.state_machine]
 
     def committed(self, members: set[int] | None = None) -> int:
         chosen = self.machines if members is None else members
@@ -231,11 +231,20 @@ class Cluster:
     def are_well(self) -> bool:
         alive = {member for member, machine in self.machines.items() if machine.alive}
         hindered = any(machine.frozen or machine.disk.full for machine in self.machines.values())
-        members = {member for council in self.councils() if council.generation for member in council.generation.members}
+        members = {
+            member
+            for state_machine in self.state_machines()
+            if state_machine.generation
+            for member in state_machine.generation.members
+        }
         return not self.cut and not hindered and self.are_one() and members == alive
 
     def lineages(self, members: set[int]) -> set[Ballot]:
-        return {council.generation.lineage.name for council in self.councils(members) if council.generation}
+        return {
+            state_machine.generation.lineage.name
+            for state_machine in self.state_machines(members)
+            if state_machine.generation
+        }
 
     def check_ledgers(self) -> None:
         """What stands has every step that its own lineage committed, and of those it came from every step before it
@@ -251,18 +260,18 @@ class Cluster:
 
     def describe(self) -> str:
         return "\n".join(
-            f"{machine.id}: in {council.generation and str(council.generation.id)} of "
-            f"{council.generation and str(council.generation.lineage.name)}, votes {council.votes}, "
-            f"asks {council.asks and str(council.asks)}, runs {machine.running and str(machine.running.id)}, "
+            f"{machine.id}: in {peer.generation and str(peer.generation.id)} of "
+            f"{peer.generation and str(peer.generation.lineage.name)}, can vote {peer.can_vote}, "
+            f"joins {peer.joins and str(peer.joins)}, runs {machine.running and str(machine.running.id)}, "
             f"arrived {machine.arrived}, at {machine.history and len(machine.history)}, committed {machine.ledger}"
             for machine in self.machines.values()
-            if (council := machine.council)
+            if (peer := machine.state_machine)
         )
 
     # How it works.
 
     def _boot(self, machine: Machine) -> Machine:
-        machine.council = MembershipMachine(machine.id, self.rules, machine.disk, self.now)
+        machine.state_machine = MembershipMachine(machine.id, self.rules, machine.disk, self.now)
         machine.history = None
         machine.arrived = False
         machine.ledger = 0
@@ -316,15 +325,15 @@ class Cluster:
             self.wires[pair] = Wire()
         for source, target in ((one, other), (other, one)):
             machine = self.machines[source]
-            assert machine.council
-            self.obey(machine, machine.council.connected(target, self.now))
+            assert machine.state_machine
+            self.obey(machine, machine.state_machine.connected(target, self.now))
 
     def _deliver(self, machine: Machine) -> None:
         sources = [source for source, target in self.wires if target == machine.id]
         self.random.shuffle(sources)
         for source in sources:
             wire = self.wires[source, machine.id]
-            while wire.items and wire.items[0][0] <= self.now and machine.council:
+            while wire.items and wire.items[0][0] <= self.now and machine.state_machine:
                 last_words = wire.items[0][1] == CLOSED and not wire.open and len(wire.items) == 1
                 if (source, machine.id) in self.cut and not (last_words and self._kernel_gave_up(source, machine.id)):
                     break
@@ -334,34 +343,34 @@ class Cluster:
         return self.wires[source, target].blocked_since is not None and self.machines[source].alive
 
     def _hand_over(self, machine: Machine, source: int, item: Message | str) -> None:
-        assert machine.council
+        assert machine.state_machine
         if isinstance(item, str):
-            self.obey(machine, machine.council.closed(source, self.now))
+            self.obey(machine, machine.state_machine.closed(source, self.now))
         else:
-            self.obey(machine, machine.council.received(source, decode(encode(item)), self.now))
+            self.obey(machine, machine.state_machine.received(source, decode(encode(item)), self.now))
 
     def _work(self, machine: Machine) -> None:
-        council = machine.council
-        assert council
+        state_machine = machine.state_machine
+        assert state_machine
         if machine.result_due and machine.running:
             self._apply(machine)
         if machine.stop_at is not None and self.now >= machine.stop_at:
             generation, machine.stop_at, machine.running = machine.running, None, None
             machine.result_due = False
             assert generation
-            self.obey(machine, council.stopped(generation.id, machine.state(), machine.ranks, self.now))
+            self.obey(machine, state_machine.stopped(generation.id, machine.state(), machine.ranks, self.now))
         if machine.ready_at is not None and self.now >= machine.ready_at:
             machine.ready_at = None
-            self.obey(machine, council.ready(machine.ranks, self.now))
-        self.obey(machine, council.tick(self.now))
+            self.obey(machine, state_machine.ready(machine.ranks, self.now))
+        self.obey(machine, state_machine.tick(self.now))
 
     def obey(self, machine: Machine, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case SendMessage(to, message):
                     self._send(machine.id, to, message)
-                case StartGeneration(generation, holds):
-                    self._start(machine, generation, holds)
+                case StartGeneration(generation, has_state):
+                    self._start(machine, generation, has_state)
                 case StopGeneration(_, at_edge):
                     wait_s = STEP_S if at_edge else self.random.choice((0.0, TICK_S, 4 * TICK_S))
                     machine.stop_at = self.now + wait_s
@@ -379,10 +388,10 @@ class Cluster:
             latest = max(wire.items[-1][0], self.now) if wire.items else self.now
             wire.items.append((max(latest, self.now + delay_s), message))
 
-    def _start(self, machine: Machine, generation: Generation, holds: bool) -> None:
+    def _start(self, machine: Machine, generation: Generation, has_state: bool) -> None:
         self._check_generation(generation)
         assert machine.running is None, f"{machine.id} is told to start before it has stopped"
-        machine.history = machine.history if holds else None
+        machine.history = machine.history if has_state else None
         machine.running, machine.started_at, machine.arrived = generation, self.now, False
         machine.stop_at = None
         machine.result_due = False
@@ -412,12 +421,12 @@ class Cluster:
         left = [machine for machine in members if machine not in inside and self._has_left(machine, generation)]
         for machine in inside:
             sees = [one for one in left if (one.id, machine.id) not in self.cut]
-            if sees and machine.awake and machine.council and self.random.random() < 0.7:
-                self.obey(machine, machine.council.failed(generation.id, self.now))
+            if sees and machine.awake and machine.state_machine and self.random.random() < 0.7:
+                self.obey(machine, machine.state_machine.failed(generation.id, self.now))
         self._time_out(generation, inside)
 
     def _has_left(self, machine: Machine, generation: Generation) -> bool:
-        current = machine.council.generation if machine.council else None
+        current = machine.state_machine.generation if machine.state_machine else None
         is_late = machine.alive and (current is None or current.id < generation.id) and machine.running is None
         return machine.running is None and not is_late
 
@@ -425,8 +434,8 @@ class Cluster:
         """A group that does not form is given up; one that has formed waits much longer for a silent peer."""
         for machine in inside:
             late = self.now - machine.started_at > FORM_WITHIN_S
-            if not machine.arrived and late and machine.awake and machine.council:
-                self.obey(machine, machine.council.failed(generation.id, self.now))
+            if not machine.arrived and late and machine.awake and machine.state_machine:
+                self.obey(machine, machine.state_machine.failed(generation.id, self.now))
 
     def _copy(self, generation: Generation, inside: list[Machine]) -> None:
         if self.now - max(machine.started_at for machine in inside) < COPY_S:
@@ -442,8 +451,8 @@ class Cluster:
             assert (state.step, state.digest) == (generation.state.step, generation.state.digest or state.digest)
         for machine in inside:
             machine.arrived = True
-            if machine.council:
-                machine.council.formed(generation.id)
+            if machine.state_machine:
+                machine.state_machine.formed(generation.id)
             if machine.state() is None or digest(machine.history or []) != state.digest:
                 machine.history = list(source.history)
             machine.ledger = max(machine.ledger, source.ledger) if machine.history else source.ledger
@@ -459,18 +468,18 @@ class Cluster:
 
     def _apply(self, machine: Machine) -> None:
         """The exchange of the next step has succeeded here: everybody had the last one."""
-        generation, council = machine.running, machine.council
+        generation, state_machine = machine.running, machine.state_machine
         assert generation
-        assert council
+        assert state_machine
         assert machine.history is not None
         machine.result_due = False
         if machine.history:
-            self._commit(machine, generation, council)
+            self._commit(machine, generation, state_machine)
         machine.history.append((len(machine.history) + 1, generation.id))
 
-    def _commit(self, machine: Machine, generation: Generation, council: MembershipMachine) -> None:
+    def _commit(self, machine: Machine, generation: Generation, state_machine: MembershipMachine) -> None:
         assert machine.history is not None
-        if not council.may_commit(generation.id):
+        if not state_machine.may_commit(generation.id):
             return
         step = len(machine.history)
         entry = machine.history[step - 1]
@@ -483,7 +492,7 @@ class Cluster:
         if step % CHECKPOINT_EVERY == 0:
             machine.saved = machine.history[:step]
         self.commit_times.append((self.now, generation.id, step, machine.id))
-        council.committed(step)
+        state_machine.committed(step)
 
     def _check_generation(self, generation: Generation) -> None:
         known = self.generations.setdefault(generation.id, generation)

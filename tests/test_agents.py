@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from shoal.agent.agent import GRACE_AFTER_FAILURE_S
+from shoal.control.membership.settings import FAILURE_GRACE_S
 from shoal.control.orders import END, STOP, GoOrder, StartProcess
 from shoal.control.processes import find, is_alive, marks
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
@@ -79,7 +79,7 @@ def test_a_rank_that_saves_is_not_ended_because_another_has_stopped(tmp_path: Pa
     saves = (
         "import time\nprint('begun')\n"
         "try:\n    time.sleep(300)\n"
-        f"except KeyboardInterrupt:\n    time.sleep({GRACE_AFTER_FAILURE_S + 1})\n    print('saved')\n"
+        f"except KeyboardInterrupt:\n    time.sleep({FAILURE_GRACE_S + 1})\n    print('saved')\n"
     )
     with agents(tmp_path, tmp_path) as team:
         go(team, [python(0, saves)], [python(1, "import time\nprint('begun')\ntime.sleep(300)")], grace_s=30.0)
@@ -144,7 +144,7 @@ def test_an_agent_with_another_token_is_refused_at_once(tmp_path: Path) -> None:
         go(team, [sleeper(0)], [sleeper(1)])
         assert team[1].code(within_s=5) == 3
         assert team[1].first("refused")["seen"].startswith(f"127.0.0.1:{members[0].port} refused us")
-        assert "refused a connection from 127.0.0.1: a stranger" in team[0].first("note")["text"]
+        assert "refused a connection from 127.0.0.1: an unknown process" in team[0].first("note")["text"]
         assert len(team[0].said("note")) == 1
         # The launcher, which has read that, lets the other one go.
         team[0].tell(END)

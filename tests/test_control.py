@@ -247,7 +247,7 @@ def test_noise_ends_at_once_and_hurts_nobody(noise: bytes) -> None:
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_channel, "_GREETING_S", 0.1)
+    monkeypatch.setattr(control_channel, "HANDSHAKE_TIMEOUT_S", 0.1)
 
     async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -272,7 +272,7 @@ def test_another_protocol_is_refused_with_both_named() -> None:
 
     async def call() -> None:
         async with serving(speak) as port:
-            with pytest.raises(ControlError, match=f"speaks protocol 7, we speak {PROTOCOL}") as caught:
+            with pytest.raises(ControlError, match=f"uses protocol 7, we use {PROTOCOL}") as caught:
                 await dial(LOOPBACK, port, TOKEN)
             assert "shoal setup" in caught.value.fix
 

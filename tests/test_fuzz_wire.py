@@ -28,8 +28,10 @@ TOKEN = "t" * 64
 ME = introduce(0, "node1", "m", "c", "d")
 MEET = MeetOrder("/run", "node1", 0, "127.0.0.1", "lo", TOKEN, "this", 1.0, "c", "d")
 GO = GoOrder((RosterEntry("node1", "127.0.0.1", 9, "m"),), (StartProcess("rank-0", (0,), ("true",), {"A": "b"}),))
-BEAT = Heartbeat(generation=Ballot(7, 2), lineage=Ballot(1, 0), committed=5, hears=(1, 2), votes=True, holds=True)
-PROMISE = Promise(generation=Ballot(1, 0), ballot=Ballot(2, 1), state=State(step=3), ranks=(0,), hears=(0,))
+BEAT = Heartbeat(
+    generation=Ballot(7, 2), lineage=Ballot(1, 0), committed=5, reachable=(1, 2), can_vote=True, has_state=True
+)
+PROMISE = Promise(generation=Ballot(1, 0), ballot=Ballot(2, 1), state=State(step=3), ranks=(0,), reachable=(0,))
 REQUEST = {"op": "swap", "key": "k", "expected": "", "value": "dmFsdWU=", "wait_s": 0.0}
 INVITATION = str(Invitation("192.168.1.5", 41234, make_code()))
 

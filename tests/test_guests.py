@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.agent.agent import keep_orders, read_orders
+from shoal.agent.agent import read_orders, save_orders
 from shoal.agent.invite import ID, WHO, InviteReply, InviteServer, ask
 from shoal.agent.mesh import AgentAddresses
 from shoal.cluster.hosts.messenger import FileSender
@@ -171,7 +171,7 @@ def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) -> None:
-    """Its sponsor is gone by then, so nobody but the guest can tell the next one where everybody is."""
+    """Its inviter is gone by then, so only the joining node can tell the next one where everybody is."""
     first = next_member(2, 1, 0)
     second = next_member(2, first, 0)
     with (
@@ -200,19 +200,19 @@ def test_orders_name_those_who_came_later(tmp_path: Path) -> None:
     run, place = RunFolder(tmp_path), RosterEntry("node9", "10.0.0.9", 4000, "m", (), 2)
     (tmp_path / "agents").mkdir()
     meet = MeetOrder(str(tmp_path), "node1", 0, "10.0.0.1", None, "t" * 64, "l", 1.0, "c", "d")
-    keep_orders(run, meet, GoOrder((place,), (), None, {66: place}))
+    save_orders(run, meet, GoOrder((place,), (), None, {66: place}))
     _, go = read_orders(run, "node1")
     assert go.places() == {0: place, 66: place}
 
 
 @dataclass
 class Host:
-    """What an agent's council would say."""
+    """What an agent's membership would answer."""
 
     why: str = ""
     broken: bool = False
 
-    def takes_nobody(self) -> str:
+    def why_closed(self) -> str:
         return self.why
 
     def is_full(self) -> bool:
@@ -226,12 +226,12 @@ class Host:
 
 def asked(path: Path, host: Host, question: str) -> InviteReply:
     async def live() -> InviteReply:
-        sponsor = InviteServer(path, host, AgentAddresses())
-        await sponsor.open()
+        server = InviteServer(path, host, AgentAddresses())
+        await server.open()
         try:
             return await asyncio.to_thread(ask, path, question)
         finally:
-            sponsor.close()
+            server.close()
 
     return asyncio.run(live())
 
@@ -243,7 +243,7 @@ def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
     door = folder / "node1.door"
     assert asked(door, Host(), ID).member == 7
     assert asked(door, Host(broken=True), WHO).member is None
-    with pytest.raises(UsageError, match="takes nobody in"):
+    with pytest.raises(UsageError, match="no machine can join the run"):
         asked(door, Host(why="it is about to end"), ID)
     with pytest.raises(RunFailed, match="No space left"):
         asked(door, Host(broken=True), ID)
@@ -252,15 +252,15 @@ def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
 
 def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
     async def live() -> list[bytes]:
-        sponsor = InviteServer(tmp_path / "door", Host(), AgentAddresses())
-        await sponsor.open()
+        server = InviteServer(tmp_path / "door", Host(), AgentAddresses())
+        await server.open()
         answers = []
         for line in (b"\n", b"[]\n", b"nonsense\n", b'{"ask": [1]}\n'):
             reader, writer = await asyncio.open_unix_connection(str(tmp_path / "door"))
             writer.write(line)
             answers.append(await asyncio.wait_for(reader.readline(), 10))
             writer.close()
-        sponsor.close()
+        server.close()
         return answers
 
     *others, last = asyncio.run(live())

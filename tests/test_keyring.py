@@ -14,7 +14,7 @@ def generation(number: int, *members: int) -> Generation:
     return Generation(
         id=Ballot(number, members[0]),
         lineage=Lineage(name=Ballot(1, 0)),
-        seats=tuple(MemberRanks(member=member, ranks=(0,)) for member in members),
+        member_ranks=tuple(MemberRanks(member=member, ranks=(0,)) for member in members),
         state=State(step=0),
         source=members[0],
     )
@@ -28,14 +28,14 @@ class Pair:
         self.rings = {me: KvStoreClient(me, self._to(me), "token") for me in (1, 2)}
 
     def _to(self, me: int) -> Callable[[int, Message], Awaitable[bool]]:
-        async def tell(member: int, message: Message) -> bool:
+        async def send(member: int, message: Message) -> bool:
             if member not in self.rings:
                 return False
             if not self.deaf:
-                self.rings[member].hear(me, message)
+                self.rings[member].on_message(me, message)
             return True
 
-        return tell
+        return send
 
     def enter(self, entered: Generation) -> None:
         for ring in self.rings.values():
@@ -100,7 +100,7 @@ def test_a_question_ends_with_its_supervisor_or_its_generation() -> None:
 def test_keys_of_no_generation_are_the_first_members() -> None:
     async def scene(pair: Pair) -> None:
         assert await pair.rings[1].ask({"op": "get", "key": "a"}) == {"error": "the agent that keeps the keys is gone"}
-        first = KvStoreClient(0, pair.rings[1]._tell, "token")
+        first = KvStoreClient(0, pair.rings[1]._send, "token")
         assert await first.ask({"op": "get", "key": "a"}) == {"value": None}
 
     play(scene)
@@ -114,7 +114,7 @@ def test_a_key_for_ranks_depends_on_the_token_and_crosses_no_network() -> None:
         assert one == two
         assert len(one["value"]) == 44
         assert await pair.rings[1].ask({"op": "derive", "label": "gen-4-1"}) != one
-        stranger = KvStoreClient(1, pair.rings[1]._tell, "another token")
+        stranger = KvStoreClient(1, pair.rings[1]._send, "another token")
         assert await stranger.ask({"op": "derive", "label": "gen-3-1"}) != one
         # Another agent that asks for it gets an error, whatever it asks for.
         assert "error" in await pair.rings[1].answer({"op": "derive", "label": "gen-3-1"})

@@ -45,7 +45,7 @@ def test_row_2_the_next_member_leads_when_the_first_is_killed() -> None:
     cluster = lan(3)
     cluster.kill(0)
     assert next_commit_s(cluster, {1, 2}) <= 1.5
-    assert {council.generation.members for council in cluster.councils() if council.generation} == {(1, 2)}
+    assert {peer.generation.members for peer in cluster.state_machines() if peer.generation} == {(1, 2)}
 
 
 def test_row_3_a_pulled_cable_costs_four_seconds() -> None:
@@ -60,10 +60,10 @@ def test_row_4_the_last_of_three_goes_on_when_the_others_are_gone() -> None:
     cluster.kill(0)
     cluster.kill(1)
     assert next_commit_s(cluster, {2}) <= 5.0
-    [council] = cluster.councils({2})
-    assert council.generation
+    [state_machine] = cluster.state_machines({2})
+    assert state_machine.generation
     # Nobody said so itself: a lineage of its own, in case they are still there.
-    assert len(council.generation.lineage.forks) == 1
+    assert len(state_machine.generation.lineage.forks) == 1
 
 
 def test_row_4_the_last_of_three_pauses_when_fewer_are_not_wanted() -> None:
@@ -134,12 +134,12 @@ def test_row_7_two_against_one_the_minority_pauses() -> None:
     paused_at = cluster.committed({0})
     cluster.run(10)
     assert cluster.committed({0}) == paused_at
-    assert "cannot be heard and may go on without us" in cluster.machines[0].paused[0]
+    assert "cannot be reached and may go on without us" in cluster.machines[0].paused[0]
     cluster.heal()
     cluster.run(5)
     assert cluster.are_one()
     # A majority went on: the lineage is the first one still, and nothing was abandoned.
-    assert {council.generation.lineage.forks for council in cluster.councils() if council.generation} == {()}
+    assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
     assert cluster.machines[0].abandons == []
 
 
@@ -147,7 +147,16 @@ def test_row_7_one_against_one_both_go_on_and_one_gives_way() -> None:
     cluster = lan(2)
     cluster.split({0}, {1})
     cluster.run(4)
-    assert len({council.generation.lineage.name for council in cluster.councils() if council.generation}) == 2
+    assert (
+        len(
+            {
+                state_machine.generation.lineage.name
+                for state_machine in cluster.state_machines()
+                if state_machine.generation
+            }
+        )
+        == 2
+    )
     cluster.freeze(1)
     cluster.run(3)
     cluster.thaw(1)
@@ -176,7 +185,7 @@ def test_row_7_one_against_one_both_pause_if_asked_to() -> None:
     cluster.run(5)
     assert cluster.are_one()
     assert cluster.committed() > before
-    assert {council.generation.lineage.forks for council in cluster.councils() if council.generation} == {()}
+    assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
 
 
 def test_row_8_a_one_way_block_ends_with_one_of_both_sides_training() -> None:
@@ -271,14 +280,14 @@ def test_a_second_rank_of_a_member_comes_and_goes() -> None:
     """One of a machine's ranks was killed: the others go on at once, and take its successor in at a step's edge."""
     cluster = lan(2)
     machine = cluster.machines[1]
-    assert machine.council
+    assert machine.state_machine
     for ranks in ((0, 1), (0,), (0, 1)):
         machine.ranks = ranks
         if len(ranks) > 1:
-            cluster.obey(machine, machine.council.ready(ranks, cluster.now))
+            cluster.obey(machine, machine.state_machine.ready(ranks, cluster.now))
         else:
             assert machine.running
-            cluster.obey(machine, machine.council.failed(machine.running.id, cluster.now))
+            cluster.obey(machine, machine.state_machine.failed(machine.running.id, cluster.now))
         cluster.run(1.5)
         assert cluster.are_one()
         assert machine.running
@@ -293,7 +302,11 @@ def test_the_last_one_with_a_state_goes_on_when_its_successors_lost_theirs() -> 
     cluster.run(5)
     cluster.join(7)
     cluster.run(3)
-    assert {council.generation.members for council in cluster.councils({0, 1, 7}) if council.generation} == {(0, 1, 7)}
+    assert {
+        state_machine.generation.members
+        for state_machine in cluster.state_machines({0, 1, 7})
+        if state_machine.generation
+    } == {(0, 1, 7)}
     for member in (0, 1, 7):
         cluster.kill(member)
         cluster.restart(member)
@@ -302,7 +315,7 @@ def test_the_last_one_with_a_state_goes_on_when_its_successors_lost_theirs() -> 
     cluster.run(8)
     assert cluster.are_one()
     assert cluster.committed() > left
-    [lineage] = {council.generation.lineage for council in cluster.councils() if council.generation}
+    [lineage] = {peer.generation.lineage for peer in cluster.state_machines() if peer.generation}
     assert [fork.step for fork in lineage.forks] == [left]
     cluster.check_ledgers()
 
@@ -314,14 +327,14 @@ def test_what_a_guest_came_with_is_never_trained_on() -> None:
     cluster.run(5)
     cluster.thaw(1)
     machine = cluster.machines[1]
-    assert machine.council
-    while machine.council.generation is None or len(machine.council.generation.lineage.forks) == 0:
+    assert machine.state_machine
+    while machine.state_machine.generation is None or len(machine.state_machine.generation.lineage.forks) == 0:
         cluster.run(0.05)
     assert machine.running
     cluster.kill(0)
     old = State(step=7, digest="aa", committed=6)
-    cluster.obey(machine, machine.council.failed(machine.running.id, cluster.now))
-    cluster.obey(machine, machine.council.stopped(machine.running.id, old, (0,), cluster.now))
+    cluster.obey(machine, machine.state_machine.failed(machine.running.id, cluster.now))
+    cluster.obey(machine, machine.state_machine.stopped(machine.running.id, old, (0,), cluster.now))
     machine.running = machine.stop_at = None
     saved = list(machine.saved)
     cluster.run(4)
@@ -352,7 +365,7 @@ def test_a_silent_machine_that_may_have_the_state_is_waited_for() -> None:
     cluster.freeze(0)
     cluster.run(30)
     assert cluster.machines[1].running is None
-    assert "machine 0 may have it and cannot be heard" in cluster.machines[1].paused[-1]
+    assert "machine 0 may have it and cannot be reached" in cluster.machines[1].paused[-1]
     before = cluster.machines[0].ledger
     cluster.thaw(0)
     cluster.run(10)
@@ -401,7 +414,7 @@ def test_when_all_ranks_are_killed_all_go_back_to_a_checkpoint_together(apart_s:
     cluster.check_ledgers()
 
 
-@pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(most_ranks=2)])
+@pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(max_ranks=2)])
 def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: MembershipSettings) -> None:
     cluster = lan(2, rules)
     cluster.join(7)
@@ -409,10 +422,10 @@ def test_no_more_are_let_in_than_wanted_or_than_a_batch_has_samples(rules: Membe
     assert generations_started(cluster) == 1
     cluster.kill(1)
     cluster.run(3)
-    assert {council.generation.members for council in cluster.councils() if council.generation} == {(0, 7)}
+    assert {peer.generation.members for peer in cluster.state_machines() if peer.generation} == {(0, 7)}
 
 
-@pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(most_ranks=2)])
+@pytest.mark.parametrize("rules", [MembershipSettings(max_nodes=2), MembershipSettings(max_ranks=2)])
 def test_no_more_go_back_to_a_checkpoint_than_a_batch_has_samples(rules: MembershipSettings) -> None:
     """One machine waits outside when all ranks inside are killed."""
     cluster = lan(2, rules)
@@ -448,13 +461,13 @@ def test_a_machine_that_leaves_costs_no_lineage() -> None:
     """It gave its vote up by its own word, so the one that is left continues what both began."""
     cluster = lan(2, PAUSE)
     leaver = cluster.machines[1]
-    assert leaver.council
-    cluster.obey(leaver, leaver.council.leave(cluster.now))
+    assert leaver.state_machine
+    cluster.obey(leaver, leaver.state_machine.leave(cluster.now))
     assert next_commit_s(cluster, {0}) <= 1.0
-    [council] = cluster.councils({0})
-    assert council.generation
-    assert council.generation.members == (0,)
-    assert council.generation.lineage.forks == ()
+    [state_machine] = cluster.state_machines({0})
+    assert state_machine.generation
+    assert state_machine.generation.members == (0,)
+    assert state_machine.generation.lineage.forks == ()
     assert cluster.machines[0].told == [
         "machine 1 left the run. machine 0 goes on, as generation 2, with step 9; that was agreed after "
         f"{cluster.machines[0].told[0].split('agreed after ')[1]}"
@@ -464,8 +477,8 @@ def test_a_machine_that_leaves_costs_no_lineage() -> None:
 def test_a_suspended_laptop_says_so_and_comes_back() -> None:
     cluster = lan(2, PAUSE)
     laptop = cluster.machines[1]
-    assert laptop.council
-    cluster.obey(laptop, laptop.council.suspend(cluster.now))
+    assert laptop.state_machine
+    cluster.obey(laptop, laptop.state_machine.suspend(cluster.now))
     assert next_commit_s(cluster, {0}) <= 1.0
     cluster.freeze(1)
     cluster.run(20)
@@ -482,7 +495,7 @@ def test_a_full_disk_gives_no_vote_and_stops_no_training() -> None:
     assert cluster.committed() > before
     cluster.kill(2)
     cluster.run(5)
-    assert "cannot write down its vote (No space left on device)" in cluster.machines[1].told[0]
+    assert "cannot write its vote to disk (No space left on device)" in cluster.machines[1].told[0]
     cluster.machines[1].disk.full = False
     cluster.run(8)
     before = cluster.committed()
@@ -496,13 +509,13 @@ def test_a_connection_that_is_made_again_at_once_forks_nothing() -> None:
     cluster.reset(0, 1)
     cluster.run(4)
     assert cluster.are_one()
-    assert {council.generation.lineage.forks for council in cluster.councils() if council.generation} == {()}
+    assert {peer.generation.lineage.forks for peer in cluster.state_machines() if peer.generation} == {()}
 
 
 def test_who_has_finished_neither_asks_nor_answers() -> None:
     cluster = lan(2)
-    for council in cluster.councils():
-        council.finish()
+    for state_machine in cluster.state_machines():
+        state_machine.finish()
     cluster.kill(1)
     cluster.run(5)
     assert generations_started(cluster) == 1
@@ -510,12 +523,12 @@ def test_who_has_finished_neither_asks_nor_answers() -> None:
 
 def test_new_machines_get_ids_that_survive_their_sponsor() -> None:
     cluster = lan(2)
-    [council] = cluster.councils({1})
-    ids = [council.invite(2), council.invite(2)]
+    [state_machine] = cluster.state_machines({1})
+    ids = [state_machine.invite(2), state_machine.invite(2)]
     cluster.kill(1)
     cluster.restart(1)
-    [council] = cluster.councils({1})
-    ids.append(council.invite(2))
+    [state_machine] = cluster.state_machines({1})
+    ids.append(state_machine.invite(2))
     assert len({0, 1, *ids}) == 5
 
 
@@ -523,9 +536,9 @@ def test_alone_on_a_full_disk_a_machine_still_regroups_its_ranks() -> None:
     cluster = lan(1)
     machine = cluster.machines[0]
     machine.disk.full = True
-    assert machine.council
+    assert machine.state_machine
     assert machine.running
-    cluster.obey(machine, machine.council.failed(machine.running.id, cluster.now))
+    cluster.obey(machine, machine.state_machine.failed(machine.running.id, cluster.now))
     assert next_commit_s(cluster, {0}) <= 1.0
 
 

@@ -8,18 +8,20 @@ import pytest
 
 from shoal.control.membership import sentences
 from shoal.control.membership.sentences import GenerationChange
-from shoal.control.membership.types import NEVER, Ballot, MemberRanks, State, founding
+from shoal.control.membership.types import NEVER, Ballot, MemberRanks, State, first_generation
 from shoal.control.membership.vote_store import DurableVoter, VoteFile, VoteRecord
 from shoal.errors import ControlError
 from tests.runs_checks import no_file_beyond
 
 
-def seats(*members: int) -> tuple[MemberRanks, ...]:
+def member_ranks(*members: int) -> tuple[MemberRanks, ...]:
     return tuple(MemberRanks(member=member, ranks=(0,)) for member in members)
 
 
-FIRST = founding(seats(0, 1, 2))
-SECOND = FIRST.model_copy(update={"id": Ballot(2, 0), "seats": seats(0, 1), "state": State(step=120, committed=119)})
+FIRST = first_generation(member_ranks(0, 1, 2))
+SECOND = FIRST.model_copy(
+    update={"id": Ballot(2, 0), "member_ranks": member_ranks(0, 1), "state": State(step=120, committed=119)}
+)
 
 
 def name(member: int) -> str:
@@ -73,7 +75,11 @@ def test_a_loss_in_one_sentence() -> None:
 
 def test_a_lineage_of_its_own_is_said() -> None:
     alone = SECOND.model_copy(
-        update={"seats": seats(1), "lineage": FIRST.lineage.branch(Ballot(2, 1), FIRST.id, 119), "id": Ballot(2, 1)}
+        update={
+            "member_ranks": member_ranks(1),
+            "lineage": FIRST.lineage.branch(Ballot(2, 1), FIRST.id, 119),
+            "id": Ballot(2, 1),
+        }
     )
     text = sentences.regrouped(GenerationChange(FIRST, alone, {0: "closed", 2: "silent"}, 0.4), name)
     assert text.startswith("anna is gone: its connection closed; cleo is silent. ben goes on as a lineage of its own")
@@ -84,12 +90,12 @@ def test_who_joins_is_named() -> None:
         "cleo joined. anna, ben and cleo go on"
     )
     assert sentences.admitted(SECOND, 1, name) == (
-        "ben is let in as a member of generation 2, copies the state of anna and trains with step 121."
+        "ben joins generation 2, copies the state of anna and continues with step 121."
     )
 
 
 def test_a_lost_rank_of_several_is_said() -> None:
-    more = FIRST.model_copy(update={"seats": (MemberRanks(member=0, ranks=(0, 1)), *seats(1, 2))})
+    more = FIRST.model_copy(update={"member_ranks": (MemberRanks(member=0, ranks=(0, 1)), *member_ranks(1, 2))})
     assert sentences.regrouped(GenerationChange(more, FIRST, {}, 0.3), name).startswith(
         "anna lost 1 of its 2 ranks (number 1 there). anna, ben"
     )
@@ -107,7 +113,7 @@ def test_an_exchange_that_failed_without_a_loss() -> None:
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        ("minority", "cleo has paused: anna and ben cannot be heard and may go on without us"),
+        ("minority", "cleo has paused: anna and ben cannot be reached and may go on without us"),
         ("min_nodes", "cleo has paused: fewer than the 2 machines asked for are left"),
         ("no state", "no machine that answers has the training's state; anna and ben may have it"),
     ],
@@ -117,7 +123,7 @@ def test_a_pause_says_why(why: str, words: str) -> None:
 
 
 def test_what_is_given_up_is_counted() -> None:
-    theirs = SECOND.model_copy(update={"seats": seats(0, 1, 2), "state": State(step=141, committed=140)})
+    theirs = SECOND.model_copy(update={"member_ranks": member_ranks(0, 1, 2), "state": State(step=141, committed=140)})
     assert sentences.abandoned(2, theirs, committed=130, shared=119, name=name) == (
         "cleo has trained apart from anna and ben since step 119. The lineage of anna and ben stays, with 140 "
         "committed steps against 130: cleo goes back, and up to 11 steps are marked abandoned."

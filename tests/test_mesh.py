@@ -50,8 +50,8 @@ class Peer:
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_S", 0.05)
-    monkeypatch.setattr(module, "SILENT_AFTER_S", 0.5)
+    monkeypatch.setattr(module, "FIXED_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(module, "FIXED_SILENT_AFTER_S", 0.5)
 
 
 def together(scene: Callable[[list[Peer]], Awaitable[None]], peers: list[Peer]) -> None:
@@ -71,7 +71,7 @@ def together(scene: Callable[[list[Peer]], Awaitable[None]], peers: list[Peer]) 
 def test_everybody_hears_everybody_and_beats_are_no_messages() -> None:
     async def scene(peers: list[Peer]) -> None:
         for number, peer in enumerate(peers):
-            await peer.mesh.tell_all({"type": "news", "from": number})
+            await peer.mesh.broadcast({"type": "news", "from": number})
         await asyncio.sleep(0.3)
         for number, peer in enumerate(peers):
             others = [other for other in range(3) if other != number]
@@ -95,8 +95,8 @@ def test_who_falls_silent_is_lost_although_its_connection_stands() -> None:
         await asyncio.sleep(0.3)
         assert peers[0].lost == []
         await asyncio.sleep(0.6)
-        assert peers[0].lost == [(1, "it has not been heard of for 0 s")]
-        assert not await peers[0].mesh.tell(1, {"type": "news"})
+        assert peers[0].lost == [(1, "it has sent nothing for 0 s")]
+        assert not await peers[0].mesh.send(1, {"type": "news"})
 
     together(scene, [Peer(0), Peer(1)])
 
@@ -174,7 +174,7 @@ def test_whoever_dials_anew_is_connected_again_and_lost_to_nobody() -> None:
         peers = [Peer(0), Peer(1)]
         await meet_and_keep_up(peers)
         for peer in (*peers, *peers):
-            peer.mesh.dial_anew()
+            peer.mesh.reconnect_all()
             await asyncio.sleep(0.2)
         await until(lambda: all(len(peer.met) >= 4 for peer in peers))
         assert [peer.lost for peer in peers] == [[], []]
@@ -219,7 +219,7 @@ def test_a_member_of_another_config_is_refused_and_harms_nobody() -> None:
 
 
 def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MEET_WITHIN_S", 0.5)
+    monkeypatch.setattr(module, "MEET_TIMEOUT_S", 0.5)
 
     async def meet() -> None:
         first, second = Peer(0), Peer(1)
@@ -278,7 +278,7 @@ def test_who_wakes_in_another_network_is_reached_there() -> None:
         assert place.port != roster[1].port
         channel = await dial(place.address, place.port, TOKEN)
         channel.close()
-        assert await here.mesh.tell(1, {"type": "news"})
+        assert await here.mesh.send(1, {"type": "news"})
         async with asyncio.timeout(10):
             while {"type": "news"} not in heard:
                 await asyncio.sleep(0.02)

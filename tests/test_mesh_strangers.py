@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shoal.control import channel as greeting
+from shoal.control import channel as control_channel
 from shoal.control.channel import Channel, dial
 from shoal.control.connection_guard import connection_guard, receive
 from shoal.errors import ControlError
@@ -124,7 +124,7 @@ def test_a_recorded_message_on_the_same_connection() -> None:
             caller = await dial(LOOPBACK, port.number, TOKEN)
             met = await port.met.get()
             payload = b'{"type":"failed"}'
-            frame = struct.pack(">I", len(payload)) + greeting._tag(caller._send_key, 0, payload) + payload
+            frame = struct.pack(">I", len(payload)) + control_channel._tag(caller._send_key, 0, payload) + payload
             for _ in range(3):
                 caller._writer.write(frame)
             assert await met.receive() == {"type": "failed"}
@@ -164,7 +164,7 @@ def test_a_frame_that_is_none_ends_the_channel(frame: bytes, ends_with: type[Exc
 
 
 def test_a_byte_at_a_time_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "_GREETING_S", 0.5)
+    monkeypatch.setattr(control_channel, "HANDSHAKE_TIMEOUT_S", 0.5)
 
     async def scene() -> None:
         async with open_port() as port:
@@ -175,14 +175,14 @@ def test_a_byte_at_a_time_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> 
                         slow.sendall(bytes([byte]))
                         await asyncio.sleep(0.05)
             assert time.monotonic() - began < 5
-            assert port.notes == [f"refused a connection from {LOOPBACK}: it did not greet in time"]
+            assert port.notes == [f"refused a connection from {LOOPBACK}: its handshake took too long"]
             assert port.door.waiting == 0
 
     within(scene())
 
 
 def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "_STALLED_AFTER_S", 0.3)
+    monkeypatch.setattr(control_channel, "SEND_STALLED_AFTER_S", 0.3)
 
     async def scene() -> None:
         async with open_port() as port:
@@ -235,7 +235,7 @@ def open_files() -> int:
 
 def test_a_flood_keeps_no_member_out_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after the members meet, from the very address that they have."""
-    monkeypatch.setattr(greeting, "_GREETING_S", 1.0)
+    monkeypatch.setattr(control_channel, "HANDSHAKE_TIMEOUT_S", 1.0)
     peers = [Peer(0), Peer(1), Peer(2)]
 
     async def scene() -> None:
@@ -244,7 +244,7 @@ def test_a_flood_keeps_no_member_out_and_leaves_nothing(monkeypatch: pytest.Monk
         idle = await asyncio.to_thread(lambda: [connect(roster[0].port) for _ in range(200)])
         noise = asyncio.ensure_future(asyncio.to_thread(make_noise, roster[0].port, 300))
         await asyncio.gather(*(peer.mesh.meet(dict(enumerate(roster))) for peer in peers))
-        await peers[1].mesh.tell_all({"type": "news"})
+        await peers[1].mesh.broadcast({"type": "news"})
         await noise
         closed = await asyncio.to_thread(lambda: [hear_out(connection) for connection in idle])
         assert all(heard.count(b"nonce") <= 1 for heard in closed)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
-from shoal.agent.kv_store import MOST_REQUEST_BYTES, read_request
+from shoal.agent.kv_store import MAX_REQUEST_BYTES, read_request
 from shoal.cluster.agent_link import LINE_BYTES, PIECE_BYTES
 from shoal.cluster.hosts import cluster as hosts_link
 from shoal.cluster.hosts.cluster import SshLink
@@ -339,8 +339,8 @@ def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> Non
 
     with pytest.raises(ControlError, match="cannot be read"):
         asyncio.run(ask(len(payload).to_bytes(4, "big") + payload))
-    with pytest.raises(ControlError, match=f"with {MOST_REQUEST_BYTES + 1} bytes"):
-        asyncio.run(ask((MOST_REQUEST_BYTES + 1).to_bytes(4, "big")))
+    with pytest.raises(ControlError, match=f"has {MAX_REQUEST_BYTES + 1} bytes"):
+        asyncio.run(ask((MAX_REQUEST_BYTES + 1).to_bytes(4, "big")))
 
 
 def test_a_program_whose_line_has_no_end_is_given_up() -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from shoal.agent.kv_store import KvStoreClient
 from shoal.agent.mesh import AgentAddresses
-from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses, unsaid_give_up
+from shoal.agent.rank_processes import RankEnvironment, RankExit, RankProcesses, pending_abandon
 from shoal.control.membership.types import Ballot
 from shoal.control.orders import StartProcess
 from shoal.control.rank_messages import AbandonCommits
@@ -27,16 +27,16 @@ def given_up(lineage: str) -> dict[str, Any]:
 def test_a_lineage_that_was_given_up_is_not_forgotten_over_a_restart() -> None:
     """Its ranks died before they had written it into the ledger, and their agent with them."""
     expected = AbandonCommits(lineage=Ballot(2, 0), standing=Ballot(2, 1), shared_step=7)
-    assert unsaid_give_up([READY, abandon("2-0"), READY]) == expected
+    assert pending_abandon([READY, abandon("2-0"), READY]) == expected
 
 
 def test_what_is_in_the_ledger_is_not_said_again() -> None:
-    assert unsaid_give_up([READY, abandon("2-0"), given_up("2-0"), READY]) is None
-    assert unsaid_give_up([READY]) is None
+    assert pending_abandon([READY, abandon("2-0"), given_up("2-0"), READY]) is None
+    assert pending_abandon([READY]) is None
 
 
 def test_only_the_last_one_counts() -> None:
-    again = unsaid_give_up([abandon("2-0"), given_up("2-0"), abandon("4-0")])
+    again = pending_abandon([abandon("2-0"), given_up("2-0"), abandon("4-0")])
     assert again is not None
     assert again.lineage == Ballot(4, 0)
 

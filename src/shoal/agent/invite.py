@@ -1,7 +1,8 @@
-"""An agent as the sponsor of new machines: a command on its own machine asks it for an id, through a socket in the run
-folder that only its owner can open. Nobody else may hand out ids: the count of guests is part of the agent's promises.
+"""Invite new nodes: `shoal host RUN` asks the agent on its own machine for a member id, through a socket in the run
+folder that only its owner can open.
 
-One JSON line each way: {"ask": "who"} or {"ask": "id"}.
+Only the agent gives out ids, because the number of ids it gave is part of its durable vote record. One JSON line each
+way: {"ask": "who"} or {"ask": "id"}.
 """
 
 from __future__ import annotations
@@ -19,50 +20,45 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from shoal.agent.mesh import AgentAddresses
+from shoal.control.membership.settings import INVITE_TIMEOUT_S
 from shoal.control.orders import RosterEntry
 from shoal.errors import ControlError, RunFailed, ShoalError, UsageError, from_dict
 
 WHO = "who"
 ID = "id"
-_ANSWER_WITHIN_S = 10.0
-_MOST_ANSWER_BYTES = 16 << 20
+_MAX_REPLY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class InviteReply:
-    """`places` is where all agents listen that the sponsor knows of. `full`: no machine is let in before one leaves.
-    `member` is the new id, where one was asked for."""
-
-    places: dict[int, RosterEntry] = field(default_factory=dict)
-    full: bool = False
-    member: int | None = None
+    places: dict[int, RosterEntry] = field(default_factory=dict)  # the known agents and where they listen
+    full: bool = False  # no node can join before another leaves
+    member: int | None = None  # the new id, if one was requested
 
 
-class GuestAdmission(Protocol):
-    """What the agent's council says of guests."""
+class JoinAdmission(Protocol):
+    """The part of `AgentMembership` that decides on new nodes."""
 
-    def takes_nobody(self) -> str: ...
+    def why_closed(self) -> str: ...
     def is_full(self) -> bool: ...
     def invite(self) -> int: ...
 
 
 class InviteServer:
-    """The agent's end."""
-
-    def __init__(self, path: Path, host: GuestAdmission, places: AgentAddresses) -> None:
+    def __init__(self, path: Path, admission: JoinAdmission, places: AgentAddresses) -> None:
         self._path = path
-        self._host = host
+        self._admission = admission
         self._places = places
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Raises OSError where the disk takes no sockets."""
-        # One that was left by an agent that was killed.
+        """Listen; OSError where the disk does not support sockets."""
+        # A killed agent may have left one.
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         before = os.umask(0o177)
         try:
-            with _short(self._path) as name:
+            with _short_path(self._path) as name:
                 listener.bind(name)
         finally:
             os.umask(before)
@@ -75,7 +71,7 @@ class InviteServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_ANSWER_WITHIN_S):
+            async with asyncio.timeout(INVITE_TIMEOUT_S):
                 line = await reader.readline()
                 writer.write(json.dumps(self._reply(line)).encode() + b"\n")
                 await writer.drain()
@@ -90,33 +86,33 @@ class InviteServer:
         except ShoalError as error:
             return {"refused": error.as_dict()}
         except (ValueError, KeyError, TypeError, RecursionError):
-            return {"refused": ControlError("an agent was asked something that it cannot read").as_dict()}
+            return {"refused": ControlError("an agent received a request that it cannot read").as_dict()}
 
     def _answer(self, question: str) -> InviteReply:
-        if why := self._host.takes_nobody():
-            raise UsageError("the run takes nobody in", why=why)
+        if why := self._admission.why_closed():
+            raise UsageError("no machine can join the run", why=why)
         places = {member: self._places[member] for member in self._places}
-        return InviteReply(places, self._host.is_full(), self._invite() if question == ID else None)
+        return InviteReply(places, self._admission.is_full(), self._invite() if question == ID else None)
 
     def _invite(self) -> int:
         try:
-            return self._host.invite()
+            return self._admission.invite()
         except OSError as error:
             raise RunFailed(
-                f"the agent cannot write down that it gave out an id: {error.strerror}",
-                why="without that it might give it out twice",
+                f"the agent cannot write to disk that it gave out an id: {error.strerror}",
+                why="without that it might give the id out twice",
                 fix="make room on the disk of this machine: df -h",
             ) from error
 
 
 def ask(path: Path, question: str) -> InviteReply:
-    """Raises OSError when nobody answers there, and what the agent says is wrong."""
-    with socket.socket(socket.AF_UNIX) as asking, _short(path) as name:
-        asking.settimeout(_ANSWER_WITHIN_S)
-        asking.connect(name)
-        asking.sendall(json.dumps({"ask": question}).encode() + b"\n")
-        with asking.makefile("rb") as lines:
-            line = lines.readline(_MOST_ANSWER_BYTES)
+    """Ask the agent at this socket. Raises OSError when no agent answers, and the error that the agent replies."""
+    with socket.socket(socket.AF_UNIX) as client, _short_path(path) as name:
+        client.settimeout(INVITE_TIMEOUT_S)
+        client.connect(name)
+        client.sendall(json.dumps({"ask": question}).encode() + b"\n")
+        with client.makefile("rb") as lines:
+            line = lines.readline(_MAX_REPLY_BYTES)
     try:
         document = json.loads(line)
         if "refused" in document:
@@ -124,13 +120,13 @@ def ask(path: Path, question: str) -> InviteReply:
         return TypeAdapter(InviteReply).validate_json(line, strict=True)
     except (ValueError, TypeError):
         raise ControlError(
-            f"the agent at {path} answered what cannot be read", why="it ended meanwhile, or is of another version"
+            f"the reply of the agent at {path} cannot be read", why="it ended meanwhile, or has another version"
         ) from None
 
 
 @contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """A name for it that fits: a socket's has at most 107 bytes, and a run folder may lie deep."""
+def _short_path(path: Path) -> Iterator[str]:
+    """Return a short name of the socket: at most 107 bytes are allowed, and a run folder may lie deep."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

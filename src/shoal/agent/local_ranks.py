@@ -1,5 +1,4 @@
-"""This node's ranks, as its council sees them: who is here, in which generation, and where it stands. Pure but for the
-lines by which they are told."""
+"""The ranks of this node in an elastic run: their connections, which generation each is in, and when it restarts."""
 
 from __future__ import annotations
 
@@ -9,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from shoal.control.channel import read_frame
+from shoal.control.membership.settings import RESTART_BACKOFF_S, RESTART_FORGIVEN_S
 from shoal.control.membership.types import Ballot, Ranks, State
 from shoal.control.orders import StartProcess
 from shoal.control.rank_messages import (
-    LENGTH,
     MOST_BYTES,
     EnterGeneration,
     LeaveGeneration,
@@ -23,24 +23,24 @@ from shoal.control.rank_messages import (
 )
 from shoal.errors import ControlError
 
-# SECTION launch/lines
-# The agent's end of one rank's line: what `control.rankline` says, over a socket that the rank inherits.
-
-
-# A rank that reads nothing is frozen or about to be ended: leases for it need not pile up.
-_MOST_UNREAD = 64 << 10
+# A rank that reads nothing is frozen or about to be killed: lease renewals for it must not pile up.
+_MAX_UNREAD_BYTES = 64 << 10
 
 
 class RankConnection:
-    def __init__(self, ours: socket.socket, hear: Callable[[ToAgent], None], refuse: Callable[[str], None]) -> None:
-        self._socket = ours
-        self._hear = hear
+    """The agent's end of the socket on which it and one rank exchange `rank_messages`."""
+
+    def __init__(
+        self, sock: socket.socket, on_message: Callable[[ToAgent], None], refuse: Callable[[str], None]
+    ) -> None:
+        self._socket = sock
+        self._on_message = on_message
         self._refuse = refuse
         self._unsent: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
 
     async def listen(self) -> None:
-        """Until the rank closes its end. One that says what we don't understand is refused."""
+        """Deliver messages until the rank closes its end; call `refuse` for one that cannot be read."""
         reader, writer = await asyncio.open_connection(sock=self._socket)
         self._writer = writer
         for frame in self._unsent:
@@ -48,149 +48,135 @@ class RankConnection:
         try:
             with suppress(EOFError, OSError):
                 while True:
-                    self._hear(read_to_agent(await _read_frame(reader)))
+                    self._on_message(read_to_agent(await read_frame(reader, MOST_BYTES, "a rank's message")))
         except ControlError as error:
             self._refuse(error.seen)
         finally:
             writer.close()
 
-    def say(self, message: ToRank) -> None:
+    def send(self, message: ToRank) -> None:
         frame = to_frame(message)
         if self._writer is None:
             self._unsent.append(frame)
-        elif not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() < _MOST_UNREAD:
+        elif not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() < _MAX_UNREAD_BYTES:
             self._writer.write(frame)
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    size = int.from_bytes(await reader.readexactly(LENGTH), "big")
-    if size > MOST_BYTES:
-        raise ControlError(f"a rank's message of {size} bytes", why="the stream is broken")
-    return await reader.readexactly(size)
-
-
-# How long to wait before a killed rank is started again; the last one for every further time.
-BACK_OFF_S = (0.2, 1.0, 3.0)
-# A rank that lived so long since then was not killed for its own sake: a training of weeks may lose one every day.
-FORGIVEN_S = 600.0
 
 
 @dataclass
 class LocalRank:
-    """One rank. `here`: it has imported everything. `holds`: it has a state of its own. `inside`: the generation it was
-    last told to enter; `out`: it has answered a halt of that one. `again_at`: when it is started again."""
-
     start: StartProcess
-    line: RankConnection | None = None
-    here: bool = False
-    holds: bool = False
-    inside: Ballot | None = None
-    formed: bool = False
-    out: bool = False
-    state: State | None = None
-    finished: bool = False
-    attempts: int = 0
-    tried_at: float = 0.0
-    again_at: float | None = None
+    connection: RankConnection | None = None  # None: the process has ended
+    is_ready: bool = False  # it has imported everything
+    has_state: bool = False
+    generation: Ballot | None = None  # the one it was last told to enter
+    has_formed: bool = False  # it is in that generation's group
+    has_left: bool = False  # it has left that generation
+    state: State | None = None  # when it left
+    has_finished: bool = False
+    attempts: int = 0  # to restart it
+    restarted_at: float = 0.0
+    restart_at: float | None = None
 
     @property
-    def alive(self) -> bool:
-        return self.line is not None
+    def is_alive(self) -> bool:
+        return self.connection is not None
 
-    def say(self, message: ToRank) -> None:
-        if self.line is not None:
-            self.line.say(message)
+    def send(self, message: ToRank) -> None:
+        if self.connection is not None:
+            self.connection.send(message)
 
-    def begin(self, line: RankConnection) -> None:
-        self.line, self.again_at = line, None
-        self.here = self.holds = self.formed = self.out = self.finished = False
-        self.inside = self.state = None
+    def begin(self, connection: RankConnection) -> None:
+        self.connection, self.restart_at = connection, None
+        self.is_ready = self.has_state = self.has_formed = self.has_left = self.has_finished = False
+        self.generation = self.state = None
 
     def end(self) -> None:
-        self.line = None
-        self.here = self.holds = False
+        self.connection = None
+        self.is_ready = self.has_state = False
 
     def enter(self, order: EnterGeneration) -> None:
-        self.inside, self.formed, self.out, self.state = order.generation, False, False, None
-        self.say(order)
+        self.generation, self.has_formed, self.has_left, self.state = order.generation, False, False, None
+        self.send(order)
 
-    def halted(self, state: State | None) -> None:
-        self.out, self.state, self.holds = True, state, state is not None
+    def record_left(self, state: State | None) -> None:
+        self.has_left, self.state, self.has_state = True, state, state is not None
 
 
 @dataclass
 class LocalRanks:
-    hands: Sequence[LocalRank]
-    restarts: int
-    _by_name: dict[str, int] = field(init=False)
+    ranks: Sequence[LocalRank]
+    restarts: int  # how often each may be restarted in short order
+    _by_name: dict[str, LocalRank] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._by_name = {hand.start.name: local for local, hand in enumerate(self.hands)}
+        self._by_name = {rank.start.name: rank for rank in self.ranks}
 
     def named(self, name: str) -> LocalRank:
-        return self.hands[self._by_name[name]]
+        return self._by_name[name]
 
     def ready(self) -> Ranks:
-        """The local numbers of those that train or wait."""
-        return tuple(local for local, hand in enumerate(self.hands) if hand.alive and (hand.here or hand.inside))
-
-    def inside(self, generation: Ballot) -> list[LocalRank]:
-        return [hand for hand in self.hands if hand.alive and hand.inside == generation]
-
-    def still_in(self, generation: Ballot) -> list[LocalRank]:
-        """Those that were told to enter and have not come out."""
-        return [hand for hand in self.inside(generation) if not hand.out]
-
-    def halt(self, generation: Ballot, at_edge: bool) -> None:
-        for hand in self.still_in(generation):
-            hand.say(LeaveGeneration(generation=generation, at_edge=at_edge))
-
-    def all_formed(self, generation: Ballot) -> bool:
-        return _all(hand.formed for hand in self.inside(generation))
-
-    def all_finished(self) -> bool:
-        """Whoever is left of those that trained has passed the last barrier."""
-        return any(hand.finished for hand in self.hands) and not any(
-            hand.alive and hand.inside and not hand.finished for hand in self.hands
+        """Return the local numbers of the ranks that train or wait to join."""
+        return tuple(
+            local for local, rank in enumerate(self.ranks) if rank.is_alive and (rank.is_ready or rank.generation)
         )
 
-    def waiting(self) -> list[LocalRank]:
-        """Started again, and not let in yet."""
-        return [hand for hand in self.hands if hand.alive and hand.inside is None]
+    def members_of(self, generation: Ballot) -> list[LocalRank]:
+        return [rank for rank in self.ranks if rank.is_alive and rank.generation == generation]
 
-    def furthest(self, generation: Ballot) -> State | None:
-        states = [hand.state for hand in self.inside(generation) if hand.state is not None]
+    def still_in(self, generation: Ballot) -> list[LocalRank]:
+        """Return the ranks that were told to enter and have not left."""
+        return [rank for rank in self.members_of(generation) if not rank.has_left]
+
+    def stop(self, generation: Ballot, at_edge: bool) -> None:
+        for rank in self.still_in(generation):
+            rank.send(LeaveGeneration(generation=generation, at_edge=at_edge))
+
+    def all_formed(self, generation: Ballot) -> bool:
+        return _all_of_some(rank.has_formed for rank in self.members_of(generation))
+
+    def all_ready(self) -> bool:
+        """Whether every started rank is ready: ranks that start together join together."""
+        return _all_of_some(rank.is_ready or rank.generation is not None for rank in self.ranks if rank.is_alive)
+
+    def all_finished(self) -> bool:
+        """Whether a rank has finished, and every live rank that trained has passed the last barrier."""
+        return any(rank.has_finished for rank in self.ranks) and not any(
+            rank.is_alive and rank.generation and not rank.has_finished for rank in self.ranks
+        )
+
+    def have_ended(self) -> bool:
+        """Whether no rank is alive and none will be restarted."""
+        return not any(rank.is_alive or rank.restart_at is not None for rank in self.ranks)
+
+    def waiting(self) -> list[LocalRank]:
+        """Return the live ranks that have not joined a generation yet."""
+        return [rank for rank in self.ranks if rank.is_alive and rank.generation is None]
+
+    def furthest_state(self, generation: Ballot) -> State | None:
+        states = [rank.state for rank in self.members_of(generation) if rank.state is not None]
         return max(states, key=lambda state: (state.step, state.committed), default=None)
 
-    def all_here(self) -> bool:
-        """Everybody who was started has said so: several that come together are let in together."""
-        return _all(hand.here or hand.inside is not None for hand in self.hands if hand.alive)
-
-    def try_again(self, hand: LocalRank, now: float) -> float | None:
-        """After how many seconds it is started again; None when that was tried often enough, in short order."""
-        if now - hand.tried_at >= FORGIVEN_S:
-            hand.attempts = 0
-        if hand.attempts >= self.restarts:
+    def schedule_restart(self, rank: LocalRank, now: float) -> float | None:
+        """Return after how many seconds the rank restarts; None after too many attempts in short order."""
+        if now - rank.restarted_at >= RESTART_FORGIVEN_S:
+            rank.attempts = 0
+        if rank.attempts >= self.restarts:
             return None
-        after_s = BACK_OFF_S[min(hand.attempts, len(BACK_OFF_S) - 1)]
-        hand.attempts += 1
-        hand.tried_at = now
-        hand.again_at = now + after_s
+        after_s = RESTART_BACKOFF_S[min(rank.attempts, len(RESTART_BACKOFF_S) - 1)]
+        rank.attempts += 1
+        rank.restarted_at = now
+        rank.restart_at = now + after_s
         return after_s
 
-    def rest(self) -> None:
-        """Nobody is started again."""
-        for hand in self.hands:
-            hand.again_at = None
+    def cancel_restarts(self) -> None:
+        for rank in self.ranks:
+            rank.restart_at = None
 
-    def due(self, now: float) -> list[LocalRank]:
-        return [hand for hand in self.hands if hand.again_at is not None and now >= hand.again_at]
-
-    def is_gone(self) -> bool:
-        """Nobody is left, and nobody will be started again."""
-        return not any(hand.alive or hand.again_at is not None for hand in self.hands)
+    def due_restarts(self, now: float) -> list[LocalRank]:
+        return [rank for rank in self.ranks if rank.restart_at is not None and now >= rank.restart_at]
 
 
-def _all(answers: Iterable[bool]) -> bool:
-    found = list(answers)
-    return bool(found) and all(found)
+def _all_of_some(answers: Iterable[bool]) -> bool:
+    """Return whether all are true and there is at least one."""
+    values = list(answers)
+    return bool(values) and all(values)

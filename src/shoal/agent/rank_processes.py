@@ -1,4 +1,4 @@
-"""The processes an agent has started: their output in files, their ends noticed, none of them left."""
+"""Start the rank processes of a node, log their output, notice their exits, and leave none behind."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from shoal.agent.local_ranks import LocalRank, RankConnection
 from shoal.agent.mesh import AgentAddresses
 from shoal.cluster.agent_link import STDIN_FD
 from shoal.cluster.node import start_process
+from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
 from shoal.control.membership.types import read_ballot
 from shoal.control.orders import StartProcess
 from shoal.control.processes import marks
@@ -31,15 +32,17 @@ from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
 from shoal.run_folder import RunFolder
 
+# The error names in the last event of a rank that ran out of memory.
+_OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
+_LAST_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class RankExit:
-    """`by_us`: we killed it. `starved`: the kernel killed some process for lack of memory while this one ran."""
-
     start: StartProcess
     code: int
-    by_us: bool
-    starved: bool
+    by_us: bool  # the agent killed it
+    starved: bool  # the kernel killed a process for lack of memory while this one ran
 
 
 @dataclass
@@ -47,7 +50,7 @@ class _Running:
     start: StartProcess
     process: subprocess.Popen[bytes]
     clock: LogClock
-    starved_before: int
+    oom_kills_before: int
     by_us: bool = False
 
 
@@ -62,26 +65,26 @@ class RankProcesses:
         self, start: StartProcess, env: Mapping[str, str], pass_fds: Sequence[int] = (), stdin: int | None = None
     ) -> int:
         log = self._run.log(self._node, start.name)
-        # Both before it runs: it may have printed or starved by the time we look.
-        clock, starved_before = LogClock(log, self._now), kills_for_memory()
-        # The one place that every rank of every launcher passes, on its own machine.
+        # Both before it runs: it may print, or run out of memory, before we look.
+        clock, oom_kills_before = LogClock(log, self._now), count_oom_kills()
+        # Every rank of every launcher is started here, so it always gets the private caches of its own machine.
         process = start_process(start.argv, {**start.env, **env, **torch_caches().variables}, log, pass_fds, stdin)
-        self._running.append(_Running(start, process, clock, starved_before))
+        self._running.append(_Running(start, process, clock, oom_kills_before))
         return process.pid
 
     def alive(self) -> dict[str, int]:
         return {running.start.name: running.process.pid for running in self._running}
 
     def reap(self) -> Iterator[RankExit]:
-        """Those that ended since the last look. The others' logs get their time notes on the way."""
+        """Yield the ranks that ended since the last call, and note the growth of all logs."""
         for running in list(self._running):
             code = running.process.poll()
             running.clock.note()
             if code is not None:
                 self._running.remove(running)
-                # What it started itself and did not wait for goes with it.
+                # Processes that it started and did not wait for end with it.
                 _kill_session(running.process.pid)
-                starved = code == -signal.SIGKILL and kills_for_memory() > running.starved_before
+                starved = code == -signal.SIGKILL and count_oom_kills() > running.oom_kills_before
                 yield RankExit(running.start, code, running.by_us, starved)
 
     def ask_to_stop(self) -> None:
@@ -89,20 +92,20 @@ class RankProcesses:
             running.process.send_signal(signal.SIGINT)
 
     def end(self, name: str) -> None:
-        """This one, as a fault would: what becomes of it is judged like any other loss."""
+        """Kill one rank; its exit is judged like a fault, not as `by_us`."""
         for running in self._running:
             if running.start.name == name:
                 _kill_session(running.process.pid)
 
     def kill(self) -> None:
-        """The whole session of each, so that a launcher's own children go too."""
+        """Kill the whole session of every rank, so that a launcher's own children end too."""
         for running in self._running:
             running.by_us = True
             _kill_session(running.process.pid)
 
 
 class LogClock:
-    """Notes beside a log when it grew to which size, so that the logs of several ranks can be read in one order."""
+    """Records beside a log when it grew to which size, so that the logs of several ranks can be merged by time."""
 
     def __init__(self, log: Path, now: Callable[[], float]) -> None:
         self._log = log
@@ -123,8 +126,8 @@ def times_of(log: Path) -> Path:
     return log.with_suffix(".times")
 
 
-def kills_for_memory() -> int:
-    """How often the kernel has ended a process for lack of memory since it booted."""
+def count_oom_kills() -> int:
+    """Return how often the kernel has killed a process for lack of memory since boot."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
@@ -137,22 +140,17 @@ def _kill_session(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-# SECTION launch/workplace
-# Where an agent's ranks are started: each with its marks, its log, a way to the keys, and in a run whose machines come
-# and go a line of its own.
-
-
-# What a rank calls it in its last event.
-_OUT_OF_MEMORY = ("OutOfMemory", "MemoryError")
-_LAST_BYTES = 1 << 16
-_STORE_ENDS_S = 3.0
-
-Write = Callable[..., None]
-
-
 class RankEnvironment:
+    """Starts ranks with their marks, log, key-value store, and in an elastic run a connection for membership."""
+
     def __init__(
-        self, run: RunFolder, node: str, ranks: RankProcesses, keys: KvStoreClient, places: AgentAddresses, write: Write
+        self,
+        run: RunFolder,
+        node: str,
+        ranks: RankProcesses,
+        keys: KvStoreClient,
+        places: AgentAddresses,
+        write: Callable[..., None],
     ) -> None:
         self._run = run
         self.run_folder = shlex.quote(str(run.path))
@@ -160,68 +158,67 @@ class RankEnvironment:
         self._ranks = ranks
         self._keys = keys
         self._places = places
-        self._serving: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._store: subprocess.Popen[bytes] | None = None
         self.write = write
 
-    def start(self, start: StartProcess, alone_with_folder: bool) -> None:
+    def start(self, start: StartProcess, has_own_folder: bool) -> None:
         env = marks(self._run.path, start.name)
-        if not alone_with_folder:
+        if not has_own_folder:
             env[KEEPS_FILES] = "0"
         if start.is_script_rank:
             # Where torch's `@record` writes the exception of a rank, as under torchrun.
             env["TORCHELASTIC_ERROR_FILE"] = str(self._run.log(self._node, start.name).with_suffix(".error.json"))
-        stdin = self._take_stdin() if start.is_script_rank and start.ranks == (0,) else None
-        with self._starting(start), ExitStack() as theirs:
+        stdin = _take_stdin() if start.is_script_rank and start.ranks == (0,) else None
+        with self._starting(start), ExitStack() as inherited:
             if stdin is not None:
-                # Only the rank has it then.
-                theirs.callback(os.close, stdin)
+                # Afterwards only the rank has it.
+                inherited.callback(os.close, stdin)
             if start.store:
-                env[AGENT_FD] = str(self._serve_keys(theirs))
-            self._ranks.start(start, env, _descriptors(env), stdin)
+                env[AGENT_FD] = str(self._serve_keys(inherited))
+            self._ranks.start(start, env, _inherited_fds(env), stdin)
 
-    def start_with_line(self, hand: LocalRank, hear: Callable[[LocalRank, ToAgent], None]) -> None:
-        """Whether it keeps files it is told with each generation."""
+    def start_elastic(self, rank: LocalRank, on_message: Callable[[LocalRank, ToAgent], None]) -> None:
+        """Start a rank of an elastic run; every generation tells it whether it keeps files."""
 
         def refuse(why: str) -> None:
-            self.write("note", text=f"{hand.start.name} was killed: {why}")
-            self._ranks.end(hand.start.name)
+            self.write("note", text=f"{rank.start.name} was killed: {why}")
+            self._ranks.end(rank.start.name)
 
-        with self._starting(hand.start), ExitStack() as theirs:
-            ours, line_end = socket.socketpair()
-            theirs.enter_context(line_end)
-            fds = {AGENT_FD: str(self._serve_keys(theirs)), LINE_FD: str(line_end.fileno())}
-            self._ranks.start(hand.start, {**marks(self._run.path, hand.start.name), **fds}, _descriptors(fds))
-            line = RankConnection(ours, lambda message: hear(hand, message), refuse)
-            hand.begin(line)
-            self._keep(line.listen())
+        with self._starting(rank.start), ExitStack() as inherited:
+            agent_end, rank_end = socket.socketpair()
+            inherited.enter_context(rank_end)
+            fds = {AGENT_FD: str(self._serve_keys(inherited)), LINE_FD: str(rank_end.fileno())}
+            self._ranks.start(rank.start, {**marks(self._run.path, rank.start.name), **fds}, _inherited_fds(fds))
+            connection = RankConnection(agent_end, lambda message: on_message(rank, message), refuse)
+            rank.begin(connection)
+            self._spawn(connection.listen())
 
     def serve_script_store(self, listener: socket.socket) -> None:
-        """Starts the process that serves torch's own store, which needs torch: it is imported beside the ranks.
+        """Start the process that serves torch's own store: it needs torch, which the agent does not import.
 
-        Tied to this agent, and ended by `close` once every rank of all nodes has ended."""
+        It ends with this agent, or by `close` once every rank of all nodes has ended.
+        """
         address, port = listener.getsockname()[:2]
         command = script_store_command(address, port, listener.fileno())
         env = {**marks(self._run.path, "store"), **SAFE_PATH, "SHOAL_NODE": self._node}
-        log = self._run.journal(self._node).with_suffix(".store.log")
         try:
-            self._store = start_process(command, env, log, (listener.fileno(),))
+            self._store = start_process(command, env, self._store_log, (listener.fileno(),))
         except OSError as error:
-            raise RunFailed(
-                f"cannot start the store of the script's ranks on {self._node}: {error.strerror}",
-                why="the machine is out of processes or memory, or the run folder is not writable",
-                fix="check there: ulimit -u; df -h",
-            ) from error
+            raise self._cannot_start("the store of the script's ranks", error) from error
         finally:
-            # Only the store keeps it: ranks are refused, and do not wait for ever, if it dies.
+            # Only the store keeps it: if the store dies, ranks are refused and do not wait for ever.
             listener.close()
 
-    def look_at_store(self) -> None:
-        """Notes once that the store has ended while ranks run: torch would retry for minutes without a word."""
+    @property
+    def _store_log(self) -> Path:
+        return self._run.journal(self._node).with_suffix(".store.log")
+
+    def check_script_store(self) -> None:
+        """Note, once, that the store has ended while ranks run: torch would retry for minutes without a message."""
         if self._store is None or self._store.poll() is None or not self._ranks.alive():
             return
-        code, self._store = self._store.returncode, None
-        log = self._run.journal(self._node).with_suffix(".store.log")
+        code, self._store, log = self._store.returncode, None, self._store_log
         with suppress(OSError):
             last = log.read_bytes()[-_LAST_BYTES:].decode(errors="replace").strip().rpartition("\n")[2]
             self.write(
@@ -230,25 +227,24 @@ class RankEnvironment:
             )
 
     def close(self) -> None:
-        """Ends the store, and writes into the journal how many keys the ranks have left in it."""
+        """End the store, and record in the journal how many keys the ranks have left in it."""
         store, self._store = self._store, None
         if store is None:
             return
         store.terminate()
         try:
-            store.wait(_STORE_ENDS_S)
+            store.wait(SCRIPT_STORE_EXIT_S)
         except subprocess.TimeoutExpired:
             store.kill()
             store.wait()
-        self.write("meeting", keys=self._keys_in_store(store.returncode))
+        self.write("meeting", keys=self._count_store_keys(store.returncode))
 
-    def _keys_in_store(self, code: int) -> int | None:
-        """None where it did not say so. One that still imported torch has served no rank."""
+    def _count_store_keys(self, code: int) -> int | None:
+        """Return the number that the store printed; 0 if it ended while importing torch, None if it printed none."""
         if code == -signal.SIGTERM:
             return 0
         with suppress(OSError, ValueError, LookupError, TypeError):
-            text = self._run.journal(self._node).with_suffix(".store.log").read_text(encoding="utf-8")
-            keys = json.loads(text.splitlines()[-1])["keys"]
+            keys = json.loads(self._store_log.read_text(encoding="utf-8").splitlines()[-1])["keys"]
             return keys if isinstance(keys, int) else None
         return None
 
@@ -259,8 +255,10 @@ class RankEnvironment:
         self._ranks.kill()
 
     def ran_out_of_memory(self, ended: RankExit) -> bool:
-        """Whether the kernel killed for lack of memory, or the rank could say so itself: as good a reason to start it
-        again. The user hears of it, since only a smaller batch ends it for good."""
+        """Return whether the kernel killed it for lack of memory, or its last event reports that.
+
+        It is restarted then. A note tells the user, because only a smaller batch solves it for good.
+        """
         if ended.starved:
             name = ended.start.name.replace("-", " ")
             self.write("note", text=f"{name} was killed, and the machine ran out of memory while it ran ({RELIEF})")
@@ -268,72 +266,75 @@ class RankEnvironment:
         if ended.code < 0:
             return False
         last = read_last_events(self._run.events(ended.start.ranks[0]), _LAST_BYTES)[-1:]
-        said = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
-        for event in said:
+        faults = [event for event in last if event["event"] == "fault" and event.get("error") in _OUT_OF_MEMORY]
+        for event in faults:
             self.write("note", text=f"{event['seen']} ({event['fix']})")
-        return bool(said)
+        return bool(faults)
 
-    def unsaid_give_up(self) -> AbandonCommits | None:
-        return unsaid_give_up(read_events(self._run.journal(self._node)))
+    def pending_abandon(self) -> AbandonCommits | None:
+        return pending_abandon(read_events(self._run.journal(self._node)))
 
     def shares_folder_with(self, member: int) -> bool:
-        """Whoever's mark is in our folder wrote it there."""
+        """Return whether the member's mark is in our folder, where only it could have written it."""
         place = self._places[member]
         with suppress(OSError):
             return place.mark in self._run.journal(place.node).read_text(encoding="utf-8")
         return False
 
-    @staticmethod
-    def _take_stdin() -> int | None:
-        """The standard input of the user's command, which the launcher handed to this agent."""
-        fd = os.environ.pop(STDIN_FD, None)
-        return None if fd is None else int(fd)
+    def _serve_keys(self, inherited: ExitStack) -> int:
+        agent_end, rank_end = socket.socketpair()
+        inherited.enter_context(rank_end)
+        self._spawn(self._answer_requests(agent_end))
+        return rank_end.fileno()
 
-    def _serve_keys(self, theirs: ExitStack) -> int:
-        ours, end = socket.socketpair()
-        theirs.enter_context(end)
-        self._keep(self._serve(ours))
-        return end.fileno()
-
-    async def _serve(self, ours: socket.socket) -> None:
-        """One rank's questions, until it closes its end."""
-        reader, writer = await asyncio.open_connection(sock=ours)
+    async def _answer_requests(self, agent_end: socket.socket) -> None:
+        """Answer one rank's key-value requests until it closes its end."""
+        reader, writer = await asyncio.open_connection(sock=agent_end)
         try:
             with suppress(EOFError, OSError):
                 while True:
                     writer.write(to_frame(await self._keys.ask(await read_request(reader))))
                     await writer.drain()
         except ControlError as error:
-            # The rank finds its connection closed, and ends with an error of its own.
+            # The rank sees its connection closed and ends with an error of its own.
             self.write("note", text=f"{error.seen}: {error.why}")
         finally:
             writer.close()
 
-    def _keep(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     @contextmanager
     def _starting(self, start: StartProcess) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise RunFailed(
-                f"cannot start {start.name} on {self._node}: {error.strerror}",
-                why="the machine is out of processes or memory, or the run folder is not writable",
-                fix="check there: ulimit -u; df -h",
-            ) from error
+            raise self._cannot_start(start.name, error) from error
+
+    def _cannot_start(self, name: str, error: OSError) -> RunFailed:
+        return RunFailed(
+            f"cannot start {name} on {self._node}: {error.strerror}",
+            why="the machine is out of processes or memory, or the run folder is not writable",
+            fix="check there: ulimit -u; df -h",
+        )
 
 
-def _descriptors(env: dict[str, str]) -> tuple[int, ...]:
+def _take_stdin() -> int | None:
+    """Return the standard input of the user's command, which the launcher passed to this agent."""
+    fd = os.environ.pop(STDIN_FD, None)
+    return None if fd is None else int(fd)
+
+
+def _inherited_fds(env: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(env[name]) for name in (AGENT_FD, LINE_FD) if name in env)
 
 
-def unsaid_give_up(journal: Iterable[Event]) -> AbandonCommits | None:
-    """Of an earlier life: a lineage that was given up, and that no ledger has it from us yet."""
-    said = deque((event for event in journal if event["event"] in ("abandon", "given-up")), maxlen=1)
-    if not said or said[-1]["event"] == "given-up":
+def pending_abandon(journal: Iterable[Event]) -> AbandonCommits | None:
+    """Return a lineage that an earlier life of this agent abandoned and that no ledger has recorded yet."""
+    last = deque((event for event in journal if event["event"] in ("abandon", "given-up")), maxlen=1)
+    if not last or last[-1]["event"] == "given-up":
         return None
-    lineage, standing = (read_ballot(said[-1][name]) for name in ("lineage", "standing"))
-    return AbandonCommits(lineage=lineage, standing=standing, shared_step=said[-1]["shared_step"])
+    lineage, standing = (read_ballot(last[-1][name]) for name in ("lineage", "standing"))
+    return AbandonCommits(lineage=lineage, standing=standing, shared_step=last[-1]["shared_step"])

@@ -1,4 +1,7 @@
-"""Keeps the machine from going to sleep while it trains, where systemd is there to be asked."""
+"""Keep the machine awake while it trains, and notice that it is about to be suspended, through systemd and logind.
+
+Without these tools nothing happens: the other agents then notice a suspend by its silence.
+"""
 
 from __future__ import annotations
 
@@ -12,60 +15,52 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from shoal.control.membership.settings import SUSPEND_DELAY_S
 from shoal.control.processes import tie_to
 
-_WORDS = ("--what=idle:sleep", "--who=shoal", "--mode=block")
+_BLOCK = ("--what=idle:sleep", "--who=shoal", "--mode=block")
+# logind waits up to 5 s for holders of this lock: long enough to send a resignation to the other agents.
+_DELAY = ("--what=sleep", "--who=shoal", "--mode=delay", "--why=telling the other machines", "cat")
+# Not busctl: only root may monitor with it, while every user may subscribe to a signal.
+_LISTEN = ("monitor", "--system", "--dest", "org.freedesktop.login1", "--object-path", "/org/freedesktop/login1")
+_SIGNAL = re.compile(r"^/org/freedesktop/login1: org\.freedesktop\.login1\.Manager\.PrepareForSleep \((true|false),\)$")
 
 
 @contextmanager
 def awake(why: str) -> Iterator[None]:
-    """The lock is held by a child that reads our pipe: it ends when we do, however that happens."""
+    """Hold a lock against sleep. A child that reads our pipe holds it, so it is released however we end."""
     tool = shutil.which("systemd-inhibit")
     if tool is None:
         yield
         return
-    words = (tool, *_WORDS, f"--why={why}", "cat")
+    command = (tool, *_BLOCK, f"--why={why}", "cat")
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True):
         yield
 
 
-# SECTION launch/suspend
-# Hears from logind that the machine is about to be suspended, so that the others need not find out by its silence.
-#
-# Without logind, or without the tool that listens to it, nothing is heard, and silence has to do.
-
-
-# Not busctl: to monitor with it is root's alone, while anybody may subscribe to a signal.
-_LISTEN = ("monitor", "--system", "--dest", "org.freedesktop.login1", "--object-path", "/org/freedesktop/login1")
-_SIGNAL = re.compile(r"^/org/freedesktop/login1: org\.freedesktop\.login1\.Manager\.PrepareForSleep \((true|false),\)$")
-# logind waits for holders of such a lock, 5 s at most: long enough for a word to the others.
-_DELAY = ("--what=sleep", "--who=shoal", "--mode=delay", "--why=telling the other machines", "cat")
-_GOODBYE_S = 0.3
-
-
 def read_signal(line: str) -> bool | None:
-    """Whether the machine goes to sleep (true) or has woken; None for any other line."""
-    found = _SIGNAL.match(line.strip())
-    return None if found is None else found[1] == "true"
+    """Return whether the machine goes to sleep (true) or has woken; None for any other line."""
+    match = _SIGNAL.match(line.strip())
+    return None if match is None else match[1] == "true"
 
 
-async def watch_for_sleep(fall_asleep: Callable[[], None], wake: Callable[[], None]) -> None:
-    """For as long as there is somebody to listen to."""
+async def watch_for_sleep(suspend: Callable[[], None], wake: Callable[[], None]) -> None:
+    """Call `suspend` before the machine sleeps and `wake` afterwards, for as long as logind sends signals."""
     tool = shutil.which("gdbus")
     if tool is None:
         return
     lock = _DelayLock()
     listener = await _start(tool, *_LISTEN, stdout=PIPE)
     try:
-        # The first lines only say that there is a bus, and logind on it.
+        # The first lines only report that there is a bus, and logind on it.
         while listener.stdout is not None and (line := await listener.stdout.readline()):
-            sleeps = read_signal(line.decode(errors="replace"))
-            if sleeps:
-                fall_asleep()
-                await asyncio.sleep(_GOODBYE_S)
+            is_suspending = read_signal(line.decode(errors="replace"))
+            if is_suspending:
+                suspend()
+                await asyncio.sleep(SUSPEND_DELAY_S)
                 await lock.release()
-            elif sleeps is False:
+            elif is_suspending is False:
                 wake()
                 await lock.take()
             elif not lock.was_taken:
@@ -76,7 +71,7 @@ async def watch_for_sleep(fall_asleep: Callable[[], None], wake: Callable[[], No
 
 
 class _DelayLock:
-    """Held by a child that reads our pipe: it ends when we do, however that happens."""
+    """A lock that delays a suspend. A child that reads our pipe holds it, so it is released however we end."""
 
     def __init__(self) -> None:
         self.was_taken = False
@@ -93,15 +88,15 @@ class _DelayLock:
         if holder is not None and holder.stdin is not None:
             holder.stdin.close()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
+                async with asyncio.timeout(SUSPEND_DELAY_S):
                     await holder.wait()
             await _end(holder)
 
 
-async def _start(*words: str, stdin: int = DEVNULL, stdout: int = DEVNULL) -> Process:
-    """Gone with us; out of reach of a Ctrl-C that is meant for us."""
+async def _start(*command: str, stdin: int = DEVNULL, stdout: int = DEVNULL) -> Process:
+    """Start a child that ends with us, in a session of its own so that our Ctrl-C does not reach it."""
     return await asyncio.create_subprocess_exec(
-        *words, stdin=stdin, stdout=stdout, stderr=DEVNULL, preexec_fn=tie_to(os.getpid()), start_new_session=True
+        *command, stdin=stdin, stdout=stdout, stderr=DEVNULL, preexec_fn=tie_to(os.getpid()), start_new_session=True
     )
 
 

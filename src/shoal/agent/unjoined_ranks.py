@@ -1,11 +1,11 @@
-"""Which ranks never came to the meeting, told from outside: by their TCP sockets, without a word from the script.
+"""Find the ranks of a script that never joined a process group, from their TCP sockets.
 
 With torch's own store, every rank keeps a connection to MASTER_PORT open for as long as its process group lives; where
-rank 0 serves it, it listens there. A rank that has neither is alone, or meets the others elsewhere (a file, MPI, an
-address written in the script), which sockets cannot tell: so this is a warning, never an error. Nor do they show the
-opposite case, a rank that joins the group and then trains without it.
+rank 0 serves it, it listens there. A rank with neither trains alone, or meets the others elsewhere (a file, MPI, an
+address in the script), which sockets do not show: so this is a warning, never an error. Nor do they show a rank that
+joins the group and then trains without it.
 
-Look every second or so and remember (`JoinWatch`): a group that was destroyed after the training leaves no socket. A
+`JoinWatch` looks repeatedly and remembers, because a group that was destroyed after the training leaves no socket. A
 rank that is refused, because rank 0 does not listen, has none either.
 """
 
@@ -14,75 +14,75 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
 
+from shoal.control.membership.settings import UNJOINED_AFTER_S, UNJOINED_CHECK_S
 from shoal.control.orders import StartProcess
 from shoal.errors import RunFailed
 
 Address = IPv4Address | IPv6Address
 
-ALONE_AFTER_S = 60.0
-_EVERY_S = 5.0
 _PROC = Path("/proc")
 _LISTEN = 0x0A  # the kernel's number for the state
 
 
 @dataclass(frozen=True)
 class Socket:
-    """One TCP socket; `peer_port` is 0 while it listens."""
+    """One TCP socket."""
 
     listens: bool
     port: int
     peer: Address
-    peer_port: int
+    peer_port: int  # 0 while it listens
 
 
 def read_table(text: str) -> dict[int, Socket]:
-    """The sockets of a /proc/PID/net/tcp or tcp6, by inode; those that no process holds any more have none."""
+    """Return the sockets of a /proc/PID/net/tcp or tcp6 by inode, without those that no process has open."""
     rows = (line.split() for line in text.splitlines()[1:])
     return {int(row[9]): _socket(row) for row in rows if len(row) > 9 and row[9] != "0"}
 
 
 def _socket(row: list[str]) -> Socket:
-    _, port = _end(row[1])
-    peer, peer_port = _end(row[2])
+    _, port = _read_endpoint(row[1])
+    peer, peer_port = _read_endpoint(row[2])
     return Socket(int(row[3], 16) == _LISTEN, port, peer, peer_port)
 
 
-def _end(text: str) -> tuple[Address, int]:
+def _read_endpoint(text: str) -> tuple[Address, int]:
     digits, port = text.split(":")
-    # Each group of four bytes is printed as one number, as this machine reads it.
+    # The kernel prints each group of four bytes as one number in the machine's byte order.
     words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
-    return _plain(socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)), int(port, 16)
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return _parse_address(socket.inet_ntop(family, packed)), int(port, 16)
 
 
-def _plain(address: str) -> Address:
-    """torch opens IPv6 sockets for IPv4 too, where the peer is then ::ffff:10.77.0.1."""
-    found = ip_address(address)
-    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+def _parse_address(text: str) -> Address:
+    """Parse an address; torch opens IPv6 sockets for IPv4 too, where the peer is then ::ffff:10.77.0.1."""
+    address = ip_address(text)
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
 
 
 def is_at(sockets: Iterable[Socket], address: str, port: int) -> bool:
-    """Whether a rank with these sockets serves the meeting, or holds a connection to it or asks for one."""
-    place = (_plain(address), port)
-    return any((each.listens and each.port == port) or (each.peer, each.peer_port) == place for each in sockets)
+    """Return whether a rank with these sockets serves the store, or has or requests a connection to it."""
+    place = (_parse_address(address), port)
+    return any((sock.listens and sock.port == port) or (sock.peer, sock.peer_port) == place for sock in sockets)
 
 
 def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
-    """The ranks that were never seen at the meeting. None stands for one that could not be looked at."""
+    """Return the ranks that were never connected to the store; `None` is a rank that could not be inspected."""
     if world_size == 1:
         return []
     return sorted(rank for rank, seen in met.items() if seen is False)
 
 
 def lonely(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
-    """What to say where no rank was seen: to be shown as a warning, not raised, for the script may know better."""
+    """Return the warning for a world in which no rank joined: shown, not raised, for the script may be right."""
     who = f"rank {alone[0]} has" if len(alone) == 1 else f"ranks {', '.join(map(str, alone))} have"
     return RunFailed(
         f"{who} not met the others at {address}:{port} in {after_s:.0f} s",
@@ -92,7 +92,7 @@ def lonely(alone: list[int], address: str, port: int, after_s: float) -> RunFail
 
 
 def awaited(met: list[int], missing: list[int], address: str, port: int, after_s: float, run: str) -> RunFailed:
-    """The same where some ranks are there: they wait for the others."""
+    """Return the warning for ranks that wait for others in the store."""
     those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (met, missing))
     waits = "waits" if len(met) == 1 else "wait"
     return RunFailed(
@@ -103,7 +103,7 @@ def awaited(met: list[int], missing: list[int], address: str, port: int, after_s
 
 
 def never_met(ranks: int) -> str:
-    """For a script that ended well without a single key in the store of its ranks."""
+    """Return the warning for a script that ended well and left no key in the store of its ranks."""
     return (
         f"no rank joined a process group: each of the {ranks} ranks ran the whole script alone, unless they met "
         "elsewhere (call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes)"
@@ -111,7 +111,7 @@ def never_met(ranks: int) -> str:
 
 
 def left_behind(ended: list[int], running: list[int], after_s: float, run: str) -> str:
-    """For ranks that still run long after others have ended well."""
+    """Return the warning for ranks that still run long after others have ended well."""
     those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (ended, running))
     return (
         f"{those} ended {after_s:.0f} s ago with exit code 0, and {others} still runs: if it waits for an exchange "
@@ -122,78 +122,72 @@ def left_behind(ended: list[int], running: list[int], after_s: float, run: str) 
 
 @dataclass
 class JoinWatch:
-    """Looks now and then, and remembers who was ever there."""
+    """Remembers which ranks were ever connected to the store."""
 
     address: str
     port: int
     met: dict[int, bool | None] = field(default_factory=dict)
 
     def look(self, pids: Mapping[int, int]) -> None:
-        """At the ranks that run now. One that has ended may have come and gone between two looks: it is forgotten."""
-        self.met = {rank: self.met.get(rank) or self._is_there(pid) for rank, pid in pids.items()}
+        """Inspect the ranks that run now, and forget ended ones: they may have joined and left between two looks."""
+        self.met = {rank: self.met.get(rank) or self._has_joined(pid) for rank, pid in pids.items()}
 
-    def _is_there(self, pid: int) -> bool | None:
+    def _has_joined(self, pid: int) -> bool | None:
         sockets = observe(pid)
         return None if sockets is None else is_at(sockets, self.address, self.port)
 
 
 class UnjoinedRanks:
-    """Reports once, a minute after the start, which of a node's ranks have come to the meeting, and which have not.
-    Shoal's own ranks are not asked."""
+    """Reports once, a minute after the start, which of a node's script ranks have joined a group and which have not."""
 
     def __init__(self, starts: Iterable[StartProcess], report: Callable[[list[int], list[int], float], None]) -> None:
-        asked = [start for start in starts if start.is_script_rank]
-        self._ranks = {start.name: start.ranks[0] for start in asked}
+        script_ranks = [start for start in starts if start.is_script_rank]
+        self._ranks = {start.name: start.ranks[0] for start in script_ranks}
         self._report = report
-        self._call: JoinWatch | None = None
+        self._watch: JoinWatch | None = None
         self._looked_s = 0.0
-        if asked and (world_size := int(asked[0].env["WORLD_SIZE"])) > 1:
+        if script_ranks and (world_size := int(script_ranks[0].env["WORLD_SIZE"])) > 1:
             self._world_size = world_size
-            self._call = JoinWatch(asked[0].env["MASTER_ADDR"], int(asked[0].env["MASTER_PORT"]))
+            self._watch = JoinWatch(script_ranks[0].env["MASTER_ADDR"], int(script_ranks[0].env["MASTER_PORT"]))
 
     def look(self, pids: Mapping[str, int], elapsed_s: float) -> None:
-        """`elapsed_s` is since the start. A look costs some milliseconds a rank, so there are few."""
-        if self._call is None or elapsed_s - self._looked_s < _EVERY_S:
+        """Inspect the ranks, `elapsed_s` after the start; rarely, because it costs some milliseconds per rank."""
+        if self._watch is None or elapsed_s - self._looked_s < UNJOINED_CHECK_S:
             return
         self._looked_s = elapsed_s
-        self._call.look({self._ranks[name]: pid for name, pid in pids.items() if name in self._ranks})
-        if elapsed_s > ALONE_AFTER_S:
-            met = sorted(rank for rank, seen in self._call.met.items() if seen)
-            self._report(met, who_is_alone(self._call.met, self._world_size), elapsed_s)
-            self._call = None
+        self._watch.look({self._ranks[name]: pid for name, pid in pids.items() if name in self._ranks})
+        if elapsed_s > UNJOINED_AFTER_S:
+            met = sorted(rank for rank, has_joined in self._watch.met.items() if has_joined)
+            self._report(met, who_is_alone(self._watch.met, self._world_size), elapsed_s)
+            self._watch = None
 
 
 def observe(pid: int) -> list[Socket] | None:
-    """The TCP sockets of a process and its descendants; None when it is gone, or not ours to look at.
+    """Return the TCP sockets of a process and its descendants; None when it is gone or belongs to another user.
 
-    Each is looked up in the tables of its own network, for it may run on an emulated node. psutil's `net_connections`
-    reads ours.
+    Reads the tables of the process's own network namespace, because it may run on an emulated node; psutil's
+    `net_connections` reads ours.
     """
     try:
-        inodes = _inodes(pid)
+        sockets = _sockets_of(pid)
     except OSError:
         return None
-    found = _sockets(pid, inodes)
-    for child in _descendants(pid):
-        with contextlib.suppress(OSError):
-            found += _sockets(child, _inodes(child))
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
+    children: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    return []
+        children = psutil.Process(pid).children(recursive=True)
+    for child in children:
+        with contextlib.suppress(OSError):
+            sockets += _sockets_of(child.pid)
+    return sockets
 
 
-def _sockets(pid: int, inodes: set[int]) -> list[Socket]:
-    return [found for table in _tables(pid) for inode, found in read_table(table).items() if inode in inodes]
-
-
-def _tables(pid: int) -> Iterator[str]:
+def _sockets_of(pid: int) -> list[Socket]:
+    inodes, sockets = _inodes(pid), []
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6 has only the first
-            yield (_PROC / str(pid) / "net" / name).read_text(encoding="ascii")
+            table = read_table((_PROC / str(pid) / "net" / name).read_text(encoding="ascii"))
+            sockets += [sock for inode, sock in table.items() if inode in inodes]
+    return sockets
 
 
 def _inodes(pid: int) -> set[int]:

@@ -1,1 +1,1 @@
-"""What the processes of a run tell each other, and how they find each other. Torch-free; used by launch and by sync."""
+"""The control plane: messages, orders, channels and membership of a run's processes. Imports no torch."""

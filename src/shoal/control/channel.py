@@ -1,8 +1,8 @@
-"""An authenticated channel between two processes of one run.
+"""An authenticated channel between two processes of one run, the run's token, and the framing of messages.
 
-Both sides know the run's token and neither sends it: each proves that it does over the other's fresh random number.
-After that every message carries a tag made with a key of its own direction and its place in the stream, so nobody in
-between can add, change, drop or repeat one unseen. It is not encrypted, like gloo's own traffic beside it.
+Both sides know the run's token and neither sends it: each proves it with an HMAC over the other's nonce. After that
+every message carries a tag made with a key of its direction and its position in the stream, so an attacker in between
+cannot add, change, drop or repeat a message unnoticed. The channel is not encrypted, like gloo's own traffic.
 
 It carries membership, state and logs; no message makes the other side run anything.
 """
@@ -21,18 +21,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.control.membership.settings import DIAL_RETRY_S, HANDSHAKE_TIMEOUT_S, SEND_STALLED_AFTER_S
 from shoal.errors import ControlError, UnknownSender
 
-# SECTION control/token
-# The run's token: whoever knows it belongs to the run. In the run folder, for its owner's eyes only.
+PROTOCOL = 1
+Message = dict[str, Any]
 
+# The advice of every message about versions that differ.
+SAME_VERSIONS = "bring all machines to the same versions: shoal setup HOSTS"
 
-# 16 bytes that are used once, and 32 of the token.
+# Every frame begins with the length of its payload, as a big-endian number of so many bytes.
+LENGTH = 4
+MIN_BYTES_PER_S = 1 << 10
+_MAX_BYTES = 8 << 20
+# A peer that has not proved anything yet gets little of our memory.
+_MAX_HANDSHAKE_BYTES = 1024
+_TAG = 16
+_NONCE = re.compile(r"[0-9a-f]{32}")
+# A sealed token: a nonce of 16 bytes and the 32 bytes of the token.
 _SEALED = re.compile(r"[0-9a-f]{96}")
+# A member that the connection guard pushed out gets in at the second or third attempt.
+_DIAL_ATTEMPTS = 3
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(LENGTH, "big") + payload
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int, what: str) -> bytes:
+    """Return the payload of the next frame; ControlError, which names `what` was read, if it is too long."""
+    size = int.from_bytes(await reader.readexactly(LENGTH), "big")
+    if size > max_bytes:
+        raise ControlError(f"{what} has {size} bytes", why="the stream is broken")
+    return await reader.readexactly(size)
 
 
 def make_token(path: Path) -> str:
-    """A fresh one for every launch, readable by nobody else from the first moment."""
+    """Write a fresh token, readable only by its owner from the first moment."""
     token = secrets.token_hex(32)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -41,9 +66,9 @@ def make_token(path: Path) -> str:
 
 
 def is_same(sent: str | bytes, secret: str | bytes) -> bool:
-    """Compare what was sent with a secret, in a time that tells nothing about it.
+    """Compare a received value with a secret in constant time.
 
-    `hmac.compare_digest` raises TypeError for text that is not ASCII, and what strangers send may be any text.
+    `hmac.compare_digest` raises TypeError for text that is not ASCII, and a received value may be any text.
     """
     return hmac.compare_digest(_as_bytes(sent), _as_bytes(secret))
 
@@ -53,58 +78,40 @@ def _as_bytes(text: str | bytes) -> bytes:
 
 
 def seal(token: str, code: str) -> str:
-    """The token for one who knows a one-time code; to everybody else on the way it is noise."""
+    """Encrypt the token for a node that knows a one-time code."""
     nonce = secrets.token_bytes(16)
-    return (nonce + _mix(bytes.fromhex(token), code, nonce)).hex()
+    return (nonce + _xor(bytes.fromhex(token), code, nonce)).hex()
 
 
 def unseal(sealed: object, code: str) -> str:
-    """Raises `ControlError` for what `seal` would not have written."""
+    """Decrypt a token; ControlError for a value that `seal` would not have written."""
     if not isinstance(sealed, str) or not _SEALED.fullmatch(sealed):
         raise ControlError("the host sent no token", why="its shoal is another")
     raw = bytes.fromhex(sealed)
-    return _mix(raw[16:], code, raw[:16]).hex()
+    return _xor(raw[16:], code, raw[:16]).hex()
 
 
-def _mix(secret: bytes, code: str, nonce: bytes) -> bytes:
-    """Both are as long as one digest, and a code is used once: so this is a one-time pad."""
+def _xor(secret: bytes, code: str, nonce: bytes) -> bytes:
+    """A one-time pad: the secret is as long as the digest, and a code is used once."""
     pad = hmac.new(code.encode(), b"shoal token " + nonce, hashlib.sha256).digest()
     return bytes(a ^ b for a, b in zip(secret, pad, strict=True))
 
 
-PROTOCOL = 1
-Message = dict[str, Any]
-
-_NONCE = re.compile(r"[0-9a-f]{32}")
-_LENGTH = 4
-_TAG = 16
-_MOST_BYTES = 8 << 20
-# Before a stranger has proved anything, it gets little of our memory and time.
-_MOST_BYTES_FROM_STRANGERS = 1024
-_GREETING_S = 5.0
-# A member that a crowd pushed out gets in at the second or third try; for a stranger these change nothing.
-_TRIES = 3
-_AGAIN_S = 0.2
-# Less than this is a peer that does not read: what we have for it must not pile up here.
-_STALLED_AFTER_S = 20.0
-_LEAST_BYTES_A_SECOND = 1 << 10
-
-
 @dataclass(frozen=True)
 class Nonces:
-    """One fresh random number from each side, so that no recorded talk can be played again."""
+    """One fresh random number of each side, so that no recorded conversation can be replayed."""
 
     acceptor: str
     dialer: str
 
     def sign(self, token: str, purpose: str) -> bytes:
         text = f"shoal {PROTOCOL} {purpose} {self.acceptor} {self.dialer}"
-        # A stranger's number may be any text, also one that UTF-8 cannot say.
+        # A peer's nonce may be any text, also one that UTF-8 cannot encode.
         return hmac.new(token.encode(), text.encode(errors="surrogatepass"), hashlib.sha256).digest()
 
 
 class Channel:
-    """Messages in both directions, after the greeting. `send` may be called by several tasks at once."""
+    """Messages in both directions, after the handshake. Several tasks may call `send` at once."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send_key: bytes, receive_key: bytes
@@ -121,30 +128,30 @@ class Channel:
     async def send(self, message: Message) -> None:
         payload = json.dumps(message, separators=(",", ":")).encode()
         async with self._sending:
-            frame = _tag(self._send_key, self._sent, payload) + payload
+            tag = _tag(self._send_key, self._sent, payload)
             self._sent += 1
-            self._writer.write(len(payload).to_bytes(_LENGTH, "big") + frame)
+            self._writer.write(len(payload).to_bytes(LENGTH, "big") + tag + payload)
             await self._drain()
 
     async def _drain(self) -> None:
-        """As long as it takes on a slow link, but not for ever. Raises `TimeoutError`, which is an `OSError`."""
+        """Wait as long as a slow link needs, but not for ever. TimeoutError, an OSError, if the peer does not read."""
         transport = self._writer.transport
         while True:
             before = transport.get_write_buffer_size()
             try:
-                async with asyncio.timeout(_STALLED_AFTER_S):
+                async with asyncio.timeout(SEND_STALLED_AFTER_S):
                     return await self._writer.drain()
             except TimeoutError:
-                if before - transport.get_write_buffer_size() < _STALLED_AFTER_S * _LEAST_BYTES_A_SECOND:
+                if before - transport.get_write_buffer_size() < SEND_STALLED_AFTER_S * MIN_BYTES_PER_S:
                     transport.abort()
                     raise
 
     async def receive(self) -> Message:
-        """Raises `ControlError` for a forged message and `OSError` or `EOFError` when the other side is gone."""
+        """Return the next message; ControlError for a forged one, OSError or EOFError when the peer is gone."""
         if self._is_forged:
             raise ControlError("an earlier message on this control channel was forged", why="nothing after it counts")
-        size = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
-        if size > _MOST_BYTES:
+        size = int.from_bytes(await self._reader.readexactly(LENGTH), "big")
+        if size > _MAX_BYTES:
             self._is_forged = True
             raise ControlError(f"a message of {size} bytes on the control channel", why="the stream is broken")
         tag = await self._reader.readexactly(_TAG)
@@ -153,46 +160,46 @@ class Channel:
             self._is_forged = True
             raise ControlError(
                 "a message on the control channel does not carry the run's tag",
-                why="somebody between the machines changed it, or wrote into the connection",
+                why="it was changed between the machines, or another process wrote into the connection",
             )
         self._received += 1
         return _parse(payload)
 
     def is_closed(self) -> bool:
-        """Whether the other side has gone, as far as that can be told without reading."""
+        """Return whether the peer has gone, as far as that is known without reading."""
         return self._reader.at_eof() or self._writer.is_closing()
 
     def own_address(self) -> str:
-        """Ours, on the way to the other side."""
+        """Return our address on this connection."""
         address: str = self._writer.get_extra_info("sockname")[0]
         return address
 
     def close(self) -> None:
-        """What a peer that does not read has left in our buffer is given up: nothing waits for it."""
+        """Close without waiting; drop what a peer that does not read has left in our buffer."""
         self._writer.close()
         if self._writer.transport.get_write_buffer_size():
-            asyncio.get_running_loop().call_later(_STALLED_AFTER_S, self._writer.transport.abort)
+            asyncio.get_running_loop().call_later(SEND_STALLED_AFTER_S, self._writer.transport.abort)
 
 
 async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Channel:
-    """The listening side's greeting."""
+    """Perform the listening side's handshake."""
     _keep_alive(writer)
-    async with asyncio.timeout(_GREETING_S):
-        ours = secrets.token_hex(16)
-        await _say(writer, {"shoal": PROTOCOL, "nonce": ours})
-        answer = await _hear(reader)
-        nonces = Nonces(ours, _nonce(answer))
-        _check(answer, nonces, token, "dialer")
-        await _say(writer, {"proof": nonces.sign(token, "acceptor").hex()})
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        nonce = secrets.token_hex(16)
+        await _send_plain(writer, {"shoal": PROTOCOL, "nonce": nonce})
+        answer = await _receive_plain(reader)
+        nonces = Nonces(nonce, _read_nonce(answer))
+        _check_proof(answer, nonces, token, "dialer")
+        await _send_plain(writer, {"proof": nonces.sign(token, "acceptor").hex()})
     keys = nonces.sign(token, "acceptor to dialer"), nonces.sign(token, "dialer to acceptor")
     return Channel(reader, writer, *keys)
 
 
 async def dial(address: str, port: int, token: str) -> Channel:
-    """The calling side's greeting. The writer is closed again when it fails."""
-    for attempt in range(_TRIES):
+    """Connect and perform the calling side's handshake. The connection is closed again when it fails."""
+    for attempt in range(_DIAL_ATTEMPTS):
         if attempt:
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(DIAL_RETRY_S)
         if (channel := await _dial_once(address, port, token)) is not None:
             return channel
     raise UnknownSender(
@@ -202,26 +209,26 @@ async def dial(address: str, port: int, token: str) -> Channel:
 
 
 async def _dial_once(address: str, port: int, token: str) -> Channel | None:
-    """None when the other side heard our proof and left: it refused us, or a crowd at its door pushed us out."""
+    """Return None when the peer closed after our proof: it refused us, or its connection guard made room."""
     reader, writer = await asyncio.open_connection(address, port)
     _keep_alive(writer)
     try:
-        async with asyncio.timeout(_GREETING_S):
-            opening = await _hear(reader)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            opening = await _receive_plain(reader)
             if opening.get("shoal") != PROTOCOL:
                 raise ControlError(
-                    f"{address}:{port} speaks protocol {opening.get('shoal')}, we speak {PROTOCOL}",
+                    f"{address}:{port} uses protocol {opening.get('shoal')}, we use {PROTOCOL}",
                     why="the machines have different versions of shoal",
-                    fix="bring all of them to the same one: shoal setup HOSTS",
+                    fix=SAME_VERSIONS,
                 )
-            nonces = Nonces(_nonce(opening), secrets.token_hex(16))
-            await _say(writer, {"nonce": nonces.dialer, "proof": nonces.sign(token, "dialer").hex()})
+            nonces = Nonces(_read_nonce(opening), secrets.token_hex(16))
+            await _send_plain(writer, {"nonce": nonces.dialer, "proof": nonces.sign(token, "dialer").hex()})
             try:
-                answer = await _hear(reader)
+                answer = await _receive_plain(reader)
             except EOFError:
                 writer.close()
                 return None
-            _check(answer, nonces, token, "acceptor")
+            _check_proof(answer, nonces, token, "acceptor")
     except BaseException:
         writer.close()
         raise
@@ -229,8 +236,8 @@ async def _dial_once(address: str, port: int, token: str) -> Channel | None:
     return Channel(reader, writer, *keys)
 
 
-def _nonce(message: Message) -> str:
-    """Only what we ourselves would send: it becomes part of a text that is signed."""
+def _read_nonce(message: Message) -> str:
+    """Return the peer's nonce; only what we would send, because it becomes part of a signed text."""
     nonce = str(message.get("nonce", ""))
     if not _NONCE.fullmatch(nonce):
         raise UnknownSender("what answers on the control channel is not shoal", why="it did not send a random number")
@@ -238,7 +245,7 @@ def _nonce(message: Message) -> str:
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """A pulled cable closes no connection: the kernel asks, and after some silence it is closed for us."""
+    """Have the kernel probe an idle connection and close it after some silence: a pulled cable closes nothing."""
     connection = writer.get_extra_info("socket")
     options = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
     for name, value in options.items():
@@ -247,11 +254,11 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(level, getattr(socket, name), value)
 
 
-def _check(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
+def _check_proof(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
     if not is_same(str(answer.get("proof", "")), nonces.sign(token, purpose).hex()):
         raise UnknownSender(
-            "a stranger on the control channel: it does not know this run's token",
-            why="it belongs to another run, or to nobody",
+            "an unknown process on the control channel: it does not know this run's token",
+            why="it belongs to another run, or to none",
         )
 
 
@@ -259,15 +266,14 @@ def _tag(key: bytes, position: int, payload: bytes) -> bytes:
     return hmac.new(key, position.to_bytes(8, "big") + payload, hashlib.sha256).digest()[:_TAG]
 
 
-async def _say(writer: asyncio.StreamWriter, message: Message) -> None:
-    payload = json.dumps(message).encode()
-    writer.write(len(payload).to_bytes(_LENGTH, "big") + payload)
+async def _send_plain(writer: asyncio.StreamWriter, message: Message) -> None:
+    writer.write(frame(json.dumps(message).encode()))
     await writer.drain()
 
 
-async def _hear(reader: asyncio.StreamReader) -> Message:
-    size = int.from_bytes(await reader.readexactly(_LENGTH), "big")
-    if size > _MOST_BYTES_FROM_STRANGERS:
+async def _receive_plain(reader: asyncio.StreamReader) -> Message:
+    size = int.from_bytes(await reader.readexactly(LENGTH), "big")
+    if size > _MAX_HANDSHAKE_BYTES:
         raise ControlError("what answers there is not shoal", why=f"it began with a message of {size} bytes")
     return _parse(await reader.readexactly(size))
 

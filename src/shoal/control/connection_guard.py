@@ -1,8 +1,8 @@
-"""Who may greet at a port of ours, and what is said of those who were refused. Pure: the clock is the caller's.
+"""Limit the connections that have not proved to know the token, and log the refused ones without flooding the log.
 
-Whoever connects takes a place until it has proved that it knows the token. Places are few, in all and per address, and
-when they are taken the one that has waited longest gives way: a member greets within milliseconds, an idle connection
-sits. An address that failed often is not heard for some seconds, unless a member is expected from it.
+A new connection is pending until its handshake succeeds. Pending connections are few, in all and per address; when the
+limit is reached the oldest one is closed, because a member finishes its handshake within milliseconds while an idle
+connection stays. An address that failed often is blocked for some seconds, unless a member is expected from it.
 """
 
 from __future__ import annotations
@@ -19,122 +19,113 @@ from shoal.host.facts import boot_clock
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """`failures` of one address within `window_s` shut it out for `shut_s`. `named` addresses are told apart in a
-    window; a network that brings more of them is counted as one. An event loop may take in a hundred connections
-    before it hears any of them out: an address has more places than that, so that no burst drives out a member."""
-
-    places: int = 256
-    places_per_address: int = 128
-    failures: int = 8
-    shut_s: float = 5.0
+    max_pending: int = 256
+    # An event loop may accept a hundred connections before it serves any of them: the limit of one address is higher,
+    # so that a burst does not close a member's connection.
+    max_pending_per_address: int = 128
+    failures: int = 8  # of one address within `window_s` block it for `blocked_s`
+    blocked_s: float = 5.0
     window_s: float = 60.0
-    named: int = 16
+    max_addresses: int = 16  # counted separately within a window; all further ones are counted as one
 
 
 @dataclass(eq=False)
 class PendingConnection:
-    """One connection that has proved nothing yet."""
-
     address: str
-    turn_away: Callable[[], None] = field(repr=False)
+    abort: Callable[[], None] = field(repr=False)
 
 
 class ConnectionGuard:
+    """Pure: the caller passes the clock and closes the connections."""
+
     def __init__(
-        self, note: Callable[[str], None], clock: Callable[[], float], rules: GuardLimits | None = None
+        self, note: Callable[[str], None], clock: Callable[[], float], limits: GuardLimits | None = None
     ) -> None:
         self._note = note
         self._clock = clock
-        self._rules = rules or GuardLimits()
-        self._waiting: dict[PendingConnection, None] = {}  # in the order of their coming
+        self._limits = limits or GuardLimits()
+        self._pending: dict[PendingConnection, None] = {}  # oldest first
         self._expected: frozenset[str] = frozenset()
-        self._shut_until: dict[str, float] = {}
+        self._blocked_until: dict[str, float] = {}
         self._window_began = clock()
         self._failed: Counter[str] = Counter()
-        self._unsaid: Counter[str] = Counter()
-        self._unsaid_others = 0
+        self._unlogged: Counter[str] = Counter()
+        self._unlogged_others = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._pending)
 
     def expect(self, addresses: Iterable[str]) -> None:
-        """From these members come; what else happens there does not shut them out."""
+        """Never block these addresses: members connect from them."""
         self._expected = frozenset(addresses)
 
-    def knock(self, address: str, turn_away: Callable[[], None]) -> PendingConnection | None:
-        """A place for one greeting, or None: close it. `turn_away` is called when the place is needed by another."""
+    def knock(self, address: str, abort: Callable[[], None]) -> PendingConnection | None:
+        """Register a new connection, or return None: close it. `abort` is called when another one needs its place."""
         self.look()
-        if address not in self._expected and self._clock() < self._shut_until.get(address, 0.0):
+        if address not in self._expected and self._clock() < self._blocked_until.get(address, 0.0):
             self._count(address)
             return None
-        neighbours = [knock for knock in self._waiting if knock.address == address]
-        if len(neighbours) >= self._rules.places_per_address:
-            self._give_way(neighbours[0])
-        elif len(self._waiting) >= self._rules.places:
-            self._give_way(self._least_welcome())
-        knock = PendingConnection(address, turn_away)
-        self._waiting[knock] = None
-        return knock
+        same_address = [pending for pending in self._pending if pending.address == address]
+        if len(same_address) >= self._limits.max_pending_per_address:
+            self._evict(same_address[0])
+        elif len(self._pending) >= self._limits.max_pending:
+            # The oldest from where no member is expected; if there is none, the oldest.
+            unexpected = (pending for pending in self._pending if pending.address not in self._expected)
+            self._evict(next(unexpected, next(iter(self._pending))))
+        pending = PendingConnection(address, abort)
+        self._pending[pending] = None
+        return pending
 
-    def admit(self, knock: PendingConnection) -> None:
-        self._waiting.pop(knock, None)
+    def admit(self, pending: PendingConnection) -> None:
+        self._pending.pop(pending, None)
 
-    def refuse(self, knock: PendingConnection, why: str) -> None:
-        """Also for one that was turned away before; it is counted once."""
-        if knock in self._waiting:
-            del self._waiting[knock]
-            self._fail(knock.address, why)
+    def refuse(self, pending: PendingConnection, why: str) -> None:
+        """Count and log a failed handshake; once, also if the connection was evicted before."""
+        if pending in self._pending:
+            del self._pending[pending]
+            self._fail(pending.address, why)
 
     def look(self) -> None:
-        """At the end of a window, says how many more were refused than were spoken of."""
-        if self._clock() - self._window_began < self._rules.window_s:
+        """At the end of a window, log how many refused connections were not logged, and begin a new window."""
+        if self._clock() - self._window_began < self._limits.window_s:
             return
         self.sum_up()
         self._window_began = self._clock()
         self._failed.clear()
-        self._shut_until.clear()
+        self._blocked_until.clear()
 
     def sum_up(self) -> None:
+        """Log the number of refused connections that were not logged."""
         seconds = self._clock() - self._window_began
-        for address, count in self._unsaid.items():
+        for address, count in self._unlogged.items():
             self._note(f"refused {count} more connections from {address} in {seconds:.0f} s")
-        if self._unsaid_others:
-            self._note(f"refused {self._unsaid_others} connections from other addresses in {seconds:.0f} s")
-        self._unsaid.clear()
-        self._unsaid_others = 0
+        if self._unlogged_others:
+            self._note(f"refused {self._unlogged_others} connections from other addresses in {seconds:.0f} s")
+        self._unlogged.clear()
+        self._unlogged_others = 0
 
-    def _least_welcome(self) -> PendingConnection:
-        """The longest waiting one from where nobody is expected; among members' addresses, simply the longest."""
-        return next(
-            (knock for knock in self._waiting if knock.address not in self._expected), next(iter(self._waiting))
-        )
-
-    def _give_way(self, knock: PendingConnection) -> None:
-        del self._waiting[knock]
-        self._fail(knock.address, "it was slow to greet, and others were waiting")
-        knock.turn_away()
+    def _evict(self, pending: PendingConnection) -> None:
+        del self._pending[pending]
+        self._fail(pending.address, "its handshake was slow, and others were waiting")
+        pending.abort()
 
     def _fail(self, address: str, why: str) -> None:
-        first = self._failed[address] == 0 and len(self._failed) < self._rules.named
-        if first:
+        is_first = self._failed[address] == 0 and len(self._failed) < self._limits.max_addresses
+        if is_first:
             self._note(f"refused a connection from {address}: {why}")
-        self._count(address, is_said=first)
-        if self._failed[address] and self._failed[address] % self._rules.failures == 0:
-            self._shut_until[address] = self._clock() + self._rules.shut_s
+        self._count(address, is_logged=is_first)
+        if self._failed[address] and self._failed[address] % self._limits.failures == 0:
+            self._blocked_until[address] = self._clock() + self._limits.blocked_s
 
-    def _count(self, address: str, is_said: bool = False) -> None:
-        """Only so many addresses are told apart: whoever has a whole network must not fill our memory."""
-        if address not in self._failed and len(self._failed) >= self._rules.named:
-            self._unsaid_others += 1
+    def _count(self, address: str, is_logged: bool = False) -> None:
+        """Count a refused connection, of a limited number of addresses: an attacker's network must not fill memory."""
+        if address not in self._failed and len(self._failed) >= self._limits.max_addresses:
+            self._unlogged_others += 1
             return
         self._failed[address] += 1
-        if not is_said:
-            self._unsaid[address] += 1
-
-
-# SECTION control/reception
-# How a port of ours receives whoever connects: past the connection_guard, then the greeting, and no word to a stranger.
+        if not is_logged:
+            self._unlogged[address] += 1
 
 
 def connection_guard(note: Callable[[str], None]) -> ConnectionGuard:
@@ -142,31 +133,30 @@ def connection_guard(note: Callable[[str], None]) -> ConnectionGuard:
 
 
 async def receive(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, door: ConnectionGuard
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, guard: ConnectionGuard
 ) -> Channel | None:
-    """A channel to one who knows the token; anybody else is closed, counted, and spoken of once."""
-    # A connection that is already gone again has no address.
+    """Return a channel to a peer that knows the token; close, count and log any other connection."""
+    # A connection that is already gone has no address.
     address = str((writer.get_extra_info("peername") or ("nowhere",))[0])
-    # Not `close`: that would wait for what the stranger never reads.
-    knock = door.knock(address, writer.transport.abort)
-    if knock is None:
+    # Not `close`: that would wait until the peer has read everything.
+    pending = guard.knock(address, writer.transport.abort)
+    if pending is None:
         writer.transport.abort()
         return None
     try:
         channel = await accept(reader, writer, token)
     except (ControlError, OSError, EOFError) as error:
-        door.refuse(knock, _why(error))
+        if isinstance(error, ControlError):
+            why = error.seen
+        else:
+            is_late = isinstance(error, TimeoutError)
+            why = "its handshake took too long" if is_late else "it left in the middle of the handshake"
+        guard.refuse(pending, why)
         writer.close()
         return None
     except BaseException:
-        door.refuse(knock, "the greeting was broken off")
+        guard.refuse(pending, "the handshake was cancelled")
         writer.transport.abort()
         raise
-    door.admit(knock)
+    guard.admit(pending)
     return channel
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, ControlError):
-        return error.seen
-    return "it did not greet in time" if isinstance(error, TimeoutError) else "it left in the middle of the greeting"

@@ -1,7 +1,7 @@
-"""What a launcher tells an agent: first who it is, then whom to meet and what to start.
+"""Orders from a launcher to an agent: `MeetOrder` says who it is, `GoOrder` whom to meet and what to start.
 
-One JSON line each, over the agent's standard input, which is a pipe on this machine or SSH to another one: the only
-ways by which anything is started. What the agent has to say goes into its journal in the run folder.
+Each is one JSON line on the agent's standard input, which is a pipe on this machine or SSH to another one: processes
+are started in no other way. The agent reports through its journal in the run folder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from shoal.config.schema import MembersConfig
+from shoal.control.channel import SAME_VERSIONS
 from shoal.control.membership.settings import MembershipSettings
 from shoal.errors import ControlError
 from shoal.run_folder import RANK_LIMIT, is_plain_name
 
-# The two wishes that may follow later, each a line of its own.
+# Requests that may follow later, each a line of its own: stop after the step, or end at once.
 STOP = "stop"
 END = "end"
 
@@ -39,7 +40,7 @@ def _printable(text: str) -> str:
     return text
 
 
-# What other machines send becomes paths, rank numbers and addresses: refused where it is read, not where it is used.
+# Values from other machines become paths, rank numbers and addresses: they are validated where they are read.
 PlainName = Annotated[str, AfterValidator(_plain)]
 Word = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 Number = Annotated[int, Field(ge=0, lt=RANK_LIMIT)]
@@ -49,84 +50,75 @@ MOST_PLACES = 4096
 
 @dataclass(frozen=True)
 class MeetOrder:
-    """`launch` tells this launch of a run from earlier ones; `launched_at` is the launcher's clock, the base of all
-    times in the logs. `script_port` is where the agent serves torch's own store for a script: 0 for any.
-    `life`: how often this agent was started again; `port`: where it listened before that."""
-
     folder: str
     node: PlainName
     member: Number
     address: Word
     interface: Word | None
     token: str
-    launch: Word
-    launched_at: float
+    launch: Word  # distinguishes this launch of a run from earlier ones
+    launched_at: float  # by the launcher's clock: the base of all times in the logs
     config: Word
     data: Word
-    script_port: Port | None = None
-    life: Number = 0
-    port: Port = 0
+    script_port: Port | None = None  # where the agent serves torch's own store for a script; 0: any port
+    life: Number = 0  # how often this agent was restarted
+    port: Port = 0  # where it listened before that
 
 
 @dataclass(frozen=True)
 class RosterEntry:
-    """Where a member's agent listens. `ranks` are the numbers of the ranks that the launch gave it. `life` counts how
-    often its agent was started again: the address of a later life is the one that counts."""
+    """Where a member's agent listens."""
 
     node: PlainName
     address: Word
     port: Port
-    mark: Word
-    ranks: Annotated[tuple[Number, ...], Field(max_length=MOST_PLACES)] = ()
-    life: Number = 0
+    mark: Word  # see `Hello.mark`
+    ranks: Annotated[tuple[Number, ...], Field(max_length=MOST_PLACES)] = ()  # the numbers of its ranks in the launch
+    life: Number = 0  # how often its agent was restarted: the address of a later life replaces an earlier one
 
 
 @dataclass(frozen=True)
 class StartProcess:
-    """One process for the agent to start. `store`: it meets its peers through the agents' own store."""
+    """One process for the agent to start."""
 
     name: PlainName
     ranks: tuple[Number, ...]
     argv: tuple[str, ...]
     env: dict[str, str]
-    store: bool = False
+    store: bool = False  # it meets its peers through the agents' own store
 
     @property
     def is_script_rank(self) -> bool:
-        """Whether it is a rank of a user's script, which meets the others at torch's own store."""
+        """Whether it is a rank of a user's script, which uses torch's own store."""
         return not self.store and "MASTER_PORT" in self.env
 
 
 @dataclass(frozen=True)
 class MembershipOrder:
-    """How machines may come and go in this run. `restarts`: how often a killed rank is started again. `above`: the
-    highest number of a generation in earlier launches, so that none is used twice."""
+    """How nodes may come and go in this run."""
 
     rules: MembershipSettings
-    restarts: Number = 3
-    above: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    restarts: Number = 3  # how often a killed rank is restarted
+    above: Annotated[int, Field(ge=0, lt=2**53)] = 0  # the highest generation of earlier launches: none is used twice
 
 
 @dataclass(frozen=True)
 class GoOrder:
-    """`roster` are the founders. Without `members`, whoever is lost ends the run. `guests` are those who came later, as
-    far as whoever gave this order knew of them. `grace_s`: how long ranks may take to end once they are asked to stop;
-    None: as long as they like, since shoal's own ranks always answer."""
-
-    roster: tuple[RosterEntry, ...]
+    roster: tuple[RosterEntry, ...]  # the nodes of the launch
     starts: tuple[StartProcess, ...]
-    members: MembershipOrder | None = None
-    guests: dict[Number, RosterEntry] = field(default_factory=dict)
+    members: MembershipOrder | None = None  # None: the loss of a node ends the run
+    guests: dict[Number, RosterEntry] = field(default_factory=dict)  # nodes that joined later, as far as known
+    # How long ranks may take to end after they are asked to stop; None: unlimited, since shoal's own ranks answer.
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     def places(self) -> dict[int, RosterEntry]:
         return {**dict(enumerate(self.roster)), **self.guests}
 
     def at(self, places: Mapping[int, RosterEntry]) -> GoOrder:
-        """The same where everybody listens now."""
-        roster = tuple(places.get(member, founder) for member, founder in enumerate(self.roster))
-        newcomers = {member: place for member, place in places.items() if member >= len(roster)}
-        return replace(self, roster=roster, guests=newcomers)
+        """Return the order with the agents' present addresses."""
+        roster = tuple(places.get(member, entry) for member, entry in enumerate(self.roster))
+        guests = {member: place for member, place in places.items() if member >= len(roster)}
+        return replace(self, roster=roster, guests=guests)
 
 
 def membership(config: MembersConfig, above: int, most_ranks: int) -> MembershipOrder:
@@ -135,7 +127,7 @@ def membership(config: MembersConfig, above: int, most_ranks: int) -> Membership
         on_silent_tie=config.on_silent_tie,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
-        most_ranks=most_ranks,
+        max_ranks=most_ranks,
     )
     return MembershipOrder(rules, config.restarts, above)
 
@@ -154,7 +146,7 @@ def read_go(line: bytes) -> GoOrder:
 
 
 def read_wish(line: bytes) -> str:
-    """Nothing for an order that is no wish."""
+    """Return the request of a line; empty for an order."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
@@ -162,25 +154,25 @@ def read_wish(line: bytes) -> str:
     return str(document.get("wish", "")) if isinstance(document, dict) else ""
 
 
-def read_member(said: dict[str, Any]) -> RosterEntry:
-    """ValueError for what no member is."""
-    return TypeAdapter(RosterEntry).validate_json(json.dumps(said), strict=True)
+def read_member(document: dict[str, Any]) -> RosterEntry:
+    """Validate a roster entry; ValueError for an invalid one."""
+    return TypeAdapter(RosterEntry).validate_json(json.dumps(document), strict=True)
 
 
-def read_places(said: Mapping[str, Any]) -> dict[int, RosterEntry]:
-    """Members by their ids, as JSON has them: with ids as text. ValueError for what no such table is."""
-    if not isinstance(said, dict) or len(said) > MOST_PLACES:
+def read_places(document: Mapping[str, Any]) -> dict[int, RosterEntry]:
+    """Validate a table of members by id, which JSON writes as text; ValueError for an invalid one."""
+    if not isinstance(document, dict) or len(document) > MOST_PLACES:
         raise ValueError(f"no table of at most {MOST_PLACES} members")
-    if wrong := [key for key in said if not (key.isascii() and key.isdecimal() and len(key) <= 10)]:
+    if wrong := [key for key in document if not (key.isascii() and key.isdecimal() and len(key) <= 10)]:
         raise ValueError(f"{wrong[0][:20]!a} is no id of a member")
-    places = {int(key): read_member(entry) for key, entry in said.items()}
+    places = {int(key): read_member(entry) for key, entry in document.items()}
     if any(member >= RANK_LIMIT for member in places):
         raise ValueError("an id of a member is too large")
     return places
 
 
-def read_membership(said: dict[str, Any] | None) -> MembershipOrder | None:
-    return TypeAdapter(MembershipOrder).validate_json(json.dumps(said), strict=True) if said else None
+def read_membership(document: dict[str, Any] | None) -> MembershipOrder | None:
+    return TypeAdapter(MembershipOrder).validate_json(json.dumps(document), strict=True) if document else None
 
 
 def _read(kind: type[Order], line: bytes) -> Order:
@@ -190,12 +182,12 @@ def _read(kind: type[Order], line: bytes) -> Order:
         raise ControlError(
             f"an agent got an order that it cannot read: {str(error).splitlines()[0]}",
             why="launcher and agent are of different versions of shoal",
-            fix="bring all machines to the same one: shoal setup HOSTS",
+            fix=SAME_VERSIONS,
         ) from None
 
 
 async def read_stdin() -> asyncio.StreamReader:
-    # A plan for many ranks is one line; the default limit of 64 kB would cut it.
+    # An order for many ranks is one line; the default limit of 64 kB would cut it.
     reader = asyncio.StreamReader(limit=16 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

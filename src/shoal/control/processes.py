@@ -1,4 +1,7 @@
-"""How processes of a run hang together: marked as belonging to it, and gone when their parent goes."""
+"""The processes of a run: environment marks that identify them, finding and ending them, and ties to their parent.
+
+A process is found by its marks, whatever its parent is by now.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,24 +26,31 @@ _PR_SET_PDEATHSIG = 1
 _IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 RUN_MARK = "SHOAL_RUN"
 PART_MARK = "SHOAL_PART"
+SUPERVISOR = "supervisor"
+AGENT = "agent"
+MESSENGER = "messenger"
+# What may have started an agent: a supervisor, the messenger at the end of SSH, or a command that needs no supervisor.
+_LAUNCHER_MODULES = {"shoal.runs.supervisor", "shoal.cluster.hosts.messenger"}
+_LAUNCHER_COMMANDS = {"join", "doctor", "probe"}
+_MAX_NAME, _MAX_COMMAND = 100, 2_000
 
 
 def unmark() -> None:
-    """For a marked process whose children are no part of the run in their own right, such as a lab's."""
+    """Remove our own marks, so that children do not inherit them: they are no part of the run in their own right."""
     for name in (RUN_MARK, PART_MARK):
         os.environ.pop(name, None)
 
 
 def marks(run: Path | str, part: str) -> dict[str, str]:
-    """Variables by which a process is later known as ours, whatever its number and parent are by then."""
+    """Return the variables by which a process is later identified, whatever its pid and parent are by then."""
     return {RUN_MARK: str(run), PART_MARK: part}
 
 
 def default_signals() -> None:
-    """Gives every signal its default action and blocks none. For a child, between fork and exec.
+    """Give every signal its default action and unblock all. For a child, between fork and exec.
 
-    A program inherits what its parent ignores and blocks. A shell has its background jobs ignore SIGINT, and a rank
-    that inherits it can never be asked to stop. `subprocess` restores only what Python itself changed.
+    A program inherits the signals that its parent ignores and blocks. A shell's background jobs ignore SIGINT, and a
+    rank that inherits this can never be asked to stop. `subprocess` restores only what Python itself changed.
     """
     for signum in signal.valid_signals():
         if signum not in (signal.SIGKILL, signal.SIGSTOP):
@@ -49,7 +59,7 @@ def default_signals() -> None:
 
 
 def restore_signals(signals: Iterable[int] | None = None) -> None:
-    """The same for a Python program at its start, where SIGINT raises KeyboardInterrupt. For these signals, or all."""
+    """Do the same in a Python program at its start, where SIGINT raises KeyboardInterrupt; for these signals or all."""
     chosen = set(signal.valid_signals() if signals is None else signals) - _IGNORED_BY_PYTHON
     for signum in chosen:
         if signal.getsignal(signum) is signal.SIG_IGN:
@@ -58,7 +68,7 @@ def restore_signals(signals: Iterable[int] | None = None) -> None:
 
 
 def prepare_child(parent: int) -> Callable[[], None]:
-    """What a rank does between fork and exec: it is tied to its parent and begins with default signals."""
+    """Return what a rank runs between fork and exec: it ties itself to its parent and resets its signals."""
     tie = tie_to(parent)
 
     def prepare() -> None:
@@ -69,10 +79,10 @@ def prepare_child(parent: int) -> Callable[[], None]:
 
 
 def tie_to(parent: int) -> Callable[[], None]:
-    """A function that has the kernel kill its caller when `parent` is gone, or at once if it is gone already.
+    """Return a function that has the kernel kill its caller when `parent` ends, or at once if it has ended already.
 
-    Linux only; elsewhere an orphaned rank ends at its next failed exchange, within `sync.timeout_s`. The library is
-    opened here and not in the function, which may run between fork and exec, where nothing heavy is safe.
+    Linux only; elsewhere an orphaned rank ends at its next failed exchange, within `sync.timeout_s`. libc is opened
+    here and not in the function, which may run between fork and exec, where little is safe.
     """
     if sys.platform != "linux":
         return lambda: None
@@ -86,28 +96,12 @@ def tie_to(parent: int) -> Callable[[], None]:
     return ask_kernel
 
 
-# SECTION launch/found
-# The processes of runs on this machine, found by the marks they carry, whatever their parents are by now.
-
-
-SUPERVISOR = "supervisor"
-AGENT = "agent"
-MESSENGER = "messenger"
-# Who may have started an agent: a supervisor, the messenger at the end of SSH, or a verb that needs no supervisor.
-_MODULES = {"shoal.runs.supervisor", "shoal.cluster.hosts.messenger"}
-_VERBS = {"join", "doctor", "probe"}
-# Of what a process says about itself.
-_LONGEST_NAME, _LONGEST_COMMAND = 100, 2_000
-
-
 @dataclass(frozen=True)
 class RunProcess:
-    """One process of a run. `part` is supervisor, agent, messenger (which stands between a supervisor elsewhere and
-    the agent)
-    or the name of a rank; a rank's own children carry its name too."""
-
     pid: int
     run: Path
+    # "supervisor", "agent", "messenger" (between a supervisor on another machine and the agent), or the name of a rank,
+    # which the rank's own children carry too.
     part: str
     node: str
     command: str
@@ -119,49 +113,49 @@ class RunProcess:
 
 
 def find(run: Path | None = None) -> list[RunProcess]:
-    """Of this user, and for root also of other users' own runs; those of one run, or of all."""
-    return list(_look_at_all(run))
+    """Return the processes of one run, or of all runs: of this user, and for root also of other users' own runs."""
+    processes = (_inspect(pid, run) for pid in psutil.pids() if pid != os.getpid())
+    return [process for process in processes if process is not None]
 
 
 def find_supervisor(run: Path) -> RunProcess | None:
-    return next((found for found in find(run) if found.part == SUPERVISOR), None)
+    return next((process for process in find(run) if process.part == SUPERVISOR), None)
 
 
 def is_kept(processes: Iterable[RunProcess]) -> bool:
-    """Whether somebody looks after a run: its supervisor, a messenger of one elsewhere, or whoever started the
-    agent."""
+    """Return whether a supervisor, the messenger of a remote one, or the command that started the agent still runs."""
     return any(
-        found.part in (SUPERVISOR, MESSENGER) or (found.part == AGENT and _has_launcher(found.pid))
-        for found in processes
+        process.part in (SUPERVISOR, MESSENGER) or (process.part == AGENT and _has_launcher(process.pid))
+        for process in processes
     )
 
 
 def _has_launcher(pid: int) -> bool:
-    """An agent that was left alone descends from the machine's first process, or the session's, and nobody else."""
+    """Return whether an ancestor is a launcher; an orphaned agent descends only from the first process."""
     with contextlib.suppress(psutil.Error):
-        return any(_launches(ancestor.cmdline()) for ancestor in psutil.Process(pid).parents())
+        return any(_is_launcher(ancestor.cmdline()) for ancestor in psutil.Process(pid).parents())
     return False
 
 
-def _launches(words: list[str]) -> bool:
-    is_shoal = any(Path(word).name == "shoal" for word in words)
-    return not _MODULES.isdisjoint(words) or (is_shoal and not _VERBS.isdisjoint(words))
+def _is_launcher(argv: list[str]) -> bool:
+    is_shoal = any(Path(word).name == "shoal" for word in argv)
+    return not _LAUNCHER_MODULES.isdisjoint(argv) or (is_shoal and not _LAUNCHER_COMMANDS.isdisjoint(argv))
 
 
 def is_running(pid: int) -> bool:
-    """Of a process that is no child of ours; nobody has the number 0."""
+    """Return whether a process that is no child of ours runs; false for 0, which is no process."""
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def is_alive(found: RunProcess) -> bool:
-    now = _look_at(found.pid)
-    return now is not None and now.started_at == found.started_at
+def is_alive(process: RunProcess) -> bool:
+    now = _inspect(process.pid)
+    return now is not None and now.started_at == process.started_at
 
 
 def ask(processes: Iterable[RunProcess]) -> None:
-    """To finish the step and save. Asked a second time, they end at once."""
+    """Ask them to finish the step and save. Asked a second time, they end at once."""
     _signal(processes, signal.SIGINT)
 
 
@@ -179,21 +173,14 @@ def await_end(still_there: Callable[[], Iterable[RunProcess]], within_s: float) 
 
 
 def _signal(processes: Iterable[RunProcess], signum: signal.Signals) -> None:
-    for found in processes:
-        # Looked at again: in between it may have ended, and its number may be somebody else's.
-        if is_alive(found):
+    for process in processes:
+        # Checked again: meanwhile it may have ended, and another process may have its pid.
+        if is_alive(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(found.pid, signum)
+                os.kill(process.pid, signum)
 
 
-def _look_at_all(run: Path | None) -> Iterator[RunProcess]:
-    for pid in psutil.pids():
-        found = _look_at(pid, run) if pid != os.getpid() else None
-        if found is not None:
-            yield found
-
-
-def _look_at(pid: int, wanted: Path | None = None) -> RunProcess | None:
+def _inspect(pid: int, wanted: Path | None = None) -> RunProcess | None:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         variables = process.environ()
@@ -202,19 +189,18 @@ def _look_at(pid: int, wanted: Path | None = None) -> RunProcess | None:
         run = Path(variables[RUN_MARK])
         if wanted not in (None, run) or not _may_belong(process, run):
             return None
-        part, node = (printable_line(variables.get(name, ""), _LONGEST_NAME) for name in (PART_MARK, "SHOAL_NODE"))
-        command = printable_line(shlex.join(process.cmdline()), _LONGEST_COMMAND)
-        found = RunProcess(pid, run, part, node, command, process.create_time())
-        # All of the above was read from one process, and not from the next with its number.
-        return found if process.is_running() else None
+        part, node = (printable_line(variables.get(name, ""), _MAX_NAME) for name in (PART_MARK, "SHOAL_NODE"))
+        command = printable_line(shlex.join(process.cmdline()), _MAX_COMMAND)
+        result = RunProcess(pid, run, part, node, command, process.create_time())
+        # All of the above was read from one process, and not from the next one with its pid.
+        return result if process.is_running() else None
     return None
 
 
 def _may_belong(process: psutil.Process, run: Path) -> bool:
-    """Any process can carry the name of any run in its environment: only those of this user or of the folder's owner
-    are believed.
+    """Return whether the process runs as this user or as the folder's owner: any process can carry any run's mark.
 
-    A set-user-ID program such as sudo runs as root with the environment of the user who typed it.
+    A set-user-ID program such as sudo runs as root with the environment of the user who started it.
     """
     owners = set(process.uids())
     if owners != {os.geteuid()} and owners != {run.stat().st_uid}:

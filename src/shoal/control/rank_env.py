@@ -1,7 +1,11 @@
-"""Placement: which rank a process is and where its world meets, as environment variables.
+"""The environment of a rank: its placement in the world, and private folders for torch's caches.
 
-The names are torchrun's, so that any script written for torchrun finds what it expects, plus a few of our own. This is
-the only place that reads or writes them.
+The placement variables are torchrun's, so that a script written for torchrun finds what it expects, plus a few of our
+own. Only this module reads and writes them.
+
+torch executes what is in its compiler cache (it unpickles files and loads libraries), which by default is in
+`/tmp/torchinductor_USER`. On a shared machine another user can create that folder first, so ranks use folders that only
+this user can write to.
 """
 
 from __future__ import annotations
@@ -23,46 +27,43 @@ from pathlib import Path
 from shoal.errors import UsageError
 from shoal.run_folder import user_name
 
-# The agent decides these two when it starts a rank: it knows who shares its folder, and holds the other end.
+# The agent sets these two when it starts a rank: it knows which nodes share its folder, and has the other end.
 KEEPS_FILES = "SHOAL_KEEPS_FILES"
 AGENT_FD = "SHOAL_AGENT_FD"
 
-# Modules are never searched in the current folder, where another user may have put a `numpy.py`. `-P` holds for one
-# process, the variable also for those it starts: torchrun's ranks, torch's compiler processes.
+# Python never searches the current folder for modules: another user may have put a `numpy.py` there. `-P` applies to
+# one process, the variable also to those it starts: torchrun's ranks, torch's compiler processes.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 _SCRIPT_STORE = "shoal.sync.script_store"
 
+# Variables by which a user sets a folder from which torch loads code.
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+_INDUCTOR = CACHE_VARIABLES[0]
+_MAX_LINKS = 40
+_ALL_USERS = 2**32 - 1
+
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place in a world.
-
-    `agent_fd` is a connection to this node's agent, inherited from it: the store by which the ranks meet. Without one
-    they meet at `master_addr`; `store_is_served` then says that somebody outside the ranks (torchrun's agent, a parent
-    process) already serves a store there.
-    `keeps_files`: of the ranks that share a run folder, one keeps its checkpoints and its ledger. `link_mbps` is known
-    where the launcher made the link itself.
-    """
-
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     node: str = "local"
     node_rank: int = 0
-    master_addr: str = ""
+    master_addr: str = ""  # where the ranks meet without `agent_fd`
     master_port: int = 0
-    agent_fd: int | None = None
-    store_is_served: bool = False
+    agent_fd: int | None = None  # an inherited connection to this node's agent, which serves the store
+    store_is_served: bool = False  # a process other than the ranks (torchrun's agent, a parent) serves a store there
     restarts: int = 0
     launcher: str = ""
-    keeps_files: bool = True
-    link_mbps: int | None = None
+    keeps_files: bool = True  # of the ranks that share a run folder, one writes its checkpoints and its ledger
+    link_mbps: int | None = None  # known where the launcher created the link
 
     @property
     def is_supervised(self) -> bool:
-        """Whether a launcher started us, ours or torchrun's agent, and not a person or a shell."""
+        """Whether a launcher started this rank, ours or torchrun's, and not a shell."""
         return bool(self.launcher) or self.store_is_served
 
     def to_env(self) -> dict[str, str]:
@@ -76,7 +77,7 @@ class Placement:
             "MASTER_PORT": str(self.master_port),
             "SHOAL_NODE": self.node,
             "SHOAL_LAUNCHER": self.launcher,
-            # Always: one that is inherited from elsewhere would have every rank wait for a store that nobody serves.
+            # Always set: with an inherited value every rank would wait for a store that no process serves.
             "TORCHELASTIC_USE_AGENT_STORE": str(self.store_is_served),
             KEEPS_FILES: str(int(self.keeps_files)),
         }
@@ -88,7 +89,7 @@ class Placement:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Placement:
-        """Where the environment says we are; with no `RANK` at all, alone in a world of one."""
+        """Read the placement; without `RANK` and `WORLD_SIZE`, rank 0 of a world of one."""
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
         local_rank = _integer(env, "LOCAL_RANK", env.get("RANK"))
@@ -112,7 +113,7 @@ class Placement:
         return placement
 
     def _check(self) -> None:
-        """A world that was asked for must be able to form: never a quiet solo run."""
+        """Refuse a world that cannot form: it would become a solo run without an error."""
         if not 0 <= self.rank < self.world_size:
             raise UsageError(
                 f"RANK={self.rank} does not fit WORLD_SIZE={self.world_size}",
@@ -139,43 +140,26 @@ def _integer(env: Mapping[str, str], name: str, default: str | None = None) -> i
         ) from None
 
 
-# SECTION control/private
-# Folders that only this user can write to, and torch's caches in such a folder.
-#
-# torch runs what it finds in its compiler cache (it unpickles files and loads libraries), and by default keeps it in
-# `/tmp/torchinductor_USER`. On a shared machine another user can create that folder first.
-
-
-# Variables by which a user names a folder from which torch loads code.
-CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
-_INDUCTOR = CACHE_VARIABLES[0]
-_MOST_LINKS = 40
-_ALL_USERS = 2**32 - 1
-
-
 @dataclass(frozen=True)
 class TorchCaches:
-    """Where the ranks of this machine keep what torch compiles."""
-
     variables: dict[str, str]
-    # What the user should know of it: that it is a temporary one, so that every run compiles anew, or that temporary
-    # files go elsewhere; empty otherwise.
+    # For the user: the cache is temporary, so that every run compiles again, or temporary files go elsewhere.
     note: str = ""
 
 
 @cache
 def torch_caches() -> TorchCaches:
-    """Of this process and those it starts. UsageError when the user named a folder that other users can write to."""
+    """Return the caches of this process and its children. UsageError if the user set a folder others can write to."""
     return choose_caches(os.environ)
 
 
 def use_private_caches() -> None:
-    """For a worker, however it was started: call it before torch computes the name of its cache folder.
+    """Set the cache variables in this process, before torch computes the name of its cache folder.
 
-    shoal's agents set the same variables for every process they start. This covers torchrun typed by hand.
+    shoal's agents set them for every process they start; this covers a worker that the user started with torchrun.
     """
     os.environ.update(torch_caches().variables)
-    # Python remembers the folder of its first look.
+    # Python caches the folder that it chose first.
     tempfile.tempdir = None
 
 
@@ -201,10 +185,11 @@ def choose_caches(env: Mapping[str, str]) -> TorchCaches:
 
 
 def _claim_default(env: Mapping[str, str]) -> str | None:
-    """Creates torch's default cache folder before another user can. None: it is ours. Otherwise the danger that this
-    user should know of; empty where the folder has another user's name, as after `su` or `sudo -E`.
+    """Create torch's default cache folder before another user can.
 
-    torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever TORCHINDUCTOR_CACHE_DIR says.
+    Return None if it is ours, otherwise the danger; empty where the folder has another user's name, as after `su` or
+    `sudo -E`. torch 2.13 keeps compiled headers, and more, in TMPDIR/torchinductor_USER whatever
+    TORCHINDUCTOR_CACHE_DIR says.
     """
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
@@ -222,14 +207,17 @@ def _claim_default(env: Mapping[str, str]) -> str | None:
 
 
 def user_cache(env: Mapping[str, str]) -> Path:
-    """Where the XDG rules put caches, which say to ignore a relative path. RuntimeError without a home folder."""
-    named = env.get("XDG_CACHE_HOME", "")
-    return (Path(named) if named.startswith("/") else Path.home() / ".cache") / "shoal"
+    """Return the XDG cache folder; XDG says to ignore a relative path. RuntimeError without a home folder."""
+    folder = env.get("XDG_CACHE_HOME", "")
+    return (Path(folder) if folder.startswith("/") else Path.home() / ".cache") / "shoal"
 
 
 def make_private(folder: Path) -> Path:
-    """Creates the folder with mode 0700, or checks the one that is there. PermissionError when it is not safe, or not
-    this user's: root with the HOME of another user must not create folders there."""
+    """Create the folder with mode 0700, or check an existing one.
+
+    PermissionError when it is not safe or not this user's: root with the HOME of another user must not create folders
+    there.
+    """
     for place in (*reversed(folder.parents), folder):
         if not os.path.lexists(place):
             if not os.access(place.parent, os.W_OK) or place.parent.stat().st_uid != os.geteuid():
@@ -241,16 +229,16 @@ def make_private(folder: Path) -> Path:
         raise PermissionError(danger)
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} belongs to user {user_name(folder.stat().st_uid)}")
-    # Checked above: no other user can replace it by now.
+    # Checked above: no other user can replace it.
     folder.chmod(0o700)
     return folder
 
 
 def find_danger(folder: Path, is_last: bool = True) -> str:
-    """Why a user other than this one and root could put files into the folder; empty when none can.
+    """Return why a user other than this one and root could put files into the folder; empty when none can.
 
-    Looks at every folder and symbolic link on the way: who can rename a parent can replace what is in it. `is_last`
-    false: the folder is itself on the way to another one, and may be sticky as /tmp is.
+    Checks every folder and symbolic link on the path: a user who can rename a parent can replace its contents.
+    `is_last` false: the folder is a parent of the one in question, and may be sticky as /tmp is.
     """
     pending = list(reversed(folder.absolute().parts[1:]))
     place, links, overflow = Path("/"), 0, _overflow_user()
@@ -262,15 +250,15 @@ def find_danger(folder: Path, is_last: bool = True) -> str:
         place /= part
         try:
             facts = place.lstat()
-            # In a user namespace the real root has no number, and neither has any other user: it is root's where only
-            # root could have put it.
+            # In a user namespace neither the real root nor any other user outside has a number: a file is root's
+            # where only root could have created it.
             is_roots = facts.st_uid == overflow and not place.parent.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)
             trusted = {0, os.geteuid(), facts.st_uid} if is_roots else {0, os.geteuid()}
             if stat.S_ISLNK(facts.st_mode):
                 target, links = place.readlink(), links + 1
                 if facts.st_uid not in trusted:
                     return f"{place} is a symbolic link of user {user_name(facts.st_uid)}"
-                if links > _MOST_LINKS:
+                if links > _MAX_LINKS:
                     return f"{folder} has too many symbolic links"
                 pending.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
                 place = Path("/") if target.is_absolute() else place.parent
@@ -290,13 +278,13 @@ def _danger_of(place: Path, facts: os.stat_result, trusted: set[int], is_last: b
     # In a sticky folder such as /tmp users can add entries, but not replace those of others.
     if not is_last and facts.st_mode & stat.S_ISVTX:
         return ""
-    # A group with the number of the owner is the owner's own group, in which there is no one else by default.
+    # A group with the owner's number is the owner's own group, which by default has no other user.
     by_group = facts.st_mode & stat.S_IWGRP and facts.st_gid != facts.st_uid
     return f"other users can write to {place}" if by_group or facts.st_mode & stat.S_IWOTH else ""
 
 
 def _overflow_user() -> int | None:
-    """The number under which users outside of this user namespace appear; None outside of one."""
+    """Return the uid under which users outside this user namespace appear; None outside a namespace."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         if int(Path("/proc/self/uid_map").read_text(encoding="ascii").split()[2]) < _ALL_USERS:
             return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
@@ -315,7 +303,7 @@ def _refuse_danger(name: str, folder: Path) -> None:
 
 
 def _make_temporary() -> Path:
-    """Removed at this process's end."""
+    """Create a temporary folder that is removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="shoal-torch-"))
     owner = os.getpid()
 
@@ -329,5 +317,5 @@ def _make_temporary() -> Path:
 
 
 def script_store_command(address: str, port: int, fd: int) -> tuple[str, ...]:
-    """What the first node's agent starts beside its ranks."""
+    """Return the command of the process that serves torch's store for a script's ranks, on the first node."""
     return (sys.executable, "-P", "-m", _SCRIPT_STORE, f"--address={address}", f"--port={port}", f"--fd={fd}")

@@ -1,7 +1,7 @@
-"""What an agent and its own ranks say to each other about membership, over a socket that a rank inherits.
+"""Messages about membership between an agent and its own ranks, over a socket that a rank inherits.
 
-The agent's council decides; ranks only do what they are told and say where they stand. Strict on both sides, like the
-messages between agents: the two may be of different installs after an upgrade in mid-run.
+The agents decide; a rank follows the orders of its agent and reports its state. Both sides validate strictly, because
+they may have different versions after an upgrade during a run.
 """
 
 from __future__ import annotations
@@ -10,30 +10,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from shoal.control.channel import LENGTH as LENGTH
+from shoal.control.channel import frame
+from shoal.control.membership.settings import LEASE_S as LEASE_S
 from shoal.control.membership.types import Ballot, Count, Lineage, State, StrictModel
 from shoal.errors import ControlError
 
-# The agent hands a rank of an elastic run this descriptor beside that of the store.
+# A rank of an elastic run inherits this descriptor from its agent, beside that of the store.
 LINE_FD = "SHOAL_LINE_FD"
-LENGTH = 4
 MOST_BYTES = 1 << 20
-# How long a lease lasts; the agent renews it four times as often.
-LEASE_S = 1.0
-
 MOST_NUMBERS = 2**31
 Number = Annotated[int, Field(ge=0, lt=MOST_NUMBERS)]
 
 
 class EnterGeneration(StrictModel):
-    """Form this generation's group as `rank` of `size`, under its own prefix in the store.
-
-    `ids` are the ranks' own numbers, by which their files are called, in the order of their ranks; a number is never
-    given to anybody else. `first`: the launch's own first generation, in which everybody begins alike. In a later one
-    whoever differs from `state` copies it from `source`; without `holds`, what it has counts for nothing until then.
-    `recovers`: no rank has a state, and all begin with the newest checkpoint. `launched`: the launch had so many ranks;
-    the global batch and the learning rate are those of that world, also after a recovery with other ranks.
-    `keeps_files`: of the ranks that share a folder, this one keeps its ledger and checkpoints.
-    """
+    """Form this generation's group as `rank` of `size`, under its own prefix in the store."""
 
     type: Literal["enter"] = "enter"
     generation: Ballot
@@ -41,15 +32,17 @@ class EnterGeneration(StrictModel):
     rank: Number
     local_rank: Number
     local_size: Number
+    # The permanent numbers of all ranks, by which their files are named, in the order of their ranks.
     ids: Annotated[tuple[Number, ...], Field(min_length=1, max_length=4096)]
     nodes: Annotated[tuple[str, ...], Field(min_length=1, max_length=4096)]
-    state: State
+    state: State  # a rank with another state copies it from `source`
     source: Number
-    first: bool
-    holds: bool
-    keeps_files: bool
+    first: bool  # the first generation of the launch, in which all ranks begin alike
+    holds: bool  # false: the rank's own state does not count until the copy has arrived
+    keeps_files: bool  # of the ranks that share a folder, this one writes its ledger and checkpoints
+    # The number of ranks of the launch: the global batch and the learning rate stay those of that world.
     launched: Number
-    recovers: bool = False
+    recovers: bool = False  # no rank has a state: all begin with the newest checkpoint
 
     @property
     def size(self) -> int:
@@ -61,15 +54,15 @@ class EnterGeneration(StrictModel):
 
 
 class LeaveGeneration(StrictModel):
-    """Leave this generation, after the step (`at_edge`) or at once, and say where you stand."""
+    """Leave this generation and report the state."""
 
     type: Literal["halt"] = "halt"
     generation: Ballot
-    at_edge: bool
+    at_edge: bool  # after the current step; otherwise at once
 
 
 class LeaseRenewed(StrictModel):
-    """This generation was still the newest at `at_s` on this machine's boot clock: commit in it for `LEASE_S`."""
+    """The lease: this generation was the newest at `at_s` on the boot clock; commit in it for `LEASE_S`."""
 
     type: Literal["lease"] = "lease"
     generation: Ballot
@@ -77,7 +70,7 @@ class LeaseRenewed(StrictModel):
 
 
 class AbandonCommits(StrictModel):
-    """After the copy: the ledger's entries of `lineage` after `shared_step` that `standing` lacks are abandoned."""
+    """After the copy, mark the ledger's entries of `lineage` after `shared_step` that `standing` lacks as abandoned."""
 
     type: Literal["give-up"] = "give-up"
     lineage: Ballot
@@ -86,15 +79,14 @@ class AbandonCommits(StrictModel):
 
 
 class RankReady(StrictModel):
-    """This rank has imported everything and can take part; `committed`: the last step in the ledger
-    that it took part in itself; a folder that several nodes share has the others' steps, too."""
+    """This rank has imported everything and can join."""
 
     type: Literal["here"] = "here"
-    committed: Count
+    committed: Count  # the last step in the ledger that it took part in; a shared folder has other nodes' steps too
 
 
 class GroupFormed(StrictModel):
-    """It is in the group and has the generation's state."""
+    """The rank is in the group and has the generation's state."""
 
     type: Literal["formed"] = "formed"
     generation: Ballot
@@ -102,15 +94,15 @@ class GroupFormed(StrictModel):
 
 
 class LeftGeneration(StrictModel):
-    """It is out for good. No state: what it had to copy had not arrived."""
+    """The rank has left the generation for good."""
 
     type: Literal["halted"] = "halted"
     generation: Ballot
-    state: State | None
+    state: State | None  # None: the state it had to copy had not arrived
 
 
 class GenerationBroken(StrictModel):
-    """It cannot go on in this generation: an exchange failed, or the group did not form."""
+    """The rank cannot go on in this generation: an exchange failed, or the group did not form."""
 
     type: Literal["broken"] = "broken"
     generation: Ballot
@@ -123,7 +115,7 @@ class StepCommitted(StrictModel):
 
 
 class TrainingFinished(StrictModel):
-    """The last barrier of the training is passed."""
+    """The rank has passed the last barrier of the training."""
 
     type: Literal["finished"] = "finished"
 
@@ -136,12 +128,12 @@ _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discrimin
 
 
 def prefix_of(generation: Ballot) -> str:
-    """Before every key that the ranks of a generation set: `gen-7-2/`, less the slash that torch adds."""
+    """Return the prefix of a generation's keys: `gen-7-2`, to which torch adds a slash."""
     return f"gen-{generation}"
 
 
 def generation_of(key: str) -> Ballot | None:
-    """The generation whose key this is, if it is one's."""
+    """Return the generation of a key; None for a key without one."""
     head, slash, _ = key.partition("/")
     parts = head.split("-")
     if not slash or len(parts) != 3 or parts[0] != "gen" or not (parts[1].isdecimal() and parts[2].isdecimal()):
@@ -150,8 +142,7 @@ def generation_of(key: str) -> Ballot | None:
 
 
 def to_frame(message: ToRank | ToAgent) -> bytes:
-    payload = message.model_dump_json().encode()
-    return len(payload).to_bytes(LENGTH, "big") + payload
+    return frame(message.model_dump_json().encode())
 
 
 def read_to_rank(payload: bytes) -> ToRank:
@@ -170,6 +161,6 @@ def _read(adapter: TypeAdapter[Any], payload: bytes) -> Any:
     except (ValidationError, ValueError, RecursionError) as error:
         raise ControlError(
             f"an agent and its rank do not understand each other: {str(error).splitlines()[0]}",
-            why="shoal was changed on this machine while the run was going on",
+            why="shoal was changed on this machine during the run",
             fix="end the run and resume it: shoal stop RUN; shoal train --resume RUN",
         ) from None

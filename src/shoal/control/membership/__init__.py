@@ -1,4 +1,1 @@
-"""Who takes part in a run, decided by all of its agents and by none in particular. Pure but for `promisefile`.
-
-`council` decides, `docs/faults.md` says what it promises.
-"""
+"""Agree on which nodes train: Paxos over generations, with resignations, forks and leases (see docs/faults.md)."""

@@ -1,4 +1,7 @@
-"""Who is here, silent or gone, by what we heard and when. The clock is handed in: CLOCK_BOOTTIME in production."""
+"""Which peers are alive, silent or gone, and what each of them reported last.
+
+The caller passes the time: CLOCK_BOOTTIME in production, which also counts while the machine sleeps.
+"""
 
 from __future__ import annotations
 
@@ -8,191 +11,193 @@ from shoal.control.membership.messages import Heartbeat, Resign
 from shoal.control.membership.quorum import JoinCandidate, Quorum
 from shoal.control.membership.sentences import Cause
 from shoal.control.membership.settings import MembershipSettings
-from shoal.control.membership.types import Ballot, Generation, standing
+from shoal.control.membership.types import Ballot, Generation, choose_lineage
 
 
 class PeerStatus(Enum):
-    """`GONE`: its agent's connection closed right after a heartbeat; that it said so itself is known elsewhere.
-    `SILENT`: nothing was heard, which a cable, a closed lid and a long pause all look like."""
-
-    HERE = "here"
-    SILENT = "silent"
-    GONE = "gone"
+    ALIVE = "alive"
+    SILENT = "silent"  # no message for `silent_after_s`: a pulled cable, a closed lid and a long pause look the same
+    GONE = "gone"  # its connection closed right after a message: its agent has ended
 
 
 class FailureDetector:
-    def __init__(self, rules: MembershipSettings, now: float) -> None:
-        self._rules = rules
+    def __init__(self, settings: MembershipSettings, now: float) -> None:
+        self._settings = settings
         self._now = now
-        # As if we had always been awake: nothing has happened yet that we could have missed.
-        self._awake_since = now - rules.silent_after_s
-        self._heard_at: dict[int, float] = {}
+        # As if this node had always been awake: it cannot have missed anything yet.
+        self._awake_since = now - settings.silent_after_s
+        self._received_at: dict[int, float] = {}
         self._gone: set[int] = set()
 
-    def note(self, now: float) -> bool:
-        """Every input begins with this; whether we have just woken up. After a gap in our own time we know nothing of
-        the others: everybody gets a fresh grace, or a woken machine would take its live peers for silent ones."""
-        was_away = now - self._now > self._rules.away_after_s
-        if was_away:
+    def advance(self, now: float) -> bool:
+        """Set the time, before every input; return whether this node has just woken up.
+
+        After a gap in our own time every peer gets a new grace period: otherwise a woken machine would suspect all its
+        live peers.
+        """
+        has_slept = now - self._now > self._settings.slept_after_s
+        if has_slept:
             self._awake_since = now
-            self._heard_at = dict.fromkeys(self._heard_at, now)
+            self._received_at = dict.fromkeys(self._received_at, now)
         self._now = now
-        return was_away
+        return has_slept
 
     def awake_s(self) -> float:
-        """What arrives right after waking was said while we slept."""
+        """Return the time since waking. A message that arrives right after waking was sent while we slept."""
         return self._now - self._awake_since
 
     def expect(self, member: int) -> None:
-        """Its time to be heard of begins now, unless we heard of it before."""
-        self._heard_at.setdefault(member, self._now)
+        """Start the grace period of a member that has sent nothing yet."""
+        self._received_at.setdefault(member, self._now)
 
-    def heard(self, member: int) -> None:
-        self._heard_at[member] = self._now
+    def record_message(self, member: int) -> None:
+        self._received_at[member] = self._now
         self._gone.discard(member)
 
-    def closed(self, member: int) -> None:
-        """Only a closing right after a heartbeat proves anything, and not to somebody who has just woken up: peers that
-        gave it up closed their connections while it slept, and are all alive."""
-        heard_at = self._heard_at.get(member, float("-inf"))
-        settled = self.awake_s() >= self._rules.silent_after_s
-        if settled and self._now - heard_at <= self._rules.closed_within_s:
+    def record_close(self, member: int) -> None:
+        """Record that the member's connection closed.
+
+        Only a close right after a message proves that its agent ended, and not to a node that has just woken up: while
+        it slept, live peers gave it up and closed their connections.
+        """
+        received_at = self._received_at.get(member, float("-inf"))
+        is_settled = self.awake_s() >= self._settings.silent_after_s
+        if is_settled and self._now - received_at <= self._settings.closed_within_s:
             self._gone.add(member)
 
-    def standing(self, member: int) -> PeerStatus:
+    def status(self, member: int) -> PeerStatus:
         if member in self._gone:
             return PeerStatus.GONE
-        heard_at = self._heard_at.get(member)
-        if heard_at is None or self._now - heard_at > self._rules.silent_after_s:
+        received_at = self._received_at.get(member)
+        if received_at is None or self._now - received_at > self._settings.silent_after_s:
             return PeerStatus.SILENT
-        return PeerStatus.HERE
+        return PeerStatus.ALIVE
 
     def silent_s(self, member: int) -> float:
-        return self._now - self._heard_at.get(member, self._now)
-
-
-# SECTION control/membership/view
-# What one agent knows of the others: whom it hears, what they said last, who gave up a vote.
+        return self._now - self._received_at.get(member, self._now)
 
 
 class PeerReports:
-    def __init__(self, me: int, rules: MembershipSettings, now: float) -> None:
+    """What one agent knows of its peers: who is reachable, their last heartbeats, and who resigned."""
+
+    def __init__(self, me: int, settings: MembershipSettings, now: float) -> None:
         self.me = me
-        self.watch = FailureDetector(rules, now)
-        self.linked: set[int] = set()
-        self.beats: dict[int, Heartbeat] = {}
-        self.resignations: dict[tuple[int, Ballot], Resign] = {}
-        self.generations: dict[int, Generation] = {}
+        self.detector = FailureDetector(settings, now)
+        self.connected: set[int] = set()
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.resignations: dict[tuple[int, Ballot], Resign] = {}  # by member and generation
+        self.generations: dict[int, Generation] = {}  # the last that each member announced
 
     def forget_before(self, generation: Ballot) -> None:
-        """Votes on what followed older generations than ours are of no use any more."""
-        self.resignations = {key: word for key, word in self.resignations.items() if key[1] >= generation}
+        """Forget resignations from older generations: their successors are decided."""
+        self.resignations = {key: resign for key, resign in self.resignations.items() if key[1] >= generation}
 
-    def hears(self) -> tuple[int, ...]:
-        return tuple(member for member in sorted(self.linked) if self.watch.standing(member) is PeerStatus.HERE)
+    def reachable(self) -> tuple[int, ...]:
+        return tuple(member for member in sorted(self.connected) if self.detector.status(member) is PeerStatus.ALIVE)
 
-    def usable(self, member: int) -> bool:
-        """We hear each other. Who does not hear us will form no group with us, whatever we hear of it."""
+    def is_reachable(self, member: int) -> bool:
+        """Whether messages pass in both directions: a member that does not receive ours can form no group with us."""
         if member == self.me:
             return True
-        beat = self.beats.get(member)
-        heard = member in self.linked and self.watch.standing(member) is PeerStatus.HERE
-        return heard and (beat is None or self.me in beat.hears)
+        beat = self.heartbeats.get(member)
+        is_alive = member in self.connected and self.detector.status(member) is PeerStatus.ALIVE
+        return is_alive and (beat is None or self.me in beat.reachable)
 
     def has_resigned(self, member: int, generation: Generation) -> bool:
         return (member, generation.id) in self.resignations
 
     def has_lost_state(self, member: int, generation: Generation) -> bool:
-        """By its own word, its connection's end, or because it came back without: not merely because it is silent."""
-        if self.watch.standing(member) is PeerStatus.GONE or self.has_resigned(member, generation):
+        """Whether the member resigned, its agent ended, or it reports no state. Silence alone is no proof."""
+        status = self.detector.status(member)
+        if status is PeerStatus.GONE or self.has_resigned(member, generation):
             return True
-        beat = self.beats.get(member)
-        heard = self.watch.standing(member) is PeerStatus.HERE
-        return heard and beat is not None and not (beat.votes and beat.holds)
+        beat = self.heartbeats.get(member)
+        return status is PeerStatus.ALIVE and beat is not None and not (beat.can_vote and beat.has_state)
 
     def is_elsewhere(self, member: int, generation: Generation) -> bool:
-        """It is in another generation by now, or belongs to none any more."""
-        beat = self.beats.get(member)
-        return beat is not None and (beat.generation != generation.id or not beat.votes)
+        """Whether it is in another generation by now, or has no vote in this one."""
+        beat = self.heartbeats.get(member)
+        return beat is not None and (beat.generation != generation.id or not beat.can_vote)
 
-    def electorate(self, generation: Generation, passed: Generation | None = None) -> Quorum:
-        """`passed`: a successor that has no seat for us and whose members have lost what they had, as far as is known;
-        those of whom it is not known count against us."""
-        inside = frozenset(passed.members) if passed else frozenset()
-        members = inside.union(generation.members)
-        resigned = {member for member in members - inside if self.has_resigned(member, generation)}
+    def quorum(self, generation: Generation, passed: Generation | None = None) -> Quorum:
+        """Return who votes on the successor.
+
+        `passed`: a successor without this member, whose members have lost their state as far as is known; members of
+        whom that is not known count against us.
+        """
+        successors = frozenset(passed.members) if passed else frozenset()
+        members = successors.union(generation.members)
+        resigned = {member for member in members - successors if self.has_resigned(member, generation)}
         away = {member for member in members - {self.me} if self._is_away(member, generation)}
         return Quorum(members, frozenset(resigned), frozenset(away), closed=passed is not None)
 
-    def guests(self, generation: Generation) -> dict[int, JoinCandidate]:
-        """Those who ask to be let in and bring ranks; members that have resigned may come back this way."""
-        asking = {
-            member: beat
-            for member, beat in self.beats.items()
-            if beat.asks == generation.lineage.name and beat.ranks and self.usable(member)
-        }
+    def candidates(self, generation: Generation) -> dict[int, JoinCandidate]:
+        """Return the reachable nodes with ranks that ask to join; members that have resigned may return this way."""
         return {
-            member: JoinCandidate(beat.ranks, beat.hears)
-            for member, beat in asking.items()
+            member: JoinCandidate(beat.ranks, beat.reachable)
+            for member, beat in self.heartbeats.items()
+            if beat.joins == generation.lineage.name and beat.ranks and self.is_reachable(member)
             if member not in generation.members or self.is_elsewhere(member, generation)
         }
 
-    def welcome(self, generation: Generation, present: list[int], room: int) -> bool:
-        """Whether a guest could come in now, with its ranks: everybody present hears it, and it hears everybody."""
+    def can_admit(self, generation: Generation, present: list[int], free_ranks: int) -> bool:
+        """Whether a candidate that every present member reaches, and that reaches every one of them, would fit."""
         return any(
-            len(guest.ranks) <= room
-            and all(other == self.me or member in self.beats[other].hears for other in present if other in self.beats)
-            and set(present) <= set(guest.hears)
-            for member, guest in self.guests(generation).items()
+            len(candidate.ranks) <= free_ranks
+            and all(
+                other == self.me or member in self.heartbeats[other].reachable
+                for other in present
+                if other in self.heartbeats
+            )
+            and set(present) <= set(candidate.reachable)
+            for member, candidate in self.candidates(generation).items()
         )
 
-    def best_lineage(self, mine: Generation | None, committed: int) -> Ballot | None:
-        """The lineage that should stand, of those whose members we could all reach, and of our own."""
-        reach = [
-            beat
-            for member, beat in self.beats.items()
-            if beat.votes and beat.holds and self.usable(member) and (mine is None or self._reaches_all(member, mine))
-        ]
-        known: dict[Ballot, int] = {} if mine is None else {mine.lineage.name: committed}
-        for beat in reach:
-            if beat.lineage is not None:
-                known[beat.lineage] = max(known.get(beat.lineage, 0), beat.committed)
-        return standing(known) if known else None
+    def best_lineage(self, own: Generation | None, committed: int) -> Ballot | None:
+        """Return the lineage that should stay: our own, or one whose members we could all reach."""
+        steps: dict[Ballot, int] = {} if own is None else {own.lineage.name: committed}
+        for member, beat in self.heartbeats.items():
+            is_candidate = beat.can_vote and beat.has_state and self.is_reachable(member)
+            if is_candidate and (own is None or self._could_join(member, own)) and beat.lineage is not None:
+                steps[beat.lineage] = max(steps.get(beat.lineage, 0), beat.committed)
+        return choose_lineage(steps) if steps else None
 
-    def is_overtaken(self, mine: Generation) -> bool:
-        """Our lineage has gone on without us, and whoever did so can be heard. That it was told of a successor that
-        has us in it only means that the same news is on its way to us."""
+    def is_overtaken(self, own: Generation) -> bool:
+        """Whether a reachable member is in a later generation of our lineage that excludes us. If it includes us, its
+        announcement is on the way to us."""
         return any(
-            later.lineage.name == mine.lineage.name and later.id > mine.id and self.me not in later.members
-            for member in self.hears()
+            later.lineage.name == own.lineage.name and later.id > own.id and self.me not in later.members
+            for member in self.reachable()
             if (later := self._generation_of(member)) is not None
         )
 
     def cause(self, member: int, generation: Generation) -> Cause:
+        """Return why the member is missing."""
         if self.has_resigned(member, generation):
             return self.resignations[member, generation.id].why
-        if self.watch.standing(member) is PeerStatus.GONE:
+        status = self.detector.status(member)
+        if status is PeerStatus.GONE:
             return "closed"
-        if self.watch.standing(member) is PeerStatus.HERE and self.is_elsewhere(member, generation):
-            return "elsewhere"
-        return "silent"
+        return "elsewhere" if status is PeerStatus.ALIVE and self.is_elsewhere(member, generation) else "silent"
 
-    def _reaches_all(self, member: int, mine: Generation) -> bool:
-        """To stop our own training for a lineage that could not take us in would help nobody."""
-        if self.beats[member].lineage == mine.lineage.name:
+    def _could_join(self, member: int, own: Generation) -> bool:
+        """Whether the member's lineage could admit us: stopping our training for one that cannot would be in vain."""
+        if self.heartbeats[member].lineage == own.lineage.name:
             return True
-        theirs = self._generation_of(member)
-        return theirs is not None and all(map(self.usable, theirs.members))
+        generation = self._generation_of(member)
+        return generation is not None and all(map(self.is_reachable, generation.members))
 
     def _generation_of(self, member: int) -> Generation | None:
-        """The one whose state it has and may vote in, if it has told us what that is."""
-        beat, told = self.beats.get(member), self.generations.get(member)
-        return told if beat and told and beat.votes and beat.holds and told.id == beat.generation else None
+        """Return the generation whose state the member has and in which it votes, if it has announced it."""
+        beat, announced = self.heartbeats.get(member), self.generations.get(member)
+        if beat and announced and beat.can_vote and beat.has_state and announced.id == beat.generation:
+            return announced
+        return None
 
     def _is_away(self, member: int, generation: Generation) -> bool:
-        """Its connection closed; or it went on, or belongs to no generation any more, and has lost what it had."""
-        if self.watch.standing(member) is PeerStatus.GONE:
+        """Whether its agent ended, or it is in another generation or none and has lost its state."""
+        if self.detector.status(member) is PeerStatus.GONE:
             return True
-        beat = self.beats.get(member)
-        empty_handed = beat is not None and not (beat.holds and beat.votes)
-        return empty_handed and self.is_elsewhere(member, generation)
+        beat = self.heartbeats.get(member)
+        is_empty = beat is not None and not (beat.has_state and beat.can_vote)
+        return is_empty and self.is_elsewhere(member, generation)

@@ -1,4 +1,4 @@
-"""What agents say to each other about membership: small, strict, and nothing that makes the other side run anything."""
+"""Messages about membership between agents: small, validated strictly, and none makes the receiver run anything."""
 
 from __future__ import annotations
 
@@ -7,69 +7,67 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shoal.control.membership.types import MOST_MEMBERS, Ballot, Count, Generation, Member, Ranks, State, StrictModel
+from shoal.control.channel import SAME_VERSIONS
+from shoal.control.membership.types import MAX_MEMBERS, Ballot, Count, Generation, Member, Ranks, State, StrictModel
 from shoal.errors import ControlError
 
-# 64 members with 64 ranks each, twice, fit into this; anything larger was not written by us.
-MOST_BYTES = 256 << 10
+# Two lists of 64 members with 64 ranks each fit into this; no agent sends more.
+MAX_BYTES = 256 << 10
 
-Members = Annotated[tuple[Member, ...], Field(max_length=4 * MOST_MEMBERS)]
+Members = Annotated[tuple[Member, ...], Field(max_length=4 * MAX_MEMBERS)]
 
 
 class Vote(StrictModel):
-    """A successor that somebody accepted, and under which ballot."""
+    """An accepted successor and the ballot under which it was accepted."""
 
     ballot: Ballot
     successor: Generation
 
 
 class Heartbeat(StrictModel):
-    """Every quarter of a second, to everybody. `hears`: whom the sender holds for here. `votes`: it may vote on what
-    follows its generation. `holds`: its ranks have a state to train on from. `asks`: the lineage it wants to be let
-    into, with these ranks."""
+    """Sent to every connected agent every `heartbeat_s`."""
 
     type: Literal["member-beat"] = "member-beat"
     generation: Ballot | None
     lineage: Ballot | None
     committed: Count
-    hears: Members
-    votes: bool
-    holds: bool
-    asks: Ballot | None = None
+    reachable: Members  # the members that the sender receives messages from
+    can_vote: bool  # on the successor of its generation
+    has_state: bool  # its ranks have a state to train on from
+    joins: Ballot | None = None  # the lineage that it asks to join, with `ranks`
     ranks: Ranks = ()
 
 
 class Alarm(StrictModel):
-    """The sender's ranks cannot go on in this generation, or it misses somebody: let the first member propose."""
+    """The sender's ranks cannot go on in this generation, or a member is missing: the first member shall propose."""
 
     type: Literal["member-alarm"] = "member-alarm"
     generation: Ballot
 
 
 class Prepare(StrictModel):
-    """Stop your ranks and say where they stand; `at_edge`: after their step, since nobody is missing."""
+    """Phase 1a: stop your ranks and promise this ballot."""
 
     type: Literal["member-prepare"] = "member-prepare"
     generation: Ballot
     ballot: Ballot
-    at_edge: bool
+    at_edge: bool  # after their current step, because no member is missing
 
 
 class Promise(StrictModel):
-    """My ranks are out of this generation for good. No lower ballot gets my vote; this is what I had accepted before.
-    Without `state` I have nothing to train on from: my copy had not arrived yet."""
+    """Phase 1b: the sender's ranks have left this generation for good, and it votes for no lower ballot."""
 
     type: Literal["member-promise"] = "member-promise"
     generation: Ballot
     ballot: Ballot
-    state: State | None
+    state: State | None  # None: the copy of a state had not arrived yet
     ranks: Ranks
-    hears: Members
-    accepted: Vote | None = None
+    reachable: Members
+    accepted: Vote | None = None  # what it had accepted before
 
 
 class Refuse(StrictModel):
-    """I have promised a higher ballot: this one."""
+    """The sender has promised a higher ballot: this one."""
 
     type: Literal["member-refuse"] = "member-refuse"
     generation: Ballot
@@ -77,6 +75,8 @@ class Refuse(StrictModel):
 
 
 class Accept(StrictModel):
+    """Phase 2a: vote for this successor."""
+
     type: Literal["member-accept"] = "member-accept"
     generation: Ballot
     ballot: Ballot
@@ -84,13 +84,15 @@ class Accept(StrictModel):
 
 
 class Accepted(StrictModel):
+    """Phase 2b: the sender has voted for the successor of this ballot."""
+
     type: Literal["member-accepted"] = "member-accepted"
     generation: Ballot
     ballot: Ballot
 
 
 class Announce(StrictModel):
-    """Decided: this generation exists. Told to everybody who seems not to know it."""
+    """This generation is decided. Sent to every agent that seems not to know it."""
 
     type: Literal["member-announce"] = "member-announce"
     generation: Generation
@@ -100,7 +102,8 @@ Why = Literal["leave", "ranks", "suspend", "restart", "elsewhere"]
 
 
 class Resign(StrictModel):
-    """I give up my vote on what follows this generation, for ever; it counts as a promise to every ballot."""
+    """The sender gives up its vote on the successor of this generation for ever, which counts as a promise to every
+    ballot."""
 
     type: Literal["member-resign"] = "member-resign"
     generation: Ballot
@@ -115,27 +118,22 @@ _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discrimina
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """As `control.channel` carries it."""
+    """Return the message as `control.channel` carries it."""
     document: dict[str, Any] = message.model_dump(mode="json")
     return document
 
 
 def decode(document: dict[str, Any]) -> Message:
-    """Refuses what we would not have said: another type, an unknown field, a number out of range."""
+    """Return the message; ControlError for another type, an unknown field or a value out of range."""
     text = json.dumps(document)
     try:
-        if len(text) > MOST_BYTES:
+        if len(text) > MAX_BYTES:
             raise ValueError(f"{len(text)} bytes")
         return _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        raise _broken(f"{error.error_count()} fields are wrong") from None
     except ValueError as error:
-        raise _broken(str(error)) from None
-
-
-def _broken(how: str) -> ControlError:
-    return ControlError(
-        f"a message about membership that cannot be read: {how}",
-        why="the other side has another version of shoal, or is not shoal",
-        fix="bring all machines to the same versions: shoal setup HOSTS",
-    )
+        wrong = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else str(error)
+        raise ControlError(
+            f"a message about membership that cannot be read: {wrong}",
+            why="the other side has another version of shoal, or is not shoal",
+            fix=SAME_VERSIONS,
+        ) from None

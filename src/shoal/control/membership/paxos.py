@@ -1,4 +1,8 @@
-"""How one agent proposes what follows its generation, when that falls to it."""
+"""The acceptor and the proposer of one agent: Paxos on the successor of a generation.
+
+The acceptors are the members of the last generation. Any member may propose; the lowest present one does, and the next
+one when it does not within `proposer_backoff_s`.
+"""
 
 from __future__ import annotations
 
@@ -7,168 +11,161 @@ from dataclasses import dataclass, field
 
 from shoal.control.membership import sentences
 from shoal.control.membership.messages import Accept, Accepted, Alarm, Prepare, Promise, Refuse, Resign, Vote
-from shoal.control.membership.quorum import Quorum, QuorumDecision, QuorumVerdict, succeed
+from shoal.control.membership.quorum import Quorum, QuorumDecision, QuorumVerdict, decide_successor
+from shoal.control.membership.settings import PAUSE_RETRY_S
 from shoal.control.membership.state import MembershipState, PauseTraining, Phase
 from shoal.control.membership.types import Ballot, Generation
 
-# SECTION control/membership/elector
-# How one agent answers those who propose a successor.
-
 
 class Acceptor:
-    def __init__(self, desk: MembershipState) -> None:
-        self._desk = desk
-        self._complained = False
-        self.due: Prepare | None = None
-        self.promised_at = desk.now
+    def __init__(self, state: MembershipState) -> None:
+        self._state = state
+        self._has_logged_error = False
+        self.pending: Prepare | None = None  # a promise that is sent when our ranks have stopped
+        self.promised_at = state.now
 
     def on_prepare(self, proposer: int, prepare: Prepare) -> bool:
-        """Whether it gets our promise. That goes out by `answer`, when our ranks are out."""
-        desk = self._desk
-        desk.voter.saw(prepare.ballot.number)
+        """Return whether the ballot is promised. `answer` sends the promise when our ranks have stopped."""
+        state = self._state
+        state.voter.saw(prepare.ballot.number)
         if not self._may_answer(proposer, prepare.generation):
             return False
-        if not self._cast(lambda: desk.voter.promise(prepare.ballot)):
-            desk.post(proposer, Refuse(generation=prepare.generation, ballot=desk.voter.record.promised))
+        if not self._try_vote(lambda: state.voter.promise(prepare.ballot)):
+            state.send(proposer, Refuse(generation=prepare.generation, ballot=state.voter.record.promised))
             return False
-        self.due, self.promised_at = prepare, desk.now
+        self.pending, self.promised_at = prepare, state.now
         return True
 
     def on_accept(self, proposer: int, accept: Accept) -> None:
-        desk = self._desk
+        state = self._state
         if not self._may_answer(proposer, accept.generation):
             return
         vote = Vote(ballot=accept.ballot, successor=accept.successor)
-        if self._cast(lambda: desk.voter.accept(vote)):
-            desk.post(proposer, Accepted(generation=accept.generation, ballot=accept.ballot))
+        if self._try_vote(lambda: state.voter.accept(vote)):
+            state.send(proposer, Accepted(generation=accept.generation, ballot=accept.ballot))
         else:
-            desk.post(proposer, Refuse(generation=accept.generation, ballot=desk.voter.record.promised))
+            state.send(proposer, Refuse(generation=accept.generation, ballot=state.voter.record.promised))
 
     def answer(self, current: Generation) -> None:
-        desk, due = self._desk, self.due
-        if due is None or desk.ranks.phase is not Phase.STOPPED:
+        """Send the pending promise, once our ranks have stopped."""
+        state, pending = self._state, self.pending
+        if pending is None or state.ranks.phase is not Phase.STOPPED:
             return
-        self.due = None
+        self.pending = None
         promise = Promise(
             generation=current.id,
-            ballot=due.ballot,
-            state=desk.ranks.state,
-            ranks=desk.ranks.numbers,
-            hears=desk.view.hears(),
-            accepted=desk.voter.record.accepted,
+            ballot=pending.ballot,
+            state=state.ranks.state,
+            ranks=state.ranks.numbers,
+            reachable=state.peers.reachable(),
+            accepted=state.voter.record.accepted,
         )
-        desk.post(due.ballot.proposer, promise)
+        state.send(pending.ballot.proposer, promise)
 
     def _may_answer(self, proposer: int, generation: Ballot) -> bool:
-        """Who wants to leave a lineage does not say how it goes on; who is ahead tells who is behind."""
-        desk = self._desk
-        if not desk.is_current(generation):
-            desk.announce(proposer)
+        """Whether we vote in it; a proposer that is behind is sent our generation. A leaving agent does not vote."""
+        state = self._state
+        if not state.is_current(generation):
+            state.announce(proposer)
             return False
-        return desk.voter.may_vote() and desk.asks is None
+        return state.voter.may_vote() and state.joins is None
 
-    def _cast(self, vote: Callable[[], bool]) -> bool:
-        """A vote that cannot be written down is not given."""
+    def _try_vote(self, vote: Callable[[], bool]) -> bool:
+        """Return false for a vote that cannot be written to disk: it must not be given."""
         try:
             return vote()
         except OSError as error:
-            if not self._complained:
-                self._complained = True
-                self._desk.say(sentences.cannot_promise(self._desk.me, error, self._desk.name))
+            if not self._has_logged_error:
+                self._has_logged_error = True
+                self._state.log(sentences.cannot_promise(self._state.me, error, self._state.name))
             return False
-
-
-# SECTION control/membership/round
-# One attempt to agree on a successor, from its proposer's side.
 
 
 @dataclass
 class PaxosRound:
+    """One ballot of a proposer."""
+
     base: Generation
     ballot: Ballot
     at_edge: bool
     began_at: float
     promises: dict[int, Promise] = field(default_factory=dict)
-    outcome: QuorumDecision | None = None
+    decision: QuorumDecision | None = None  # chosen at the end of phase 1
     accepts: set[int] = field(default_factory=set)
 
     def waits_for(self, present: Iterable[int]) -> bool:
         return any(member not in self.promises for member in present)
 
     def hurry(self, now: float) -> None:
-        """Somebody went missing while ranks were still to end their step: they can't any more."""
+        """Stop waiting for ranks to finish their step: a member is missing, so they cannot."""
         if self.at_edge:
             self.at_edge, self.began_at = False, now
 
     def outbid_by(self, resignations: Iterable[Resign]) -> Ballot | None:
-        """A resigned member answers every ballot, and no lower one than it had promised."""
-        return max((word.promised for word in resignations if word.promised > self.ballot), default=None)
+        """Return a higher ballot that a resigned member had promised: it answers every ballot, but no lower one."""
+        return max((resign.promised for resign in resignations if resign.promised > self.ballot), default=None)
 
-    def bound_to(self, electorate: Quorum, words: Mapping[int, Resign]) -> QuorumDecision | None:
-        """A successor that may have been decided already, unknown to us, must be proposed again as it is."""
+    def bound_to(self, quorum: Quorum, resignations: Mapping[int, Resign]) -> QuorumDecision | None:
+        """Return a successor that may already be decided: it must be proposed again unchanged."""
         votes = [promise.accepted for promise in self.promises.values()]
-        votes += [word.accepted for member, word in words.items() if member in electorate.resigned]
-        known = [vote for vote in votes if vote is not None]
-        if not known or len(self.promises.keys() & electorate.voters) < electorate.quorum:
+        votes += [resign.accepted for member, resign in resignations.items() if member in quorum.resigned]
+        accepted = [vote for vote in votes if vote is not None]
+        if not accepted or len(self.promises.keys() & quorum.voters) < quorum.majority:
             return None
-        newest: Vote = max(known, key=lambda vote: vote.ballot)
-        return QuorumDecision(QuorumVerdict.CONTINUE, newest.successor, electorate.voters, electorate.quorum)
+        newest: Vote = max(accepted, key=lambda vote: vote.ballot)
+        return QuorumDecision(QuorumVerdict.CONTINUE, newest.successor, quorum.voters, quorum.majority)
 
     def decided(self) -> Generation | None:
-        outcome = self.outcome
-        enough = outcome is not None and len(self.accepts & outcome.electors) >= outcome.quorum
-        return outcome.successor if outcome and enough else None
-
-
-# A pause is looked at again this often, even when nothing seems to have changed.
-_AGAIN_S = 1.0
+        decision = self.decision
+        if decision is None or len(self.accepts & decision.voters) < decision.majority:
+            return None
+        return decision.successor
 
 
 class Proposer:
-    def __init__(self, desk: MembershipState, elector: Acceptor) -> None:
-        self._desk = desk
-        self._elector = elector
+    def __init__(self, state: MembershipState, acceptor: Acceptor) -> None:
+        self._state = state
+        self._acceptor = acceptor
         self._round: PaxosRound | None = None
-        self._need_since: float | None = None
-        self._next_try = desk.now
-        self._paused = False
-        self._scene: object = None
-        self._sight: object = None
-        self._calm_since = desk.now
-        # Since when no member that answers has a state.
-        self._stateless_since: float | None = None
+        self._needed_since: float | None = None  # since when a successor is needed
+        self._next_try = state.now
+        self._is_paused = False
+        self._last_reports: object = None  # what peers reported when we last looked
+        self._last_view: object = None  # who was reachable when a fork was last considered, unchanged since:
+        self._view_since = state.now
+        self._stateless_since: float | None = None  # since when no member that answers has a state
 
     @property
     def needed_s(self) -> float:
-        """How long a successor has been sought."""
-        return 0.0 if self._need_since is None else self._desk.now - self._need_since
+        """How long a successor has been needed."""
+        return 0.0 if self._needed_since is None else self._state.now - self._needed_since
 
     def reset(self) -> None:
-        """A new generation, and everybody trains."""
+        """Start over in a new generation."""
         self.step_down()
-        self._paused = False
+        self._is_paused = False
         self._stateless_since = None
 
     def step_down(self) -> None:
-        self._round = self._need_since = None
+        self._round = self._needed_since = None
 
     def yield_to(self, proposer: int) -> None:
-        """We promised ourselves to somebody else's ballot."""
-        if proposer != self._desk.me:
+        """Drop our own ballot: we promised another proposer's."""
+        if proposer != self._state.me:
             self._round = None
 
-    def remind(self, member: int) -> None:
-        """It is connected again: what we asked, or what it answered, may have been lost with the old connection."""
+    def resend(self, member: int) -> None:
+        """Repeat our request over a new connection: it, or the answer, may be lost with the old one."""
         round = self._round
         if round and member in round.base.members:
-            self._ask(round, member)
+            self._request(round, member)
 
     def on_answer(self, sender: int, answer: Promise | Accepted | Refuse) -> None:
         round = self._round
         if round is None or round.base.id != answer.generation:
             return
         if isinstance(answer, Refuse):
-            self._desk.voter.saw(answer.ballot.number)
+            self._state.voter.saw(answer.ballot.number)
             if answer.ballot > round.ballot:
                 self._drop_round()
         elif answer.ballot == round.ballot and isinstance(answer, Promise):
@@ -176,124 +173,125 @@ class Proposer:
         elif answer.ballot == round.ballot:
             round.accepts.add(sender)
 
-    def preside(self, current: Generation, missing: bool) -> Generation | None:
-        """Does what our turn asks for now; a successor once it is decided."""
-        desk = self._desk
+    def advance(self, current: Generation, missing: bool) -> Generation | None:
+        """Propose or continue our ballot, if it is our turn; return the successor once it is decided."""
+        state = self._state
         if self._round is not None:
-            return self._conclude(self._round, missing)
-        if missing or desk.ranks.phase is not Phase.TRAINING or desk.could_grow(current):
-            self._seek(current, missing)
-        else:
-            self._need_since = None
+            return self._advance_round(self._round, missing)
+        if not missing and state.ranks.phase is Phase.TRAINING and not state.could_grow(current):
+            self._needed_since = None
+            return None
+        if self._needed_since is None:
+            self._needed_since = self._next_try = state.now
+            if missing:
+                state.broadcast(Alarm(generation=current.id))
+        if self._have_reports_changed():
+            self._next_try = min(self._next_try, state.now)
+        if state.now >= max(self._next_try, self._turn_at(current, missing)):
+            self._propose(current, at_edge=not missing and state.ranks.phase is Phase.TRAINING)
         return None
 
-    def _seek(self, current: Generation, missing: bool) -> None:
-        desk = self._desk
-        if self._need_since is None:
-            self._need_since = self._next_try = desk.now
-            if missing:
-                desk.tell_all(Alarm(generation=current.id))
-        if self._scene_changed():
-            self._next_try = min(self._next_try, desk.now)
-        if desk.now >= max(self._next_try, self._my_turn(current, missing)):
-            self._propose(current, at_edge=not missing and desk.ranks.phase is Phase.TRAINING)
-
-    def _my_turn(self, current: Generation, missing: bool) -> float:
-        """When it falls to us: after those before us, and after whoever we made a promise to, if it is there."""
-        desk, rules = self._desk, self._desk.rules
-        present = desk.present(current)
-        turn = present.index(desk.me) * rules.turn_s
-        promised = desk.voter.record.promised
-        if promised.number and promised.proposer != desk.me and promised.proposer in present:
-            patience = rules.edge_s if desk.ranks.at_edge and not missing else rules.answer_s
-            return self._elector.promised_at + patience + turn
-        return (desk.now if self._need_since is None else self._need_since) + turn
+    def _turn_at(self, current: Generation, missing: bool) -> float:
+        """Return when it is our turn: after the members before us, and after a present proposer that we promised."""
+        state, settings = self._state, self._state.settings
+        present = state.present(current)
+        backoff_s = present.index(state.me) * settings.proposer_backoff_s
+        promised = state.voter.record.promised
+        if promised.number and promised.proposer != state.me and promised.proposer in present:
+            is_waiting_for_step = state.ranks.at_edge and not missing
+            timeout_s = settings.step_end_timeout_s if is_waiting_for_step else settings.stop_timeout_s
+            return self._acceptor.promised_at + timeout_s + backoff_s
+        return (state.now if self._needed_since is None else self._needed_since) + backoff_s
 
     def _propose(self, current: Generation, at_edge: bool) -> None:
-        desk = self._desk
-        ballot = Ballot(desk.voter.record.highest + 1, desk.me)
-        self._round = PaxosRound(current, ballot, at_edge, desk.now)
+        state = self._state
+        ballot = Ballot(state.voter.record.highest + 1, state.me)
+        self._round = PaxosRound(current, ballot, at_edge, state.now)
         for member in current.members:
-            self._ask(self._round, member)
+            self._request(self._round, member)
 
-    def _ask(self, round: PaxosRound, member: int) -> None:
+    def _request(self, round: PaxosRound, member: int) -> None:
+        """Send the request of the round's current phase."""
         base, ballot = round.base.id, round.ballot
         if member not in round.promises:
-            self._desk.post(member, Prepare(generation=base, ballot=ballot, at_edge=round.at_edge))
-        elif round.outcome and round.outcome.successor:
-            self._desk.post(member, Accept(generation=base, ballot=ballot, successor=round.outcome.successor))
+            self._state.send(member, Prepare(generation=base, ballot=ballot, at_edge=round.at_edge))
+        elif round.decision and round.decision.successor:
+            self._state.send(member, Accept(generation=base, ballot=ballot, successor=round.decision.successor))
 
-    def _conclude(self, round: PaxosRound, missing: bool) -> Generation | None:
-        desk = self._desk
+    def _advance_round(self, round: PaxosRound, missing: bool) -> Generation | None:
+        state, settings = self._state, self._state.settings
         if missing:
-            round.hurry(desk.now)
-        late = desk.now - round.began_at > (desk.rules.edge_s if round.at_edge else desk.rules.answer_s)
-        if round.outcome is None and desk.me in round.promises:
-            if late or not round.waits_for(desk.present(round.base)):
-                self._choose(round)
-        elif late or round.decided():
+            round.hurry(state.now)
+        timeout_s = settings.step_end_timeout_s if round.at_edge else settings.stop_timeout_s
+        is_late = state.now - round.began_at > timeout_s
+        if round.decision is None and state.me in round.promises:
+            if is_late or not round.waits_for(state.present(round.base)):
+                self._start_phase_two(round)
+        elif is_late or round.decided():
             self._drop_round()
         return round.decided()
 
-    def _choose(self, round: PaxosRound) -> None:
-        desk, view, base = self._desk, self._desk.view, round.base
-        electorate = view.electorate(base, desk.passed)
-        words = {member: view.resignations[member, base.id] for member in electorate.resigned}
-        if round.outbid_by(words.values()):
+    def _start_phase_two(self, round: PaxosRound) -> None:
+        """Choose a successor and request votes for it; or pause, or drop the round."""
+        state, peers, base = self._state, self._state.peers, round.base
+        quorum = peers.quorum(base, state.passed)
+        resignations = {member: peers.resignations[member, base.id] for member in quorum.resigned}
+        if round.outbid_by(resignations.values()):
             self._drop_round()
             return
-        bound = None if desk.passed else round.bound_to(electorate, words)
-        gives_up_state = self._stateless_since is not None and (
-            desk.now - self._stateless_since > desk.rules.recover_after_s
+        bound = None if state.passed else round.bound_to(quorum, resignations)
+        gives_up_state = (
+            self._stateless_since is not None and state.now - self._stateless_since > state.settings.recover_after_s
         )
-        outcome = bound or succeed(
-            base, round.ballot, electorate, round.promises, view.guests(base), desk.rules, gives_up_state
+        decision = bound or decide_successor(
+            base, round.ballot, quorum, round.promises, peers.candidates(base), state.settings, gives_up_state
         )
-        if outcome.why != "no state" and not (outcome.successor and outcome.successor.recovers):
+        if decision.why != "no state" and not (decision.successor and decision.successor.recovers):
             self._stateless_since = None
         elif self._stateless_since is None:
-            self._stateless_since = desk.now
-        if outcome.successor is None:
-            self._pause(round, outcome.why)
+            self._stateless_since = state.now
+        if decision.successor is None:
+            self._pause(round, decision.why)
             return
-        if outcome.verdict is QuorumVerdict.FORK and self._should_wait(round, electorate):
+        if decision.verdict is QuorumVerdict.FORK and self._should_delay_fork(round, quorum):
             return
-        round.outcome, round.began_at = outcome, desk.now
+        round.decision, round.began_at = decision, state.now
         for member in round.promises:
-            self._ask(round, member)
+            self._request(round, member)
 
-    def _should_wait(self, round: PaxosRound, electorate: Quorum) -> bool:
-        """A lineage of our own is for when the others are out of reach: not while one of them can be heard, which may
-        hear us in a moment or go on already, nor before a broken connection could have been made again, or everybody
-        heard of who just came back."""
-        view = self._desk.view
-        others = electorate.voters - electorate.away - round.promises.keys()
-        guests = view.guests(round.base)
-        heard = any(member not in guests for member in others.intersection(view.hears()))
-        sight = view.hears(), electorate
-        if sight != self._sight:
-            self._sight, self._calm_since = sight, self._desk.now
-        return heard or self._desk.now - self._calm_since < self._desk.rules.fork_after_s
+    def _should_delay_fork(self, round: PaxosRound, quorum: Quorum) -> bool:
+        """Whether it is too early to fork: a fork is for when the other members are out of reach.
+
+        Not while one of them is reachable, because it may answer in a moment or have gone on already. Nor before a
+        broken connection could have been made again, or before all members know of one that just returned.
+        """
+        peers, now = self._state.peers, self._state.now
+        others = quorum.voters - quorum.away - round.promises.keys()
+        candidates = peers.candidates(round.base)
+        is_reachable = any(member not in candidates for member in others.intersection(peers.reachable()))
+        view = peers.reachable(), quorum
+        if view != self._last_view:
+            self._last_view, self._view_since = view, now
+        return is_reachable or now - self._view_since < self._state.settings.fork_after_s
 
     def _pause(self, round: PaxosRound, why: str) -> None:
-        desk = self._desk
+        state, settings = self._state, self._state.settings
         self._round = None
-        self._next_try = desk.now + _AGAIN_S
-        if not self._paused:
-            self._paused = True
-            rules = desk.rules
+        self._next_try = state.now + PAUSE_RETRY_S
+        if not self._is_paused:
+            self._is_paused = True
             text = sentences.paused(
-                why, sorted(round.promises), round.base, desk.name, rules.min_nodes, rules.recover_after_s
+                why, sorted(round.promises), round.base, state.name, settings.min_nodes, settings.recover_after_s
             )
-            desk.actions.append(PauseTraining(text))
+            state.actions.append(PauseTraining(text))
 
     def _drop_round(self) -> None:
         self._round = None
-        self._next_try = self._desk.now + self._desk.rules.turn_s
+        self._next_try = self._state.now + self._state.settings.proposer_backoff_s
 
-    def _scene_changed(self) -> bool:
-        view = self._desk.view
-        beats = {member: (beat.hears, beat.asks) for member, beat in view.beats.items()}
-        scene = (view.hears(), beats, dict(view.resignations))
-        changed, self._scene = scene != self._scene, scene
-        return changed
+    def _have_reports_changed(self) -> bool:
+        peers = self._state.peers
+        beats = {member: (beat.reachable, beat.joins) for member, beat in peers.heartbeats.items()}
+        reports = (peers.reachable(), beats, dict(peers.resignations))
+        has_changed, self._last_reports = reports != self._last_reports, reports
+        return has_changed

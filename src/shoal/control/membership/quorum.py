@@ -1,4 +1,4 @@
-"""May these members go on, as what, and from where? The rule of succession. Pure."""
+"""Decide from votes and promises whether members may go on, in which lineage and from which state. Pure."""
 
 from __future__ import annotations
 
@@ -13,54 +13,51 @@ from shoal.control.membership.types import Ballot, Generation, MemberRanks, Rank
 
 
 class QuorumVerdict(Enum):
-    """`CONTINUE`: nobody else can go on in this lineage. `FORK`: somebody might, so this becomes a lineage of its own.
-    `PAUSE`: others have the better right to go on, or nobody has the state."""
-
-    CONTINUE = "continue"
-    FORK = "fork"
-    PAUSE = "pause"
+    CONTINUE = "continue"  # no other side can go on in this lineage
+    FORK = "fork"  # another side might go on, so this one becomes a lineage of its own
+    PAUSE = "pause"  # the other side has the better right to go on, or no member has the state
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """The last generation, seen by one who wants to follow it. `resigned` gave their vote up by their own word, so it
-    can never be cast elsewhere. `away` are gone by other signs: enough to go on without them, but no proof that they
-    don't go on themselves. `closed`: the lineage has gone on already, so that nobody else can continue it."""
+    """The members that vote on the successor of a generation, as one proposer sees them."""
 
     members: frozenset[int]
-    resigned: frozenset[int] = frozenset()
-    away: frozenset[int] = frozenset()
-    closed: bool = False
+    resigned: frozenset[int] = frozenset()  # gave up their vote themselves, so it can never be cast elsewhere
+    away: frozenset[int] = frozenset()  # seem gone: enough to go on without them, but they may go on themselves
+    closed: bool = False  # the lineage has a successor already, so this side cannot continue it
 
     @property
     def voters(self) -> frozenset[int]:
         return self.members - self.resigned
 
     @property
-    def quorum(self) -> int:
+    def majority(self) -> int:
         return len(self.voters) // 2 + 1
 
 
-def judge(electorate: Quorum, votes: frozenset[int], on_silent_tie: str) -> QuorumVerdict:
-    cast = votes & electorate.voters
-    if len(cast) >= electorate.quorum:
-        return QuorumVerdict.FORK if electorate.closed else QuorumVerdict.CONTINUE
-    rest = electorate.voters - (electorate.away - cast)
-    if 2 * len(cast) > len(rest):
+def judge(quorum: Quorum, votes: frozenset[int], on_silent_tie: str) -> QuorumVerdict:
+    cast = votes & quorum.voters
+    if len(cast) >= quorum.majority:
+        return QuorumVerdict.FORK if quorum.closed else QuorumVerdict.CONTINUE
+    remaining = quorum.voters - (quorum.away - cast)
+    if 2 * len(cast) > len(remaining):
         return QuorumVerdict.FORK
-    if cast and 2 * len(cast) == len(rest) and on_silent_tie == "continue":
+    if cast and 2 * len(cast) == len(remaining) and on_silent_tie == "continue":
         return QuorumVerdict.FORK
     return QuorumVerdict.PAUSE
 
 
-def mutual(hears: Mapping[int, Iterable[int]]) -> frozenset[int]:
-    """Members that all hear each other: gloo connects everybody with everybody. Whoever misses most is left out first,
-    of several the one with the highest id."""
-    sets = {member: set(heard) for member, heard in hears.items()}
-    left = set(sets)
+def mutually_reachable(reachable: Mapping[int, Iterable[int]]) -> frozenset[int]:
+    """Return members that all reach each other, because gloo connects every rank with every other.
+
+    Removes the member with most missing links first; of several, the one with the highest id.
+    """
+    links = {member: set(peers) for member, peers in reachable.items()}
+    left = set(links)
     while left:
         missing = {
-            member: sum(1 for other in left - {member} if other not in sets[member] or member not in sets[other])
+            member: sum(1 for other in left - {member} if other not in links[member] or member not in links[other])
             for member in left
         }
         worst = max(left, key=lambda member: (missing[member], member))
@@ -72,128 +69,119 @@ def mutual(hears: Mapping[int, Iterable[int]]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class JoinCandidate:
-    """Somebody outside the generation who asks to be let in."""
+    """A node outside the generation that asks to join."""
 
     ranks: Ranks
-    hears: tuple[int, ...]
+    reachable: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class QuorumDecision:
-    """What a proposer makes of the promises it has: a verdict, and unless that is to pause, a successor with those
-    whose acceptance decides it."""
+    """What a proposer concludes from its promises."""
 
     verdict: QuorumVerdict
-    successor: Generation | None = None
-    electors: frozenset[int] = frozenset()
-    quorum: int = 0
-    why: str = ""
+    successor: Generation | None = None  # None: pause
+    voters: frozenset[int] = frozenset()  # whose acceptance decides the successor
+    majority: int = 0  # how many of them must accept
+    why: str = ""  # the reason of a pause
 
 
-def succeed(
+def decide_successor(
     base: Generation,
     ballot: Ballot,
-    electorate: Quorum,
+    quorum: Quorum,
     promises: Mapping[int, Promise],
-    guests: Mapping[int, JoinCandidate],
-    rules: MembershipSettings,
+    candidates: Mapping[int, JoinCandidate],
+    settings: MembershipSettings,
     gives_up_state: bool = False,
 ) -> QuorumDecision:
-    """`gives_up_state`: members that did not answer have had their time to come back with the state."""
-    seats = _seats(base, promises, guests, rules)
-    stay = frozenset(seat.member for seat in seats) & promises.keys()
-    verdict = judge(electorate, frozenset(promises), rules.on_silent_tie)
+    """Decide what follows `base`.
+
+    `gives_up_state`: members that did not answer have had their time to come back with the state.
+    """
+    members = _choose_members(promises, candidates, settings)
+    staying = frozenset(entry.member for entry in members) & promises.keys()
+    verdict = judge(quorum, frozenset(promises), settings.on_silent_tie)
     if verdict is not QuorumVerdict.CONTINUE:
-        verdict = judge(electorate, stay, rules.on_silent_tie)
+        verdict = judge(quorum, staying, settings.on_silent_tie)
     if verdict is QuorumVerdict.PAUSE:
         return QuorumDecision(verdict, why="minority")
-    if len(seats) < rules.min_nodes:
+    if len(members) < settings.min_nodes:
         return QuorumDecision(QuorumVerdict.PAUSE, why="min_nodes")
-    best = _best(base, {member: promises[member] for member in stay})
+    best = _choose_source(base, {member: promises[member] for member in staying})
     if best is None:
-        if not gives_up_state and electorate.voters - electorate.away - promises.keys():
+        if not gives_up_state and quorum.voters - quorum.away - promises.keys():
             return QuorumDecision(QuorumVerdict.PAUSE, why="no state")
-        return QuorumDecision(QuorumVerdict.FORK, recover(base, ballot, seats), stay, len(stay))
+        return QuorumDecision(QuorumVerdict.FORK, recovery_generation(base, ballot, members), staying, len(staying))
+    source, state = best
     committed = max(promise.state.committed for promise in promises.values() if promise.state)
-    successor = _generation(base, ballot, verdict, seats, best, committed)
-    if verdict is QuorumVerdict.CONTINUE:
-        return QuorumDecision(verdict, successor, electorate.voters, electorate.quorum)
-    return QuorumDecision(verdict, successor, stay, len(stay))
+    is_fork = verdict is QuorumVerdict.FORK
+    successor = Generation(
+        id=ballot,
+        lineage=base.lineage.branch(ballot, base.id, committed) if is_fork else base.lineage,
+        parent=base.id,
+        member_ranks=members,
+        state=State(step=state.step, digest=state.digest, committed=committed),
+        source=source,
+    )
+    if is_fork:
+        return QuorumDecision(verdict, successor, staying, len(staying))
+    return QuorumDecision(verdict, successor, quorum.voters, quorum.majority)
 
 
-def recover(base: Generation, ballot: Ballot, seats: tuple[MemberRanks, ...]) -> Generation:
-    """What follows when the state is lost: a lineage of its own, since committed steps are done again."""
+def recovery_generation(base: Generation, ballot: Ballot, members: tuple[MemberRanks, ...]) -> Generation:
+    """Return what follows when the state is lost: a lineage of its own, because committed steps are done again."""
     return Generation(
         id=ballot,
         lineage=base.lineage.restart(ballot, base.id),
         parent=base.id,
-        seats=seats,
+        member_ranks=members,
         state=State(step=0),
-        source=seats[0].member,
+        source=members[0].member,
         recovers=True,
     )
 
 
-def fitting_seats(first: int, ready: Mapping[int, Ranks], rules: MembershipSettings) -> tuple[MemberRanks, ...]:
-    """`first` and as many of the others, lowest first, as the limits of nodes and ranks allow; none without `first`."""
-    inside: list[int] = []
+def fit_members(first: int, ready: Mapping[int, Ranks], settings: MembershipSettings) -> tuple[MemberRanks, ...]:
+    """Return `first` and as many of the others, lowest first, as the limits allow; none if `first` does not fit."""
+    chosen: list[int] = []
     for member in sorted(ready, key=lambda member: (member != first, member)):
-        ranks = sum(len(ready[known]) for known in (*inside, member))
-        if len(inside) < rules.max_nodes and ranks <= rules.most_ranks:
-            inside.append(member)
-    if first not in inside:
+        rank_count = sum(len(ready[other]) for other in (*chosen, member))
+        if len(chosen) < settings.max_nodes and rank_count <= settings.max_ranks:
+            chosen.append(member)
+    if first not in chosen:
         return ()
-    return tuple(MemberRanks(member=member, ranks=ready[member]) for member in sorted(inside))
+    return tuple(MemberRanks(member=member, ranks=ready[member]) for member in sorted(chosen))
 
 
-def _seats(
-    base: Generation, promises: Mapping[int, Promise], guests: Mapping[int, JoinCandidate], rules: MembershipSettings
+def _choose_members(
+    promises: Mapping[int, Promise], candidates: Mapping[int, JoinCandidate], settings: MembershipSettings
 ) -> tuple[MemberRanks, ...]:
-    """Who was in stays in; guests come in where there is room."""
-    brings = {member: promise.ranks for member, promise in promises.items() if promise.ranks}
-    inside = mutual({member: promises[member].hears for member in brings})
-    for member in sorted(guests):
-        wider = {known: promises[known].hears for known in inside if known in promises}
-        wider |= {known: guests[known].hears for known in (*inside, member) if known in guests}
-        room = len(inside) < rules.max_nodes
-        room &= sum(len(brings[known]) for known in inside) + len(guests[member].ranks) <= rules.most_ranks
-        if room and len(mutual(wider)) == len(wider):
-            inside |= {member}
-            brings[member] = guests[member].ranks
-    return tuple(MemberRanks(member=member, ranks=brings[member]) for member in sorted(inside))
+    """Keep the present members; admit candidates while there is room."""
+    ranks = {member: promise.ranks for member, promise in promises.items() if promise.ranks}
+    chosen = mutually_reachable({member: promises[member].reachable for member in ranks})
+    for member, candidate in sorted(candidates.items()):
+        links = {other: promises[other].reachable for other in chosen if other in promises}
+        links |= {other: candidates[other].reachable for other in (*chosen, member) if other in candidates}
+        has_room = len(chosen) < settings.max_nodes
+        has_room &= sum(len(ranks[other]) for other in chosen) + len(candidate.ranks) <= settings.max_ranks
+        if has_room and len(mutually_reachable(links)) == len(links):
+            chosen |= {member}
+            ranks[member] = candidate.ranks
+    return tuple(MemberRanks(member=member, ranks=ranks[member]) for member in sorted(chosen))
 
 
-def _best(base: Generation, promises: Mapping[int, Promise]) -> tuple[int, State] | None:
-    """The replica that is furthest; of several digests at that step the most frequent one, of the lowest member."""
-    able = {
+def _choose_source(base: Generation, promises: Mapping[int, Promise]) -> tuple[int, State] | None:
+    """Return the replica that is furthest: of several digests at that step the most frequent, of the lowest member."""
+    usable = {
         member: promise.state
         for member, promise in promises.items()
         if promise.state and promise.state.step >= base.state.committed
     }
-    if not able:
+    if not usable:
         return None
-    step = max(state.step for state in able.values())
-    ahead = {member: state for member, state in able.items() if state.step == step}
-    votes = Counter(state.digest for state in ahead.values())
-    source = min(ahead, key=lambda member: (-votes[ahead[member].digest], member))
-    return source, ahead[source]
-
-
-def _generation(
-    base: Generation,
-    ballot: Ballot,
-    verdict: QuorumVerdict,
-    seats: tuple[MemberRanks, ...],
-    best: tuple[int, State],
-    committed: int,
-) -> Generation:
-    source, state = best
-    forked = verdict is QuorumVerdict.FORK
-    return Generation(
-        id=ballot,
-        lineage=base.lineage.branch(ballot, base.id, committed) if forked else base.lineage,
-        parent=base.id,
-        seats=seats,
-        state=State(step=state.step, digest=state.digest, committed=committed),
-        source=source,
-    )
+    step = max(state.step for state in usable.values())
+    furthest = {member: state for member, state in usable.items() if state.step == step}
+    counts = Counter(state.digest for state in furthest.values())
+    source = min(furthest, key=lambda member: (-counts[furthest[member].digest], member))
+    return source, furthest[source]

@@ -1,4 +1,4 @@
-"""Every event of membership as one plain sentence: what happened, to whom, what was done, what it cost. Pure."""
+"""One sentence for the user about every membership event: what happened, what was done, what it cost. Pure."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ _CAUSES: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class GenerationChange:
-    """From one generation to the next, as one member saw it. `since_s`: how long nobody trained, so far."""
+    """From one generation to the next, as one member saw it."""
 
     before: Generation
     after: Generation
-    causes: Mapping[int, Cause]
-    since_s: float
+    causes: Mapping[int, Cause]  # why members are missing
+    since_s: float  # how long training has been interrupted so far
 
 
 def regrouped(change: GenerationChange, name: Name) -> str:
-    what = "; ".join(_events(change, name)) or "An exchange failed"
-    step = change.after.state.step
-    who = _all(change.after.members, name)
-    alone = len(change.after.members) == 1
-    own = f" as a lineage of {'its' if alone else 'their'} own, since others may go on too" if _forked(change) else ""
+    events = "; ".join(_describe_changes(change, name)) or "An exchange failed"
+    before, after = change.before, change.after
+    is_alone, is_fork = len(after.members) == 1, before.lineage.name != after.lineage.name
+    fork = f" as a lineage of {'its' if is_alone else 'their'} own, since others may go on too" if is_fork else ""
     return (
-        f"{what}. {who} {'goes' if alone else 'go'} on{own}, as generation {change.after.id.number}, with step "
-        f"{step + 1}; that was agreed after {change.since_s:.1f} s, and no committed step is lost."
+        f"{events}. {_join(after.members, name)} {'goes' if is_alone else 'go'} on{fork}, as generation "
+        f"{after.id.number}, with step {after.state.step + 1}; that was agreed after {change.since_s:.1f} s, and no "
+        "committed step is lost."
     )
 
 
 def admitted(after: Generation, me: int, name: Name) -> str:
     return (
-        f"{name(me)} is let in as a member of generation {after.id.number}, copies the state of {name(after.source)} "
-        f"and trains with step {after.state.step + 1}."
+        f"{name(me)} joins generation {after.id.number}, copies the state of {name(after.source)} and continues with "
+        f"step {after.state.step + 1}."
     )
 
 
 def recovering(after: Generation, me: int, name: Name) -> str:
-    alone = after.members == (me,)
+    is_alone = after.members == (me,)
     return (
-        f"No machine has the training's state any more: {_all(after.members, name)} {'goes' if alone else 'go'} back "
-        f"to the newest checkpoint there, as generation {after.id.number}; the steps since then are done again."
+        f"No machine has the training's state any more: {_join(after.members, name)} {'goes' if is_alone else 'go'} "
+        f"back to the newest checkpoint there, as generation {after.id.number}; the steps since then are done again."
     )
 
 
@@ -64,68 +64,66 @@ def paused(
 ) -> str:
     members = list(present)
     missing = [member for member in generation.members if member not in members]
-    here = f"{_all(members, name) or 'This machine'} {'has' if len(members) < 2 else 'have'} paused"
+    paused = f"{_join(members, name) or 'This machine'} {'has' if len(members) < 2 else 'have'} paused"
     safe = "the state is kept in memory, and training goes on by itself as soon as they are back"
     if why == "min_nodes":
-        return f"{here}: fewer than the {min_nodes} machines asked for are left; {safe}."
+        return f"{paused}: fewer than the {min_nodes} machines asked for are left; {safe}."
     if why == "no state":
         return (
-            f"{here}: no machine that answers has the training's state; {_all(missing, name)} may have it and cannot "
-            f"be heard. If none comes back within {recover_after_s:.0f} s, training goes on from the newest checkpoint."
+            f"{paused}: no machine that answers has the training's state; {_join(missing, name)} may have it and "
+            f"cannot be reached. If none returns within {recover_after_s:.0f} s, training goes on from the newest "
+            "checkpoint."
         )
-    return f"{here}: {_all(missing, name)} cannot be heard and may go on without us; {safe}."
+    return f"{paused}: {_join(missing, name)} cannot be reached and may go on without us; {safe}."
 
 
 def fenced(me: int, committed: int, name: Name) -> str:
     return (
-        f"{name(me)} was away after step {committed}, and the others went on: it commits nothing more and asks to be "
-        "let in again."
+        f"{name(me)} was away after step {committed}, and the others went on: it commits nothing more and asks to "
+        "join again."
     )
 
 
 def cannot_recover(me: int, why: str, name: Name) -> str:
     return (
-        f"{name(me)} would go back to the newest checkpoint, but cannot write down that it does: {why}. It tries again;"
-        " free space on its disk: df -h"
+        f"{name(me)} would go back to the newest checkpoint, but cannot write that decision to disk: {why}. It tries "
+        "again; free space on its disk: df -h"
     )
 
 
-def abandoned(me: int, theirs: Generation, committed: int, shared: int, name: Name) -> str:
-    others = [member for member in theirs.members if member != me] or [me]
+def abandoned(me: int, after: Generation, committed: int, shared: int, name: Name) -> str:
+    others = _join([member for member in after.members if member != me] or [me], name)
     return (
-        f"{name(me)} has trained apart from {_all(others, name)} since step {shared}. The lineage of "
-        f"{_all(others, name)} stays, with {theirs.state.committed} committed steps against {committed}: {name(me)} "
+        f"{name(me)} has trained apart from {others} since step {shared}. The lineage of "
+        f"{others} stays, with {after.state.committed} committed steps against {committed}: {name(me)} "
         f"goes back, and up to {committed - shared} steps are marked abandoned."
     )
 
 
 def cannot_promise(me: int, error: OSError, name: Name) -> str:
     return (
-        f"{name(me)} cannot write down its vote ({error.strerror or error}), so it gives none: free some space there, "
-        "or the next fault may leave the others waiting."
+        f"{name(me)} cannot write its vote to disk ({error.strerror or error}), so it does not vote: free some space "
+        "there, or the next fault may leave the others waiting."
     )
 
 
-def _forked(change: GenerationChange) -> bool:
-    return change.before.lineage.name != change.after.lineage.name
-
-
-def _all(members: Iterable[int], name: Name) -> str:
+def _join(members: Iterable[int], name: Name) -> str:
     names = [name(member) for member in members]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
 
 
-def _events(change: GenerationChange, name: Name) -> Iterator[str]:
+def _describe_changes(change: GenerationChange, name: Name) -> Iterator[str]:
     before, after = change.before, change.after
     for member, cause in sorted(change.causes.items()):
         yield f"{name(member)} {_CAUSES[cause]}"
     if joined := [member for member in after.members if member not in before.members]:
-        yield f"{_all(joined, name)} joined"
+        yield f"{_join(joined, name)} joined"
     for member in before.members:
         if member not in after.members:
             continue
         had, has = before.ranks_of(member), after.ranks_of(member)
-        if lost := [number for number in had if number not in has]:
-            yield f"{name(member)} lost {len(lost)} of its {len(had)} ranks (number {', '.join(map(str, lost))} there)"
-        if came := [number for number in has if number not in had]:
-            yield f"{name(member)} has {len(has)} ranks again (number {', '.join(map(str, came))} came back)"
+        if lost := ", ".join(str(number) for number in had if number not in has):
+            count = len(set(had) - set(has))
+            yield f"{name(member)} lost {count} of its {len(had)} ranks (number {lost} there)"
+        if returned := ", ".join(str(number) for number in has if number not in had):
+            yield f"{name(member)} has {len(has)} ranks again (number {returned} came back)"

@@ -1,4 +1,8 @@
-"""What the parts of one agent's council share: what it knows, what time it is, and what is to be sent and done."""
+"""What one agent knows about membership, and the actions it wants done.
+
+`MembershipState` is shared by the proposer, the acceptor and the state machine of one agent. None of them does I/O:
+they append actions, and the agent performs them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,6 @@ from shoal.control.membership.settings import MembershipSettings
 from shoal.control.membership.types import NEVER, Ballot, Generation, Ranks, State
 from shoal.control.membership.vote_store import DurableVoter, VoteStore
 
-# SECTION control/membership/actions
-# What the council wants done. The agent does it; nothing else follows from a decision.
-
 
 @dataclass(frozen=True)
 class SendMessage:
@@ -24,32 +25,30 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class StopGeneration:
-    """Ranks leave this generation, after their step (`at_edge`) or at once, and say where they stand. Nothing that
-    they compute in it afterwards counts."""
+    """Have the ranks leave this generation and report their state. What they compute in it later does not count."""
 
     generation: Ballot
-    at_edge: bool
+    at_edge: bool  # after their current step; otherwise at once
 
 
 @dataclass(frozen=True)
 class StartGeneration:
-    """Ranks form this generation's group and begin with its state, copied from its source where theirs differs. Unless
-    they hold one of its own, what they have counts for nothing until that copy has arrived."""
+    """Have the ranks form this generation's group and begin with its state, copied if theirs differs."""
 
     generation: Generation
-    holds: bool
+    has_state: bool  # false: the ranks' own state does not count until the copy has arrived
 
 
 @dataclass(frozen=True)
 class PauseTraining:
-    """Nobody may go on here for now. The state stays where it is, and the council keeps asking."""
+    """Log that this side must not train for now. Its state stays in memory, and the proposer keeps trying."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class AbandonLineage:
-    """Our lineage has ended: our commits after `shared_step` that the standing ledger lacks are marked abandoned."""
+    """Mark our commits after `shared_step` that the surviving ledger lacks as abandoned: our lineage has ended."""
 
     lineage: Ballot
     standing: Ballot
@@ -59,17 +58,13 @@ class AbandonLineage:
 
 @dataclass(frozen=True)
 class LogSentence:
-    """One plain sentence for the user; agents of one generation say the same, so readers show it once."""
+    """Log one sentence for the user. All agents of a generation log the same one, so readers show it once."""
 
     generation: Ballot | None
     text: str
 
 
 Action = SendMessage | StopGeneration | StartGeneration | PauseTraining | AbandonLineage | LogSentence
-
-
-# SECTION control/membership/ownranks
-# Where the ranks of this agent stand, as far as membership goes.
 
 
 class Phase(Enum):
@@ -80,53 +75,58 @@ class Phase(Enum):
 
 @dataclass
 class LocalRankStates:
-    numbers: Ranks = ()
-    state: State | None = None
-    committed: int = 0
-    holds: bool = False
-    phase: Phase = Phase.STOPPED
-    at_edge: bool = False
+    """The ranks of this agent, as far as membership depends on them."""
 
-    def halt(self, generation: Ballot, at_edge: bool) -> list[StopGeneration]:
-        """Asks them to stop, once, and once more where there is no time left for their step."""
-        asked = self.phase is Phase.STOPPING and (at_edge or not self.at_edge)
-        if self.phase is Phase.STOPPED or asked:
+    numbers: Ranks = ()
+    state: State | None = None  # when they stopped
+    committed: int = 0
+    has_state: bool = False
+    phase: Phase = Phase.STOPPED
+    at_edge: bool = False  # they stop after their step
+
+    def stop(self, generation: Ballot, at_edge: bool) -> list[StopGeneration]:
+        """Ask the ranks to stop once, and once more if they must not finish their step after all."""
+        is_asked = self.phase is Phase.STOPPING and (at_edge or not self.at_edge)
+        if self.phase is Phase.STOPPED or is_asked:
             return []
         self.phase, self.at_edge = Phase.STOPPING, at_edge
         return [StopGeneration(generation, at_edge)]
 
-    def halted(self, state: State | None, numbers: Ranks) -> None:
+    def record_stopped(self, state: State | None, numbers: Ranks) -> None:
         self.phase, self.state, self.numbers = Phase.STOPPED, state, numbers
-        self.holds = state is not None
+        self.has_state = state is not None
         if state is not None:
             self.committed = max(self.committed, state.committed)
 
-    def has(self, state: State) -> bool:
+    def matches(self, state: State) -> bool:
         own = self.state
         return own is not None and own.digest != "" and (own.step, own.digest) == (state.step, state.digest)
 
     def lose_all(self) -> None:
-        self.phase, self.state, self.numbers, self.holds = Phase.STOPPED, None, (), False
+        self.phase, self.state, self.numbers, self.has_state = Phase.STOPPED, None, (), False
 
 
 class MembershipState:
-    """`asks`: the lineage we want to be let into. `passed`: a later generation of our lineage that has no seat for us.
-    `alarm`: this generation cannot go on as it is. `unsure`: whom we have to hear before we trust our generation again.
-    """
-
-    def __init__(self, me: int, rules: MembershipSettings, promises: VoteStore, now: float, name: Name) -> None:
+    def __init__(self, me: int, settings: MembershipSettings, votes: VoteStore, now: float, name: Name) -> None:
         self.me = me
-        self.rules = rules
+        self.settings = settings
         self.name = name
-        self.voter = DurableVoter(promises)
-        self.view = PeerReports(me, rules, now)
+        self.voter = DurableVoter(votes)
+        self.peers = PeerReports(me, settings, now)
         self.ranks = LocalRankStates()
-        self.now = self.began_at = self._beat_at = now
-        self.asks: Ballot | None = None
+        self.now = now
+        self.entered_at = now
+        self._beat_at = now
+        # The lineage that this agent asks to join.
+        self.joins: Ballot | None = None
+        # A later generation of our lineage that excludes this agent.
         self.passed: Generation | None = None
-        self.unsure: set[int] = set()
-        self.alarm = self.formed = self.is_leaving = self.is_ending = False
-        self.inbox: list[Message] = []
+        # After a sleep: members to hear from before our generation is trusted again.
+        self.unconfirmed: set[int] = set()
+        self.alarm = False  # this generation cannot go on as it is
+        self.formed = False  # our ranks have formed the group of this generation
+        self.is_leaving = self.is_ending = False
+        self.inbox: list[Message] = []  # messages of this agent to itself
         self.actions: list[Action] = []
         self._announced_at: dict[int, float] = {}
 
@@ -134,23 +134,21 @@ class MembershipState:
     def generation(self) -> Generation | None:
         return self.voter.record.generation
 
-    # To others.
-
-    def post(self, to: int, message: Message) -> None:
+    def send(self, to: int, message: Message) -> None:
         if to == self.me:
             self.inbox.append(message)
-        elif to in self.view.linked:
+        elif to in self.peers.connected:
             self.actions.append(SendMessage(to, message))
 
-    def tell_all(self, message: Message) -> None:
-        for member in sorted(self.view.linked):
-            self.post(member, message)
+    def broadcast(self, message: Message) -> None:
+        for member in sorted(self.peers.connected):
+            self.send(member, message)
 
-    def say(self, text: str, generation: Ballot | None = None) -> None:
+    def log(self, text: str, generation: Ballot | None = None) -> None:
         self.actions.append(LogSentence(generation, text))
 
-    def beat(self, at_once: bool = True) -> None:
-        if not at_once and self.now - self._beat_at < self.rules.beat_s:
+    def send_heartbeat(self, at_once: bool = True) -> None:
+        if not at_once and self.now - self._beat_at < self.settings.heartbeat_s:
             return
         self._beat_at = self.now
         current = self.generation
@@ -158,77 +156,81 @@ class MembershipState:
             generation=current.id if current else None,
             lineage=current.lineage.name if current else None,
             committed=self.ranks.committed,
-            hears=self.view.hears(),
-            votes=self.voter.may_vote(),
-            holds=self.ranks.holds,
-            asks=self.asks,
-            # Nobody is let in whose ranks are still on their way out of another generation.
+            reachable=self.peers.reachable(),
+            can_vote=self.voter.may_vote(),
+            has_state=self.ranks.has_state,
+            joins=self.joins,
+            # Ranks that still leave another generation cannot join one.
             ranks=self.ranks.numbers if self.ranks.phase is Phase.STOPPED else (),
         )
-        self.tell_all(beat)
+        self.broadcast(beat)
 
     def introduce(self, member: int) -> None:
-        """Connections break and are made again: what was said over an old one may not have arrived."""
+        """Repeat our resignation or generation over a new connection: an earlier message may be lost with the old."""
         self._announced_at.pop(member, None)
-        if word := self.voter.resignation():
-            self.post(member, word)
+        if resignation := self.voter.resignation():
+            self.send(member, resignation)
         else:
             self.announce(member)
 
     def announce(self, to: int) -> None:
-        """Which generation we may vote in; not in answer to each heartbeat that piled up while one of us slept."""
+        """Send the generation in which we vote; not for every heartbeat that piled up while one side slept."""
         since_s = self.now - self._announced_at.get(to, float("-inf"))
-        if self.generation and self.voter.may_vote() and since_s >= self.rules.beat_s:
+        if self.generation and self.voter.may_vote() and since_s >= self.settings.heartbeat_s:
             self._announced_at[to] = self.now
-            self.post(to, Announce(generation=self.generation))
-
-    # Small questions.
+            self.send(to, Announce(generation=self.generation))
 
     def is_current(self, generation: Ballot | None) -> bool:
         return self.generation is not None and self.generation.id == (generation or NEVER)
 
     def is_settled(self) -> bool:
-        """Everybody has had the time to hear of our generation: who is elsewhere now wants to be."""
-        return self.now - self.began_at > self.rules.answer_s
+        """Whether every member has had time to learn of our generation: one that is elsewhere now stays there."""
+        return self.now - self.entered_at > self.settings.stop_timeout_s
 
     def present(self, current: Generation) -> list[int]:
-        """Members of our generation that will answer, ourselves included, lowest first."""
+        """Return the members of our generation that will answer, ourselves included, lowest first."""
         return [member for member in sorted(current.members) if member == self.me or not self._is_out(member, current)]
 
     def is_missing(self, current: Generation) -> bool:
         return self.alarm or len(self.present(current)) < len(current.members)
 
     def could_grow(self, current: Generation) -> bool:
-        """Whether a guest, or a new rank of ours, can come in at the next edge. Not before the last change has paid:
-        those that come and go must not keep the others from training."""
-        paid = self.formed and (self.ranks.committed > current.state.committed or self.is_settled())
-        if not paid:
+        """Whether a candidate, or a new rank of ours, can join after the next step.
+
+        Not before the group has committed a step or `stop_timeout_s` has passed: nodes that come and go must not keep
+        the others from training.
+        """
+        has_progressed = self.formed and (self.ranks.committed > current.state.committed or self.is_settled())
+        if not has_progressed:
             return False
-        more = set(self.ranks.numbers) > set(current.ranks_of(self.me))
-        room = self.rules.most_ranks - current.world_size if len(current.members) < self.rules.max_nodes else 0
-        return more or self.view.welcome(current, self.present(current), room)
+        has_new_ranks = set(self.ranks.numbers) > set(current.ranks_of(self.me))
+        has_room = len(current.members) < self.settings.max_nodes
+        free_ranks = self.settings.max_ranks - current.world_size if has_room else 0
+        return has_new_ranks or self.peers.can_admit(current, self.present(current), free_ranks)
 
     def is_state_lost(self, last: Generation) -> bool:
-        """Whether no other member of our last generation has its state any more, as far as is known here."""
-        return all(self.view.has_lost_state(member, last) for member in last.members if member != self.me)
+        """Whether no other member of our last generation has its state any more, as far as we know."""
+        return all(self.peers.has_lost_state(member, last) for member in last.members if member != self.me)
 
     def ready_to_recover(self, last: Generation) -> dict[int, Ranks]:
-        """Members without a state that have ranks, ourselves included, if no other can have it: every member of the
-        newest generation that any of them was in is gone or has lost it. Otherwise none."""
-        around = {member: beat for member, beat in self.view.beats.items() if self.view.usable(member)}
-        if any(beat.votes or (beat.generation is not None and beat.generation > last.id) for beat in around.values()):
-            # A member with a vote decides what follows. One that was with the others for longer knows better who may
-            # have the state.
+        """Return the ranks of the members that can go back to a checkpoint, ourselves included.
+
+        Empty unless the state is lost: every member of the newest generation known here is gone or has lost it.
+        """
+        beats = {member: beat for member, beat in self.peers.heartbeats.items() if self.peers.is_reachable(member)}
+        if any(beat.can_vote or (beat.generation is not None and beat.generation > last.id) for beat in beats.values()):
+            # A member with a vote decides what follows. One that was in a later generation knows better which members
+            # may have the state.
             return {}
         if not self.is_state_lost(last):
             return {}
-        ready = {member: beat.ranks for member, beat in around.items() if beat.ranks and not beat.asks}
+        ready = {member: beat.ranks for member, beat in beats.items() if beat.ranks and not beat.joins}
         if self.ranks.phase is Phase.STOPPED and self.ranks.numbers:
             ready[self.me] = self.ranks.numbers
         return ready
 
     def _is_out(self, member: int, current: Generation) -> bool:
-        view, beat = self.view, self.view.beats.get(member)
-        leaves = beat is not None and beat.generation == current.id and beat.asks is not None
-        elsewhere = self.is_settled() and view.is_elsewhere(member, current)
-        return leaves or elsewhere or view.has_resigned(member, current) or not view.usable(member)
+        peers, beat = self.peers, self.peers.heartbeats.get(member)
+        is_leaving = beat is not None and beat.generation == current.id and beat.joins is not None
+        is_elsewhere = self.is_settled() and peers.is_elsewhere(member, current)
+        return is_leaving or is_elsewhere or peers.has_resigned(member, current) or not peers.is_reachable(member)

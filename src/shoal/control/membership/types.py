@@ -1,8 +1,8 @@
-"""Generations and lineages: the nouns of membership, as messages and files carry them.
+"""Ballots, generations and lineages, as messages and files carry them.
 
-A generation is a fixed set of members that trains from a stated state; each change of membership makes the next one.
-A lineage is a line of generations in which nobody else can have gone on at the same time. Both are known by the ballot
-under which they were first proposed, which no two proposals share.
+A generation is a fixed set of members that trains from a stated state; every change of membership makes the next one. A
+lineage is a sequence of generations of which each is the only successor of the one before. Both are identified by the
+ballot under which they were first proposed, which no two proposals share.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST_MEMBERS = 64
-MOST_RANKS = 64
-MOST_FORKS = 64
+MAX_MEMBERS = 64
+MAX_RANKS_PER_MEMBER = 64
+MAX_FORKS = 64
 
 Member = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Digest = Annotated[str, Field(max_length=128, pattern=r"^[0-9a-f]*$")]
-Ranks = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**16)], ...], Field(max_length=MOST_RANKS)]
+Ranks = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**16)], ...], Field(max_length=MAX_RANKS_PER_MEMBER)]
 
 
 class Ballot(NamedTuple):
-    """One proposal's own number. A member never uses a number again, so a ballot names one proposal for ever."""
+    """Identifies one proposal for ever: a member never uses a number twice."""
 
     number: Count
     proposer: Member
@@ -41,119 +41,120 @@ def read_ballot(text: str) -> Ballot:
 
 
 class StrictModel(BaseModel):
-    """Immutable, and strict about what comes from outside: nothing is converted, nothing unknown is passed over."""
+    """An immutable model that converts nothing and refuses unknown fields: its values come from other processes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class State(StrictModel):
-    """Where a member's replica stands: the last step it has applied, its digest, and the last step it knows to be
-    committed. An empty digest is one that nobody has computed."""
+    """The state of a member's replica."""
 
-    step: Count
-    digest: Digest = ""
-    committed: Count = 0
+    step: Count  # the last step it has applied
+    digest: Digest = ""  # empty: not computed
+    committed: Count = 0  # the last step it knows to be committed
 
 
 class MemberRanks(StrictModel):
-    """A member of a generation, with the local numbers of the ranks it brings."""
+    """A member of a generation and the local numbers of its ranks."""
 
     member: Member
     ranks: Ranks
 
 
 class LineageFork(StrictModel):
-    """Where a lineage left another one: after which generation of it, and the last step that both surely share."""
+    """Where a lineage branched off another one."""
 
     lineage: Ballot
-    generation: Ballot
-    step: Count
+    generation: Ballot  # the last common generation
+    step: Count  # the last step that both certainly share
 
 
 class Lineage(StrictModel):
-    """`forks` leads from the run's first lineage to this one; only the newest are kept."""
-
     name: Ballot
-    forks: Annotated[tuple[LineageFork, ...], Field(max_length=MOST_FORKS)] = ()
+    # From the run's first lineage to this one; only the newest are kept.
+    forks: Annotated[tuple[LineageFork, ...], Field(max_length=MAX_FORKS)] = ()
 
     def branch(self, name: Ballot, generation: Ballot, step: int) -> Lineage:
         fork = LineageFork(lineage=self.name, generation=generation, step=step)
-        return Lineage(name=name, forks=(*self.forks, fork)[-MOST_FORKS:])
+        return Lineage(name=name, forks=(*self.forks, fork)[-MAX_FORKS:])
 
     def restart(self, name: Ballot, generation: Ballot) -> Lineage:
-        """A lineage that goes back to a checkpoint. Agents don't know of which step that is, nor of which lineage: what
-        it surely shares with each earlier one is nothing, which is never too much."""
+        """Return a lineage that goes back to a checkpoint.
+
+        Agents know neither the step nor the lineage of that checkpoint, so every shared step becomes 0: too few shared
+        steps are safe, too many are not.
+        """
         branched = self.branch(name, generation, 0)
         return Lineage(name=name, forks=tuple(fork.model_copy(update={"step": 0}) for fork in branched.forks))
 
 
 class Generation(StrictModel):
-    """`state` is what all members begin with; a member with another one copies it from `source`. `recovers`: no member
-    has a state, and all begin with the newest checkpoint that one of them finds."""
-
     id: Ballot
     lineage: Lineage
     parent: Ballot = NEVER
-    seats: Annotated[tuple[MemberRanks, ...], Field(min_length=1, max_length=MOST_MEMBERS)]
-    state: State
-    source: Member
-    recovers: bool = False
+    member_ranks: Annotated[tuple[MemberRanks, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    state: State  # all members begin with it
+    source: Member  # a member with another state copies it from here
+    recovers: bool = False  # no member has a state: all begin with the newest checkpoint that one of them finds
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(seat.member for seat in self.seats)
+        return tuple(entry.member for entry in self.member_ranks)
 
     @property
     def world_size(self) -> int:
-        return sum(len(seat.ranks) for seat in self.seats)
+        return sum(len(entry.ranks) for entry in self.member_ranks)
 
     def ranks_of(self, member: int) -> tuple[int, ...]:
-        return self.seats[self.members.index(member)].ranks
+        return self.member_ranks[self.members.index(member)].ranks
 
     def first_rank(self, member: int) -> int:
-        """The global rank of a member's first local rank; its others follow."""
-        before = self.seats[: self.members.index(member)]
-        return sum(len(seat.ranks) for seat in before)
+        """Return the global rank of a member's first local rank; its others follow."""
+        return sum(len(entry.ranks) for entry in self.member_ranks[: self.members.index(member)])
 
 
-def founding(
-    seats: tuple[MemberRanks, ...], state: State | None = None, after: Generation | None = None, above: int = 0
+def first_generation(
+    member_ranks: tuple[MemberRanks, ...],
+    state: State | None = None,
+    after: Generation | None = None,
+    above: int = 0,
 ) -> Generation:
-    """The first generation of a launch. A resumed run says which one its checkpoint came from, so that its lineage is
-    known to branch off there, and the highest number in its ledger (`above`), so that none is used again."""
-    first = min(seat.member for seat in seats)
+    """Return the first generation of a launch.
+
+    A resumed run passes the generation of its checkpoint (`after`), so that its lineage branches off there, and the
+    highest number in its ledger (`above`), so that no number is used twice.
+    """
+    first = min(entry.member for entry in member_ranks)
     start = state or State(step=0)
     ballot = Ballot(max(above, after.id.number if after else 0) + 1, first)
     lineage = after.lineage.branch(ballot, after.id, start.committed) if after else Lineage(name=ballot)
-    return Generation(id=ballot, lineage=lineage, seats=seats, state=start, source=first)
+    return Generation(id=ballot, lineage=lineage, member_ranks=member_ranks, state=start, source=first)
 
 
-def next_member(founders: int, sponsor: int, invited: int) -> int:
-    """The id of a new machine that `sponsor` lets in as its `invited`-th guest (from 0), without asking anybody.
+def next_member(launch_size: int, inviter: int, invited: int) -> int:
+    """Return the id of the `invited`-th node (from 0) that member `inviter` admits, without asking other members.
 
-    Cantor's pairing gives every pair a number of its own, so no two sponsors ever hand out the same id, not even when
-    they cannot talk to each other.
+    Cantor's pairing function maps every pair to its own number, so two members never give out the same id, even when
+    they cannot reach each other. The launch uses the ids below `launch_size`.
     """
-    along = sponsor + invited
-    return founders + along * (along + 1) // 2 + invited
+    diagonal = inviter + invited
+    return launch_size + diagonal * (diagonal + 1) // 2 + invited
 
 
-# SECTION control/membership/lineages
-# Which of two lineages stays when they meet, and what both have in common. Pure.
+def choose_lineage(committed_steps: Mapping[Ballot, int]) -> Ballot:
+    """Return the lineage that stays when several meet: the one with most committed steps.
+
+    Of two with equally many, the younger one, because it knew more of the other's absence; of two that forked at once,
+    the lower proposer's. All agents that know the same figures choose the same.
+    """
+    return max(committed_steps, key=lambda name: (committed_steps[name], name.number, -name.proposer))
 
 
-def standing(lineages: Mapping[Ballot, int]) -> Ballot:
-    """The lineage that stays, of those that meet with so many committed steps each. Of two with equally many, the one
-    that parted later knew more of the other's absence; of two that parted at once, the lower proposer's. Everybody who
-    knows the same figures comes to the same answer."""
-    return max(lineages, key=lambda name: (lineages[name], name.number, -name.proposer))
-
-
-def shared_step(ours: Lineage, theirs: Lineage) -> int:
-    """The last step that both surely share; 0 where the common past lies too far back to tell."""
-    left_ours = {fork.lineage: fork.step for fork in ours.forks}
-    left_theirs = {fork.lineage: fork.step for fork in theirs.forks}
-    for name in (ours.name, *reversed(left_ours)):
-        if name == theirs.name or name in left_theirs:
-            return min(steps) if (steps := [left[name] for left in (left_ours, left_theirs) if name in left]) else 0
+def shared_step(one: Lineage, other: Lineage) -> int:
+    """Return the last step that both lineages certainly share; 0 where their forks are no longer recorded."""
+    one_forks = {fork.lineage: fork.step for fork in one.forks}
+    other_forks = {fork.lineage: fork.step for fork in other.forks}
+    for name in (one.name, *reversed(one_forks)):
+        if name == other.name or name in other_forks:
+            return min((forks[name] for forks in (one_forks, other_forks) if name in forks), default=0)
     return 0

@@ -1,4 +1,4 @@
-"""What an agent must remember over its own end, and the rule by which it votes."""
+"""An agent's votes: the rule by which it votes, and the file in which its votes survive a restart or a power cut."""
 
 from __future__ import annotations
 
@@ -14,87 +14,85 @@ from shoal.control.membership.types import NEVER, Ballot, Count, Generation, Str
 from shoal.errors import ControlError
 from shoal.run_folder import write_durably
 
-_MOST_ENTERED = 64
+_MAX_ENTERED = 64
 
 
 class VoteRecord(StrictModel):
-    """`highest` is the highest number ever seen: none at or below it is used for a new ballot. `entered` are the newest
-    generations that the agent was in; `guests` counts the new machines it gave an id."""
-
     generation: Generation | None = None
     promised: Ballot = NEVER
     accepted: Vote | None = None
     resigned: Why | None = None
-    highest: Count = 0
-    entered: tuple[Ballot, ...] = ()
-    guests: Count = 0
+    highest: Count = 0  # the highest number ever seen: a new ballot gets a higher one
+    entered: tuple[Ballot, ...] = ()  # the newest generations that the agent was in
+    invited: Count = 0  # how many new nodes it gave an id
 
 
 class VoteStore(Protocol):
-    """Where the record is kept. `save` returns when it would survive a power cut, and raises OSError otherwise."""
-
     def load(self) -> VoteRecord: ...
 
-    def save(self, record: VoteRecord) -> None: ...
+    def save(self, record: VoteRecord) -> None:
+        """Return when the record would survive a power cut; OSError otherwise."""
 
 
 class DurableVoter:
-    """One agent's vote: never for a lower ballot than it promised, and written down before it is given."""
+    """One agent's vote: never for a lower ballot than it promised, and on disk before it is given."""
 
-    def __init__(self, promises: VoteStore) -> None:
-        self._promises = promises
-        self.record = promises.load()
+    def __init__(self, votes: VoteStore) -> None:
+        self._votes = votes
+        self.record = votes.load()
 
     def may_vote(self) -> bool:
         return self.record.generation is not None and self.record.resigned is None
 
     def saw(self, number: int) -> None:
-        """Not worth a write: only a number under which a vote was given must not be used again."""
+        """Remember the highest number, in memory only: a vote writes it to disk before the number is used."""
         if number > self.record.highest:
             self.record = self.record.model_copy(update={"highest": number})
 
     def use_next(self) -> int:
-        """A number that no ballot had, for one that needs no votes. Returns when it would survive a power cut, and
-        raises OSError otherwise: a restart must not use it for another generation."""
-        self._keep(highest=self.record.highest + 1)
+        """Return an unused number for a ballot that needs no votes.
+
+        OSError when it cannot be written to disk: a restart must not use it for another generation.
+        """
+        self._save(highest=self.record.highest + 1)
         return self.record.highest
 
     def promise(self, ballot: Ballot) -> bool:
         if ballot <= self.record.promised:
-            # Asked again, over a new connection perhaps.
+            # The proposer may repeat its request over a new connection.
             return ballot == self.record.promised
         self.saw(ballot.number)
-        self._keep_vote(promised=ballot)
+        self._save_vote(promised=ballot)
         return True
 
     def accept(self, vote: Vote) -> bool:
-        """Only under the very ballot that was promised last: our ranks stopped for it, and their state is in it."""
+        """Accept only under the ballot that was promised last: our ranks stopped for it and it has their state."""
         if vote.ballot != self.record.promised or self.record.generation is None:
             return False
-        # A fork has a name of its own that nobody else can use: it binds nobody, and must not hide a vote that does.
+        # A fork has a name that no other proposer can use: it binds no agent and must not replace a vote that does.
         if vote.successor.lineage.name == self.record.generation.lineage.name:
-            self._keep_vote(accepted=vote)
+            self._save_vote(accepted=vote)
         return True
 
     def enter(self, generation: Generation) -> None:
         self.saw(generation.id.number)
-        entered = (*self.record.entered, generation.id)[-_MOST_ENTERED:]
-        self._try_to_keep(generation=generation, promised=NEVER, accepted=None, resigned=None, entered=entered)
+        entered = (*self.record.entered, generation.id)[-_MAX_ENTERED:]
+        self._try_to_save(generation=generation, promised=NEVER, accepted=None, resigned=None, entered=entered)
 
     def missed(self, generation: Generation) -> bool:
-        """It had a seat for us, we never took it, and never will: only later ones are entered."""
+        """Whether this agent was a member, never entered it, and never will: only later ones are entered."""
         record = self.record
-        past = record.generation is not None and generation.id < record.generation.id
-        known = len(record.entered) < _MOST_ENTERED or generation.id > record.entered[0]
-        return past and known and generation.id not in record.entered
+        is_past = record.generation is not None and generation.id < record.generation.id
+        is_recorded = len(record.entered) < _MAX_ENTERED or generation.id > record.entered[0]
+        return is_past and is_recorded and generation.id not in record.entered
 
     def resign(self, why: Why) -> None:
-        self._try_to_keep(resigned=why)
+        self._try_to_save(resigned=why)
 
-    def count_guest(self) -> int:
-        """How many there were before; raises OSError when it cannot be remembered."""
-        before = self.record.guests
-        self._keep(guests=before + 1)
+    def count_invited(self) -> int:
+        """Count one more invited node; return how many there were before. OSError when it cannot be written."""
+        before = self.record.invited
+        self._save(invited=before + 1)
         return before
 
     def resignation(self) -> Resign | None:
@@ -105,36 +103,34 @@ class DurableVoter:
             generation=record.generation.id, why=record.resigned, promised=record.promised, accepted=record.accepted
         )
 
-    def _keep_vote(self, **changes: object) -> None:
-        """Where nobody else votes, nobody could be misled by what a restart forgets."""
+    def _save_vote(self, **changes: object) -> None:
+        """Save, but ignore a full disk where this agent is the only voter: a forgotten vote misleads no other."""
         generation = self.record.generation
         if generation is not None and len(generation.members) == 1:
-            self._try_to_keep(**changes)
+            self._try_to_save(**changes)
         else:
-            self._keep(**changes)
+            self._save(**changes)
 
-    def _try_to_keep(self, **changes: object) -> None:
-        """What need not be remembered: after a restart the old record says less, and what it says is still true."""
+    def _try_to_save(self, **changes: object) -> None:
+        """Save what need not survive a restart: the old record says less, and what it says is still true."""
         with contextlib.suppress(OSError):
-            self._keep(**changes)
+            self._save(**changes)
         self.record = self.record.model_copy(update=changes)
 
-    def _keep(self, **changes: object) -> None:
+    def _save(self, **changes: object) -> None:
         record = self.record.model_copy(update=changes)
-        self._promises.save(record)
+        self._votes.save(record)
         self.record = record
 
 
-# SECTION control/membership/promisefile
-# Promises on disk: one small file, replaced as a whole. The only I/O of this package.
-
-
 class VoteFile:
+    """A `VoteStore` on disk: one small file that is replaced as a whole."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def load(self) -> VoteRecord:
-        """A new record where there is none. A broken one is never guessed at: a vote could be cast twice."""
+        """Return the record, or a new one. ControlError for a damaged file: guessing could cast a vote twice."""
         try:
             return VoteRecord.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -147,6 +143,5 @@ class VoteFile:
             ) from None
 
     def save(self, record: VoteRecord) -> None:
-        """The file, then its name: after a power cut there is the old record or the new one."""
         temporary = self._path.with_name(f".{self._path.name}.new")
         write_durably(self._path, record.model_dump_json().encode(), temporary, 0o600)
