@@ -1,55 +1,69 @@
-"""Wire formats: how a bucket of gradients is summed over the world. See docs/wires.md."""
+"""Wire formats: how a bucket of gradients is summed over the ranks. See docs/wires.md.
+
+To add a format: write its class here, add it to `_FORMATS`, and name it in `config/sync_choice.py` and the docs page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal.config.sync_choice import WireChoice, parse_wire
+from shoal.config.sync_choice import WireChoice, WireName, parse_wire
 from shoal.errors import UsageError
-from shoal.sync.compression.base import TORCH_GOES_ONE_BY_ONE, Bucket, Compressor, Fp16, Fp32, InterruptibleCompressor
+from shoal.sync.compression.base import TORCH_FP16_IS_SLOW, Compressor, Fp16, Fp32, InterruptibleCompressor
 from shoal.sync.compression.codecs import bf16_codec, int8_codec
 from shoal.sync.compression.native import load_kernels
 from shoal.sync.compression.powersgd import PowerSGD
 from shoal.sync.compression.reduce_scatter import ReduceScatter
 from shoal.sync.world import World
 
-__all__ = ["Bucket", "Wire", "made_by", "make_wire"]
+Parameters = Mapping[str, Tensor]
 
 
-def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
-    """For gradients of these parameters, named as in the model; every bucket is made of some of them."""
+@dataclass(frozen=True)
+class _Format:
+    make: Callable[[World, Parameters, WireChoice], Compressor]
+    is_cpu_only: bool = True  # it needs gloo's collectives
+    has_kernel: bool = True  # `native.py` has a kernel for it
+
+
+def _make_bf16(world: World, parameters: Parameters, _: WireChoice) -> Compressor:
+    return ReduceScatter(world, parameters, bf16_codec(load_kernels()))
+
+
+def _make_int8(world: World, parameters: Parameters, _: WireChoice) -> Compressor:
+    return ReduceScatter(world, parameters, int8_codec(load_kernels()))
+
+
+_FORMATS: dict[WireName, _Format] = {
+    "fp32": _Format(lambda world, *_: Fp32(world), is_cpu_only=False, has_kernel=False),
+    "fp16": _Format(lambda world, *_: Fp16(world), is_cpu_only=False, has_kernel=TORCH_FP16_IS_SLOW),
+    "bf16": _Format(_make_bf16),
+    "int8": _Format(_make_int8),
+    "powersgd": _Format(lambda world, parameters, choice: PowerSGD(world, parameters, choice.rank)),
+}
+
+
+def make_compressor(text: str, world: World, parameters: Parameters) -> Compressor:
+    """Return the compressor of a wire format. `parameters`, named as in the model, are those of all later buckets."""
     choice = parse_wire(text)
-    if world.device.type != "cpu" and choice.name in ("bf16", "int8", "powersgd"):
+    wire_format = _FORMATS[choice.name]
+    if world.device.type != "cpu" and wire_format.is_cpu_only:
         raise UsageError(
             f"sync.wire={text} works on the CPU only, and this rank computes on {world.device}",
             why="its exchange is made of gloo's collectives",
             fix="use --wire fp16, or --device cpu",
         )
-    wire = _make(choice, world, parameters)
+    compressor = wire_format.make(world, parameters, choice)
     if world.release is None or world.backend != "gloo":
-        # A future of ours knows nothing of a GPU's streams: whoever waits for it would not wait for them.
-        return wire
-    return InterruptibleCompressor(wire, world.release)
-
-
-def _make(choice: WireChoice, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
-    match choice.name:
-        case "fp32":
-            return Fp32(world)
-        case "fp16":
-            return Fp16(world)
-        case "bf16":
-            return ReduceScatter(world, parameters, bf16_codec(load_kernels()))
-        case "int8":
-            return ReduceScatter(world, parameters, int8_codec(load_kernels()))
-        case "powersgd":
-            return PowerSGD(world, parameters, choice.rank)
+        # A guarded future does not know a GPU's streams: waiting for it would not wait for them.
+        return compressor
+    return InterruptibleCompressor(compressor, world.release)
 
 
 def made_by(text: str) -> str:
-    """`kernel` where this machine's compiler made one for the format, `plain` for all others."""
-    name = parse_wire(text).name
-    wanted = name in ("bf16", "int8", "powersgd") or (name == "fp16" and TORCH_GOES_ONE_BY_ONE)
-    return "kernel" if wanted and load_kernels() is not None else "plain"
+    """Return `kernel` where this machine has a compiled kernel for the format, `plain` otherwise."""
+    has_kernel = _FORMATS[parse_wire(text).name].has_kernel
+    return "kernel" if has_kernel and load_kernels() is not None else "plain"
