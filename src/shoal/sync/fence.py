@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 from shoal.control.membership.types import NEVER, Ballot, State
 from shoal.control.rank_messages import LEASE_S
@@ -24,17 +23,22 @@ class StepBoundary(GenerationEnded):
     """All ranks have stopped after the same step, so that the membership can change."""
 
 
-class Fence(Protocol):
+class Fence:
+    """What the training asks. This base class allows everything, for a world with fixed membership."""
+
     @property
     def edge(self) -> bool:
         """Whether the ranks are to stop together after a step."""
+        return False
 
     @property
     def floor(self) -> int:
         """The step that a state must have reached for other ranks to continue from it in this generation."""
+        return 0
 
     def applying(self, step: int) -> AbstractContextManager[None]:
         """Enclose the update to `step`: it happens in the generation completely or not at all."""
+        return nullcontext()
 
     def moved(self, step: int) -> None:
         """Record that the state that others may continue from is that of `step`, forward or back."""
@@ -42,43 +46,25 @@ class Fence(Protocol):
     def replacing(self, step: int) -> AbstractContextManager[None]:
         """Enclose the local swap to another rank's state of `step`.
 
-        Raise before any change when the generation is over: the reported old state is then still valid."""
+        Raise before any change when the generation is over: the reported old state is then still valid.
+        """
+        return nullcontext()
 
     def lose_state(self) -> None:
         """Record that the state is about to be overwritten: until `moved`, there is none to continue from."""
 
-    def committed(self, step: int) -> None: ...
+    def committed(self, step: int) -> None:
+        """Record a committed step."""
 
     def await_lease(self) -> None:
         """Return while this generation is known to be the newest; wait while that is uncertain."""
 
 
-class OpenFence:
-    """Allows everything. For a world of fixed membership: ranks of torchrun, or a single rank."""
-
-    edge = False
-    floor = 0
-
-    def applying(self, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def moved(self, step: int) -> None:
-        pass
-
-    def replacing(self, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def lose_state(self) -> None:
-        pass
-
-    def committed(self, step: int) -> None:
-        pass
-
-    def await_lease(self) -> None:
-        pass
+class OpenFence(Fence):
+    """For ranks of torchrun, or a single rank."""
 
 
-class GenerationFence:
+class GenerationFence(Fence):
     """One rank's fence, for all its generations. The training thread asks; the agent's listener thread decides."""
 
     def __init__(self) -> None:

@@ -12,13 +12,11 @@ parameters and outer momentum have the same bits on every rank; the moments of t
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,40 +45,56 @@ class NotFinite(RunFailed):
     """The exchanged outer gradient is not finite, on every rank alike. The common parameters are unchanged."""
 
 
-class OuterSync(Protocol):
-    round_steps: int  # inner steps from one exchange of all parameters to the next
-    lag_steps: int  # how many steps ranks may be apart
-    drifts: bool  # replicas differ between exchanges, so that a checkpoint needs a part of every rank
-    apart: bool  # their parameters differ just now
-    in_rounds: bool  # a step is done when its round is
+class OuterSync:
+    """The interface of the trainer. This base class has no outer steps, see `EveryStep`."""
+
+    round_steps: int = 1  # inner steps from one exchange of all parameters to the next
+    lag_steps: int = 0  # how many steps ranks may be apart
+    drifts: bool = False  # replicas differ between exchanges, so that a checkpoint needs a part of every rank
+    apart: bool = False  # their parameters differ just now
+    in_rounds: bool = False  # a step is done when its round is
 
     def after(self, step: int, last: bool) -> CommTimes:
         """Do the exchange that is due after this inner step. After the `last` one replicas are equal to the bit."""
+        return _NO_EXCHANGE
 
     def common(self) -> AbstractContextManager[None]:
         """Inside, the model holds the common parameters."""
+        return nullcontext()
 
     def common_step(self, step: int) -> int:
         """Return the step of the common parameters when the replicas are at `step`."""
+        return step
 
     @property
     def flying(self) -> int:
         """The fragments on their way between replicas, one bit each."""
+        return 0
 
     def rewind(self, common_step: int, flying: int) -> None:
         """Make the model's parameters the common ones of that step; `state` then has room for what is to be loaded."""
 
     def retreat(self, step: int) -> int:
         """After a failed exchange, put a state into the model that others can continue from; return its step."""
+        return step
 
     def lasting(self) -> dict[str, Tensor]:
         """Return the part of `state` that outlives a world: nothing that was on its way."""
+        return {}
 
     def state(self) -> dict[str, Tensor]:
         """Return the common state beside the parameters. The tensors are those in use: filling them loads a state."""
+        return self.lasting()
 
-    def own_state(self) -> dict[str, Tensor]: ...
+    def own_state(self) -> dict[str, Tensor]:
+        """Return this rank's own state: the residuals of its compressor."""
+        return {}
+
     def load_own_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class EveryStep(OuterSync):
+    """Gradients are exchanged in every step."""
 
 
 def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float) -> OuterSync:
@@ -120,47 +134,10 @@ def _make_shards(
     ]
 
 
-class EveryStep:
-    round_steps = 1
-    lag_steps = 0
-    drifts = False
-    apart = False
-    in_rounds = False
-    flying = 0
-
-    def after(self, step: int, last: bool) -> CommTimes:
-        return _NO_EXCHANGE
-
-    def common(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def common_step(self, step: int) -> int:
-        return step
-
-    def rewind(self, common_step: int, flying: int) -> None:
-        pass
-
-    def retreat(self, step: int) -> int:
-        return step
-
-    def lasting(self) -> dict[str, Tensor]:
-        return {}
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
-
-class LocalSteps(ABC):
+class LocalSteps(OuterSync):
     """The common part of LocalSGD, DiLoCo and Streaming DiLoCo."""
 
     drifts = True
-    in_rounds = False
     lag_steps = LAG_STEPS
 
     def __init__(
@@ -170,7 +147,6 @@ class LocalSteps(ABC):
         self._shards = shards
         self._exchange = exchange
         self._optimizer = optimizer
-        self.apart = False
 
     @contextmanager
     def common(self) -> Iterator[None]:
@@ -192,14 +168,8 @@ class LocalSteps(ABC):
             shard.adopt()
         return self.common_step(step)
 
-    @abstractmethod
-    def common_step(self, step: int) -> int: ...
-
     def lasting(self) -> dict[str, Tensor]:
         return {name: tensor for shard in self._shards for name, tensor in shard.state().items()}
-
-    def state(self) -> dict[str, Tensor]:
-        return self.lasting()
 
     def own_state(self) -> dict[str, Tensor]:
         return self._exchange.compressor.state()
@@ -215,7 +185,6 @@ class DiLoCo(LocalSteps):
     replicas far past what they learned in a part of one.
     """
 
-    flying = 0
     in_rounds = True
 
     def __init__(
@@ -245,7 +214,8 @@ class StreamingDiLoCo(LocalSteps):
 
     A fragment sent after step b is applied after step b + overlap: the outer optimizer moves the common parameters, and
     each replica, which has trained on meanwhile, goes half of the way there. Fragments take turns, evenly spread over a
-    round, so that the wire is used all the time instead of all at once.
+    round, so that the wire is used all the time instead of all at once. No step exchanges everything, so the common
+    parameters count as those of the current step.
     """
 
     def __init__(
@@ -279,10 +249,6 @@ class StreamingDiLoCo(LocalSteps):
                     self._pending[index] = list(self._exchange.start(fragment))
         self.apart = not last
         return self._exchange.take_times()
-
-    def common_step(self, step: int) -> int:
-        """Return `step`: no step exchanges everything, and the common parameters advance with the training."""
-        return step
 
     @property
     def flying(self) -> int:
