@@ -80,12 +80,24 @@ def make_gradient_sync(config: SyncConfig, model: nn.Module, world: World, token
     return sync
 
 
-class _DDPSync:
+class _SyncDefaults:
+    inside: InsideChoice = GLOO
+    extra_bytes = 0
+
+    def loss_scale(self, global_tokens: int) -> float:
+        return 1.0 / global_tokens
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class _DDPSync(_SyncDefaults):
     """The common part of both DDP variants: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
-    inside: InsideChoice = GLOO
-    extra_bytes = 0
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.module.no_sync()
@@ -120,9 +132,6 @@ class HookedDDP(_DDPSync, CompressorState):
         self._hook_state = _HookState(compressor)
         # Not bound methods: the reducer and this object would refer to each other, and C++ has no garbage collection.
         self.module.register_comm_hook(self._hook_state, _timed_hook if timed else _hook)
-
-    def loss_scale(self, global_tokens: int) -> float:
-        return 1.0 / global_tokens
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         if self._tied is not None:
@@ -200,23 +209,14 @@ class StockDDP(_DDPSync, NoState):
         self._ready_at = time.perf_counter()
 
 
-class BarrierSync(CompressorState):
+class BarrierSync(_SyncDefaults, CompressorState):
     """Gradients without overlap: backward, barrier, all-reduce, each timed alone. Slower, but easy to read."""
-
-    inside: InsideChoice = GLOO
-    extra_bytes = 0
 
     def __init__(self, model: nn.Module, world: World, compressor: Compressor, bucket_mb: float) -> None:
         self.module = model
         self._world = world
         self._compressor: Compressor = compressor
         self._bucket_bytes = int(bucket_mb * 2**20)
-
-    def loss_scale(self, global_tokens: int) -> float:
-        return 1.0 / global_tokens
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def finish(self) -> CommTimes:
         ready_at = time.perf_counter()
@@ -230,9 +230,6 @@ class BarrierSync(CompressorState):
                 gradient.copy_(part.view_as(gradient))
         now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
-
-    def close(self) -> None:
-        pass
 
     def _buckets(self) -> list[list[Tensor]]:
         """Return parameters in the order of backward, as in DDP, so that both variants send the same messages."""
@@ -249,11 +246,8 @@ class BarrierSync(CompressorState):
         return buckets
 
 
-class NoExchange(NoState):
+class NoExchange(_SyncDefaults, NoState):
     """No gradient exchange. DDP would copy every gradient into its buckets and hold both: 496 MB for GPT-2 124M."""
-
-    inside: InsideChoice = GLOO
-    extra_bytes = 0
 
     def __init__(self, model: nn.Module, own_tokens: int | None = None, allreduce_s: float | None = None) -> None:
         self.module = model
@@ -264,14 +258,8 @@ class NoExchange(NoState):
         """Return the scale of a step on this rank's own tokens, where given."""
         return 1.0 / (self._own_tokens or global_tokens)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def finish(self) -> CommTimes:
         return CommTimes(time.perf_counter(), tail_s=0.0, allreduce_s=self._allreduce_s, wait_s=0.0)
-
-    def close(self) -> None:
-        pass
 
 
 # A weight that is both embedding and head. Backward finishes its gradient last, because it reaches the embedding last,
