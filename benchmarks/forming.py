@@ -28,7 +28,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from shoal.sync.interruptible import shut_doors
+    from shoal.sync.interruptible import close_listeners
     from shoal.sync.kv_store_client import AgentStore
     from shoal.sync.process_groups import GroupForming, form_main_group, pair_key, unform
 
@@ -43,7 +43,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
     def without(name: str) -> None:
         keys = dist.PrefixStore(name, store)
         dist.init_process_group("gloo", store=keys, rank=rank, world_size=size, timeout=timedelta(seconds=1))
-        shut_doors()
+        close_listeners()
 
     def proved(name: str) -> None:
         keys = dist.PrefixStore(name, store)

@@ -66,12 +66,12 @@ def bare_sums(world: World) -> Calls:
     from shoal.config.schema import SyncConfig
     from shoal.sync.compression.base import Bucket
     from shoal.sync.shared_memory.ddp import Pipeline, ResidentSum, SharedCompressor, row_bytes
-    from shoal.sync.shared_memory.group import come_together
+    from shoal.sync.shared_memory.group import open_host_sharing
 
     config = SyncConfig()
     elements = SIZE_BYTES // 4
-    _, small = come_together(config, world, "copies", lambda kin: row_bytes(len(kin.firsts)))
-    _, large = come_together(config, world, "shared", lambda _: SIZE_BYTES)
+    _, small = open_host_sharing(config, world, "copies", lambda group: row_bytes(len(group.first_ranks)))
+    _, large = open_host_sharing(config, world, "shared", lambda _: SIZE_BYTES)
     assert small is not None
     assert large is not None
     buffer = torch.zeros(elements)

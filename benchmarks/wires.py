@@ -23,7 +23,7 @@ from shoal.config.presets import PRESETS
 from shoal.config.schema import ModelConfig
 from shoal.control.rank_env import Placement
 from shoal.model.gpt import GPT
-from shoal.sync.compression import make_wire
+from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor
 from shoal.sync.compression.codecs import Int8
 from shoal.sync.compression.reduce_scatter import ReduceScatter
@@ -80,7 +80,7 @@ def variants_of(world: World, parameters: dict[str, Tensor], formats: list[str])
 
         return measure
 
-    wires = {name: make_wire(name, world, parameters) for name in formats}
+    wires = {name: make_compressor(name, world, parameters) for name in formats}
     if "int8" in wires:
         wires["int8, plain torch"] = ReduceScatter(world, parameters, Int8())
     return {"fp32 copy": copied} | {name: exchanged(wire) for name, wire in wires.items()}

@@ -195,7 +195,7 @@ def test_a_question_that_nobody_understands_is_answered(tmp_path: Path) -> None:
         store = connect(tmp_path / "keys")
         for request in ({"op": "dance"}, {"op": "set"}, {"op": "set", "key": "a", "value": 7}, {}):
             with pytest.raises(dist.DistStoreError):
-                store._ask(**request)
+                store._request(**request)
         store.set("a", "b")
         assert store.get("a") == b"b"
         store._socket.close()

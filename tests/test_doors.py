@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.sync.interruptible import shut_doors
+from shoal.sync.interruptible import close_listeners
 from shoal.sync.process_groups import GroupForming, form_main_group, unform
 from shoal.sync.world import World
 from tests.harness import run_ranks
@@ -20,7 +20,7 @@ from tests.sockets_of import listening, open_files
 def come_late(world: World, _: None) -> tuple[int, int, int, float]:
     """Ports shut, strangers that got in, files that are open since, and what an exchange still gives."""
     before = open_files(os.getpid())
-    shut = shut_doors()
+    shut = close_listeners()
     ports = listening(os.getpid())
     assert len(ports) == shut
     let_in = 0
@@ -39,11 +39,11 @@ def test_who_comes_after_the_ranks_have_met_is_not_heard(tmp_path: Path) -> None
 
 
 def form_again(world: World, _: None) -> float:
-    shut_doors()
+    close_listeners()
     later = dist.new_group([0, 1], backend="gloo")
     total = torch.ones(1)
     dist.all_reduce(total, group=later)
-    shut_doors()
+    close_listeners()
     dist.all_reduce(total, group=later)
     return float(total)
 

@@ -23,9 +23,9 @@ from shoal.config.schema import SyncConfig
 from shoal.errors import PeerLost, RunFailed
 from shoal.sync.compression.base import Bucket
 from shoal.sync.gradients import make_gradient_sync
-from shoal.sync.shared_memory import ddp, group, open_inside
-from shoal.sync.shared_memory.ddp import SharedCompressor, lay_out, slice_of
-from shoal.sync.shared_memory.group import come_together, group_by_machine
+from shoal.sync.shared_memory import ddp, group, open_shared_memory
+from shoal.sync.shared_memory.ddp import SharedCompressor, lay_out_rows, slice_of
+from shoal.sync.shared_memory.group import group_by_machine, open_host_sharing
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.programs import read_jsonl, steps_of, train_tiny
@@ -52,7 +52,7 @@ def test_slices_cover_everything_once(begin: int, length: int, count: int) -> No
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 10_000))
 def test_a_layout_has_every_gradient_in_its_bucket(sizes: list[int], bucket: int) -> None:
-    layout = lay_out(sizes, bucket)
+    layout = lay_out_rows(sizes, bucket)
     for size, begin, number in zip(sizes, layout.begins, layout.bucket_of, strict=True):
         low, high = layout.buckets[number]
         assert low <= begin
@@ -81,7 +81,7 @@ def on_machines(world: World, machines: list[int]) -> World:
 
 def open_wire(world: World, wire: str = "fp32", timeout_s: float = 20.0) -> SharedCompressor:
     config = SyncConfig(inside="copies", wire=wire, timeout_s=timeout_s)
-    _, found = open_inside(config, nn.Linear(1, 1), world, 1.0)
+    _, found = open_shared_memory(config, nn.Linear(1, 1), world, 1.0)
     assert isinstance(found, SharedCompressor)
     return found
 
@@ -203,7 +203,7 @@ def without_memory(world: World, inside: str, broken: int) -> tuple[str, str]:
         raise OSError(28, "No space left on device")
 
     if world.rank == broken:
-        group.create = refuse
+        group.create_memory = refuse
     try:
         sync = make_gradient_sync(SyncConfig.model_validate({"inside": inside}), nn.Linear(2, 2), world)
     except RunFailed as error:
@@ -325,10 +325,10 @@ def test_a_thousand_sums_leak_nothing(tmp_path: Path) -> None:
 
 def refused_stranger(world: World) -> tuple[str, int]:
     """A process of another user finds the place to listen and is not let in."""
-    group._is_ours = lambda _: False  # type: ignore[assignment]
-    group._MEET_WITHIN_S = 0.5
+    group._is_same_user = lambda _: False  # type: ignore[assignment]
+    group._CONNECT_TIMEOUT_S = 0.5
     config = SyncConfig(inside="auto")
-    inside, together = come_together(config, world, "copies", lambda _: 4096)
+    inside, together = open_host_sharing(config, world, "copies", lambda _: 4096)
     return inside.note, int(together is None)
 
 

@@ -169,7 +169,7 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     """One rank's life: it trains, then regroups until it is its turn to die or it is one of the last two."""
     me, size = world.rank, world.size
     unform()
-    replicas._PIECE_BYTES = PIECE_BYTES
+    replicas._CHUNK_BYTES = PIECE_BYTES
     run = RunFolder(folder)
     config = load_config(run.config)
     agent = Agent(folder)

@@ -83,7 +83,7 @@ def test_a_second_backward_through_one_graph_is_refused() -> None:
 
 def test_products_in_bf16_are_near() -> None:
     tensors = make(30, 50)
-    ours = with_gradients(lambda *args: head_loss(*args, products=torch.bfloat16, chunk=8), tensors, 1.0)
+    ours = with_gradients(lambda *args: head_loss(*args, matmul_dtype=torch.bfloat16, chunk=8), tensors, 1.0)
     for our, their in zip(ours, with_gradients(full, tensors, 1.0), strict=True):
         assert our.dtype == torch.float32
         assert float((our - their).norm() / their.norm()) < 0.02

@@ -26,13 +26,13 @@ from shoal.sync.outer import (
     AVERAGE,
     DiLoCo,
     OuterExchange,
+    OuterOptimizer,
     OuterShard,
-    OuterStep,
     OuterSync,
-    Streaming,
-    cut_blocks,
-    cut_pieces,
-    is_sent_at,
+    StreamingDiLoCo,
+    cut_fragments,
+    cut_shards,
+    is_fragment_due,
     make_outer,
 )
 from shoal.sync.step_stats import CommTimes, StepGather, StepStats
@@ -90,7 +90,7 @@ def train(world: World, settings: dict[str, Any], shares: Sequence[float]) -> li
 class Together:
     """N replicas in one process: what `train` must give, by plain torch and in its plainest form."""
 
-    def __init__(self, shares: Sequence[float], descent: OuterStep) -> None:
+    def __init__(self, shares: Sequence[float], descent: OuterOptimizer) -> None:
         self.shares = shares
         self.replicas = [fresh() for _ in shares]
         self.common = {name: nn.Parameter(p.detach().clone()) for name, p in self.replicas[0][0].named_parameters()}
@@ -129,10 +129,10 @@ class Together:
 
 def reference(_: World, mode: str, shares: Sequence[float]) -> list[list[tuple[Arrays, Arrays]]]:
     """By step and rank. In a process as ranks are: with other threads, torch adds up in another order."""
-    world = Together(shares, AVERAGE if mode == "local" else OuterStep(0.7, 0.9))
+    world = Together(shares, AVERAGE if mode == "local" else OuterOptimizer(0.7, 0.9))
     result = []
     sent: dict[str, Tensor] = {}
-    fragments = cut_blocks([(name, p.numel()) for name, p in world.common.items()], 2)
+    fragments = cut_fragments([(name, p.numel()) for name, p in world.common.items()], 2)
     for step in range(1, STEPS + 1):
         world.inner(step)
         if mode == "streaming":
@@ -277,8 +277,8 @@ def streams_on(world: World) -> list[float]:
     model, optimizer = fresh()
     wire = HeldWire()
     exchange = OuterExchange(world, wire, 1.0)
-    pieces = [OuterShard(0, dict(model.named_parameters()), OuterStep(0.7, 0.9))]
-    outer = Streaming([pieces], exchange, every=6, overlap=4, descent=OuterStep(0.7, 0.9))
+    pieces = [OuterShard(0, dict(model.named_parameters()), OuterOptimizer(0.7, 0.9))]
+    outer = StreamingDiLoCo([pieces], exchange, every=6, overlap=4, optimizer=OuterOptimizer(0.7, 0.9))
     before = arrays(model)
     blocked_s = []
     for step in range(1, 10):
@@ -317,14 +317,14 @@ def most_gaps_at_once(world: World) -> int:
             return done
 
     class Counted(OuterShard):
-        def put_by(self, gap: Tensor) -> None:
+        def stash(self, gradient: Tensor) -> None:
             nonlocal alive
             alive -= 1
-            super().put_by(gap)
+            super().stash(gradient)
 
     parameters = model.named_parameters()
     pieces = [Counted(index, {name: parameter}, AVERAGE) for index, (name, parameter) in enumerate(parameters)]
-    DiLoCo(pieces, OuterExchange(world, Answering(), 1.0), every=1, descent=AVERAGE).after(1, last=False)
+    DiLoCo(pieces, OuterExchange(world, Answering(), 1.0), every=1, optimizer=AVERAGE).after(1, last=False)
     assert alive == 0
     return most
 
@@ -349,7 +349,7 @@ def test_momentum_is_the_one_copy_beside_the_common_parameters(tmp_path: Path) -
 def test_a_sum_that_is_not_finite_is_refused(bad: float) -> None:
     piece = OuterShard(0, {"weight": nn.Parameter(torch.ones(3))}, AVERAGE)
     with pytest.raises(RunFailed, match="not finite"):
-        piece.descend(torch.tensor([0.0, bad, 0.0]), AVERAGE)
+        piece.outer_step(torch.tensor([0.0, bad, 0.0]), AVERAGE)
 
 
 # How a model is cut
@@ -367,7 +367,7 @@ SIZED = st.lists(
 
 @given(SIZED, st.integers(1, 8))
 def test_fragments_are_whole_blocks_in_order(parameters: list[tuple[str, int]], wanted: int) -> None:
-    cut = cut_blocks(parameters, wanted)
+    cut = cut_fragments(parameters, wanted)
     assert [name for names in cut for name in names] == [name for name, _ in parameters]
     assert 1 <= len(cut) <= wanted
     assert all(cut)
@@ -381,7 +381,9 @@ def test_fragments_of_gpt2_are_about_equal() -> None:
     with torch.device("meta"):
         model = GPT(ModelConfig(layers=12, heads=12, width=768, seq_len=1024, vocab_size=50_257))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    parts = [sum(sizes[name] for name in names) / sum(sizes.values()) for names in cut_blocks(list(sizes.items()), 4)]
+    parts = [
+        sum(sizes[name] for name in names) / sum(sizes.values()) for names in cut_fragments(list(sizes.items()), 4)
+    ]
     assert len(parts) == 4
     assert min(parts) > 0.15
     assert max(parts) < 0.35
@@ -390,7 +392,7 @@ def test_fragments_of_gpt2_are_about_equal() -> None:
 @given(SIZED, st.integers(1, 2000))
 def test_pieces_are_no_larger_than_allowed(parameters: list[tuple[str, int]], piece_bytes: int) -> None:
     sizes = dict(parameters)
-    cut = cut_pieces(parameters, piece_bytes)
+    cut = cut_shards(parameters, piece_bytes)
     assert [name for names in cut for name in names] == list(sizes)
     assert all(len(names) == 1 or sum(sizes[name] for name in names) <= piece_bytes for names in cut)
 
@@ -399,10 +401,10 @@ def test_pieces_are_no_larger_than_allowed(parameters: list[tuple[str, int]], pi
 def test_every_fragment_has_one_turn_a_round(every: int, data: st.DataObject) -> None:
     fragments = data.draw(st.integers(1, every))
     for fragment in range(fragments):
-        turns = [step for step in range(1, 2 * every + 1) if is_sent_at(step, fragment, fragments, every)]
+        turns = [step for step in range(1, 2 * every + 1) if is_fragment_due(step, fragment, fragments, every)]
         assert len(turns) == 2
         assert turns[1] - turns[0] == every
-    assert is_sent_at(every, fragments - 1, fragments, every)
+    assert is_fragment_due(every, fragments - 1, fragments, every)
 
 
 # What ranks tell each other while they drift apart

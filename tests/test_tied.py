@@ -15,7 +15,7 @@ from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.cost.buckets import split_tied
 from shoal.model.gpt import GPT
 from shoal.sync.compression.base import Bucket, NoState
-from shoal.sync.gradients import HookedDDP, TiedHead, make_gradient_sync, pays
+from shoal.sync.gradients import HookedDDP, TiedHead, is_worth_splitting, make_gradient_sync
 from shoal.sync.world import World
 from tests.harness import run_ranks
 
@@ -162,4 +162,4 @@ def test_it_pays_for_few_rows_of_several_ranks(tmp_path: Path) -> None:
 
 def paying(world: World) -> list[bool]:
     weight = torch.empty(1000, 2)
-    return [pays(weight, tokens, world) for tokens in (10, 124, 125)]
+    return [is_worth_splitting(weight, tokens, world) for tokens in (10, 124, 125)]

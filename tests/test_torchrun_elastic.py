@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal.cluster.lab.lab import Lab, kill
 from shoal.cluster.lab.processes import NodeProcess
 from shoal.events import read_events
-from shoal.sync.world import settle
+from shoal.sync.world import agree_on_attempt
 from tests.lab_checks import standing_lab
 from tests.programs import TINY, read_jsonl, set_flags
 
@@ -38,7 +38,7 @@ SHORT = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3,joi
 
 def settle_all(store: dist.Store, ranks: list[int], world_size: int) -> list[int]:
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda rank: settle(store, rank, world_size, timeout_s=10), ranks))
+        return list(pool.map(lambda rank: agree_on_attempt(store, rank, world_size, timeout_s=10), ranks))
 
 
 def test_ranks_settle_on_a_number_that_no_attempt_before_had() -> None:
@@ -52,9 +52,9 @@ def test_a_rank_that_is_early_does_not_go_on_with_the_last_attempt() -> None:
     store = dist.HashStore()
     settle_all(store, [0, 1], 2)
     with pytest.raises(RuntimeError, match="came in time"):
-        settle(store, 1, 2, timeout_s=0.3)
+        agree_on_attempt(store, 1, 2, timeout_s=0.3)
     with pytest.raises(RuntimeError, match="came in time"):
-        settle(store, 0, 3, timeout_s=0.3)
+        agree_on_attempt(store, 0, 3, timeout_s=0.3)
     assert settle_all(store, [1, 0], 2) == [2, 2], "an attempt that failed has used its number"
 
 

@@ -21,12 +21,12 @@ from shoal.cost.model_size import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is
 from shoal.cost.network import ring_bytes
 from shoal.cost.strategy import lever_of
 from shoal.errors import ConfigError
-from shoal.sync.compression import base, make_wire
+from shoal.sync.compression import base, make_compressor
 from shoal.sync.compression import native as compression_native
 from shoal.sync.compression.base import Bucket, from_half, to_half
 from shoal.sync.compression.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
 from shoal.sync.compression.native import load_kernels
-from shoal.sync.compression.powersgd import multiply, orthogonal, steady_sum
+from shoal.sync.compression.powersgd import multiply, ordered_sum, orthogonal
 from shoal.sync.compression.reduce_scatter import Codec, OrderedQueue, Rounds, ScatterLayout, lay_out
 from shoal.sync.world import World
 from tests.harness import run_ranks
@@ -80,7 +80,7 @@ def places(layout: ScatterLayout) -> list[tuple[int, int, int, int, int, int]]:
     """Each element: its parameter, its place there and in the bucket; its piece, its owner, its byte."""
     return [
         (run.parameter, run.start + i, run.offset + i, piece, owner, run.record * BLOCK + i)
-        for piece, owners in enumerate(layout.pieces)
+        for piece, owners in enumerate(layout.chunks)
         for owner, runs in enumerate(owners)
         for run in runs
         for i in range(run.count)
@@ -128,13 +128,13 @@ def bf16_codecs() -> list[Codec]:
 
 def passed_through(codec: Codec, values: Tensor, residual: Tensor) -> list[list[int]]:
     """Sent by one, added up by another with the same gradient, and unpacked; as bits, with one kind of NaN."""
-    records, settled = torch.zeros(2, blocks_of(values.numel()), codec.record_bytes, dtype=torch.int8)
+    records, reduced = torch.zeros(2, blocks_of(values.numel()), codec.record_bytes, dtype=torch.int8)
     rest, gradient = residual.clone(), values.clone()
-    codec.send(gradient, rest, records)
-    codec.settle(gradient, rest, [records, records], settled)
-    codec.spread(settled, gradient)
+    codec.encode(gradient, rest, records)
+    codec.reduce(gradient, rest, [records, records], reduced)
+    codec.decode(reduced, gradient)
     gradient.masked_fill_(gradient.isnan(), float("nan"))
-    return [tensor.view(torch.int8).flatten().tolist() for tensor in (records, settled, rest, gradient)]
+    return [tensor.view(torch.int8).flatten().tolist() for tensor in (records, reduced, rest, gradient)]
 
 
 @pytest.mark.parametrize("made", [codecs, bf16_codecs])
@@ -155,9 +155,9 @@ def test_a_block_is_off_by_half_a_step_at_most(numbers: list[float]) -> None:
     values = torch.tensor(numbers, dtype=torch.float32)
     for codec in codecs():
         rest, records = torch.zeros_like(values), torch.zeros(blocks_of(len(values)), 260, dtype=torch.int8)
-        codec.send(values, rest, records)
+        codec.encode(values, rest, records)
         unpacked = torch.empty_like(values)
-        codec.spread(records, unpacked)
+        codec.decode(records, unpacked)
         for start in range(0, len(values), BLOCK):
             part = slice(start, start + BLOCK)
             largest = values[part].abs().max()
@@ -170,13 +170,13 @@ def test_a_kernel_that_rounds_differently_is_not_used(monkeypatch: pytest.Monkey
     if native is None:
         pytest.skip("no compiler")
     assert isinstance(int8_codec(native), NativeInt8)
-    spread = native.int8_spread
+    decode = native.int8_decode
 
     def wrong(records: Tensor, gradient: Tensor) -> None:
-        spread(records, gradient)
+        decode(records, gradient)
         gradient.mul_(1 + 1e-6)
 
-    monkeypatch.setattr(native, "int8_spread", wrong)
+    monkeypatch.setattr(native, "int8_decode", wrong)
     assert isinstance(int8_codec(native), Int8)
     assert isinstance(int8_codec(None), Int8)
 
@@ -184,9 +184,9 @@ def test_a_kernel_that_rounds_differently_is_not_used(monkeypatch: pytest.Monkey
 def test_bf16_keeps_eight_bits() -> None:
     values = torch.randn(700)
     records = torch.zeros(3, RECORD_BYTES["bf16"], dtype=torch.int8)
-    Bf16().send(values, torch.empty(0), records)
+    Bf16().encode(values, torch.empty(0), records)
     found = torch.empty(700)
-    Bf16().spread(records, found)
+    Bf16().decode(records, found)
     assert ((found - values).abs() <= values.abs() * 2**-8).all()
     assert (found != values).any()
 
@@ -195,7 +195,7 @@ def test_bf16_keeps_eight_bits() -> None:
 @given(st.lists(floats, min_size=1, max_size=40), st.sampled_from(["torch", "numpy", "kernel"]))
 def test_halves_are_torchs(numbers: list[float], by: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "TORCH_GOES_ONE_BY_ONE", by != "torch")
+        patch.setattr(base, "TORCH_FP16_IS_SLOW", by != "torch")
         if by == "numpy":
             patch.setattr(base, "load_kernels", lambda: None)
         check_halves(numbers)
@@ -248,7 +248,7 @@ def test_a_compiler_that_fails_leaves_nothing(uncached: Path, monkeypatch: pytes
 def test_a_damaged_library_is_not_used(uncached: Path) -> None:
     if load_kernels() is None:
         pytest.skip("no compiler")
-    library = compression_native._obtain(uncached)
+    library = compression_native._find_or_build(uncached)
     library.write_bytes(b"\x7fELF of old")
     assert load_kernels.__wrapped__() is None
 
@@ -271,9 +271,9 @@ def test_a_column_of_zeros_remains_one() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 300))
-def test_the_steady_sum_is_the_sum(rows: int) -> None:
+def test_the_ordered_sum_is_the_sum(rows: int) -> None:
     values = torch.arange(2 * rows, dtype=torch.float64).view(rows, 2)
-    assert steady_sum(values).tolist() == values.sum(dim=0).tolist()
+    assert ordered_sum(values).tolist() == values.sum(dim=0).tolist()
 
 
 def test_the_product_is_the_product() -> None:
@@ -303,8 +303,8 @@ def test_turns_are_taken_in_the_same_order_whenever_buckets_come() -> None:
             if number < 2:
                 yield
 
-    lane, flat = OrderedQueue(), torch.zeros(1)
-    futures = [lane.take(rounds(index), Bucket(index, flat, [], index == 2)) for index in range(3)]
+    queue, flat = OrderedQueue(), torch.zeros(1)
+    futures = [queue.put(rounds(index), Bucket(index, flat, [], index == 2)) for index in range(3)]
     assert all(future.wait() is flat for future in futures)
     assert said == ["0.0", "1.0", "0.1", "2.0", "1.1", "0.2", "2.1", "1.2", "2.2"]
 
@@ -318,13 +318,13 @@ def test_an_error_reaches_all_who_wait_and_the_next_ones_go_on() -> None:
         yield
         yield
 
-    lane, flat = OrderedQueue(), torch.ones(1)
-    first = lane.take(fails(), Bucket(0, flat, [], False))
-    second = lane.take(works(), Bucket(1, flat, [], True))
+    queue, flat = OrderedQueue(), torch.ones(1)
+    first = queue.put(fails(), Bucket(0, flat, [], False))
+    second = queue.put(works(), Bucket(1, flat, [], True))
     for future in (first, second):
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
             future.wait()
-    assert lane.take(works(), Bucket(0, flat, [])).wait() is flat
+    assert queue.put(works(), Bucket(0, flat, [])).wait() is flat
 
 
 # Bytes
@@ -355,7 +355,7 @@ def acknowledged(descriptor: int) -> int:
 
 def count_bytes(world: World, form: str, count: int) -> int:
     parameters = {name: torch.zeros(shape) for name, shape in BYTES_SHAPES.items()}
-    wire = make_wire(form, world, parameters)
+    wire = make_compressor(form, world, parameters)
     before = bytes_sent()
     for _ in range(count):
         futures = []

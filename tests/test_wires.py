@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.config.schema import ModelConfig, SyncConfig
 from shoal.errors import CheckpointError
 from shoal.model.gpt import GPT
-from shoal.sync.compression import make_wire
+from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket
 from shoal.sync.gradients import GradientSync, make_gradient_sync
 from shoal.sync.world import World
@@ -47,7 +47,7 @@ class Exchanger:
 
     def __init__(self, world: World, form: str) -> None:
         self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        self.wire = make_wire(form, world, self.parameters)
+        self.wire = make_compressor(form, world, self.parameters)
 
     def exchange(self, gradients: dict[str, Tensor], groups: list[list[str]]) -> Arrays:
         futures = []

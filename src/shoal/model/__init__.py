@@ -1,1 +1,1 @@
-"""The GPT."""
+"""The GPT model and its CPU kernels."""

@@ -1,8 +1,8 @@
-"""Attention and GELU for processors on which torch's own are slow: 64-bit ARM without instructions for bf16.
+"""Attention and GELU for processors on which torch's own are slow: 64-bit ARM without bf16 instructions.
 
 Measured on a Neoverse-N1 (docs/speed.md): oneDNN multiplies by a transposed matrix at two thirds of OpenBLAS's speed,
-the derivative of GELU takes a tanh of its own that costs three times an exp, and flash attention takes 1.6 times as
-long as plain products. The mathematics is torch's, up to the rounding of fp32. Elsewhere torch's kernels are used.
+the derivative of GELU computes a second tanh that costs three times an exp, and flash attention takes 1.6 times as long
+as plain products. The mathematics is torch's, up to the rounding of fp32. Elsewhere torch's kernels are used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# Odds are kept for backward: 9 MB a layer at 512 tokens of GPT-2, and four times as much at twice the length.
+# The longest sequence: the attention weights are kept for backward, 9 MB per layer at 512 tokens of GPT-2, and four
+# times as much at twice the length.
 _LONGEST = 512
-# Below, making the products takes longer than they do: at 64 tokens ours is 7% slower, at 128 9% faster.
+# The shortest sequence: below, starting the products takes longer than they do. At 64 tokens these kernels are 7%
+# slower, at 128 9% faster.
 _SHORTEST = 128
-# Queries see no later key, so a block of them leaves out the keys behind it; smaller ones waste more than they save.
+# Queries per block. Queries see no later key, so a block skips the keys after it; smaller blocks cost more than they
+# save.
 _QUERIES = 256
 # GELU by tanh is x · sigmoid(x · (A + B·x²)).
 _A = 2 * math.sqrt(2 / math.pi)
@@ -43,13 +46,13 @@ def torch_is_slow_here() -> bool:
 
 
 def prefer_blas() -> None:
-    """Products by OpenBLAS instead of oneDNN, where that is slower; for the whole process."""
+    """Multiply by OpenBLAS instead of oneDNN in the whole process, where oneDNN is slower."""
     if torch_is_slow_here():
         torch._C._set_mkldnn_enabled(False)
 
 
 def gelu(x: Tensor) -> Tensor:
-    if not _is_ours(x):
+    if not _use_own_kernels(x):
         return F.gelu(x, approximate="tanh")
     if torch.is_grad_enabled() and x.requires_grad:
         out: Tensor = _Gelu.apply(x)  # type: ignore[no-untyped-call]
@@ -58,9 +61,9 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def attention(qkv: Tensor, heads: int, dropout: float) -> Tensor:
-    """Causal, over batch × length × (queries, keys and values of all heads); the heads' results side by side."""
+    """Return causal attention of batch × length × (queries, keys, values of all heads), with the heads side by side."""
     batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    if _is_ours(qkv) and not dropout and _SHORTEST <= length <= _LONGEST and torch.is_grad_enabled():
+    if _use_own_kernels(qkv) and not dropout and _SHORTEST <= length <= _LONGEST and torch.is_grad_enabled():
         out: Tensor = _Attention.apply(qkv, heads)  # type: ignore[no-untyped-call]
         return out
     q, k, v = qkv.view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
@@ -68,8 +71,8 @@ def attention(qkv: Tensor, heads: int, dropout: float) -> Tensor:
     return mixed.transpose(1, 2).reshape(batch, length, width)
 
 
-def _is_ours(x: Tensor) -> bool:
-    # First, because a tracer would stumble over what follows: a compiler makes its own of torch's.
+def _use_own_kernels(x: Tensor) -> bool:
+    # First, because a tracer cannot follow the rest: a compiler makes its own kernels.
     if torch.compiler.is_compiling():
         return False
     return x.device.type == "cpu" and x.dtype == torch.float32 and torch_is_slow_here()
@@ -84,7 +87,7 @@ def _gate(x: Tensor, slope: Tensor) -> Tensor:
 
 
 class _Gelu(torch.autograd.Function):
-    """Forward has all that the derivative needs; backward is one product, and keeps one tensor as torch's does."""
+    """Computes the derivative in forward, so that backward is one product. It keeps one tensor, as torch does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -92,7 +95,7 @@ class _Gelu(torch.autograd.Function):
         slope = _slope_of_gate(square)
         gate = _gate(x, slope)
         out = x * gate
-        # gate + out · (1 - gate) · (A + 3·B·x²), and the last is three slopes less two A.
+        # The derivative is gate + out · (1 - gate) · (A + 3·B·x²), and the last factor is 3 · slope - 2 · A.
         inner = torch.add(slope.new_tensor(-2 * _A), slope, alpha=3, out=square)
         rest = torch.addcmul(out, out, gate, value=-1, out=slope)
         ctx.save_for_backward(torch.addcmul(gate, rest, inner, out=rest))
@@ -100,9 +103,9 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         derivative: Tensor = ctx.saved_tensors[0]
-        return slope * derivative
+        return gradient * derivative
 
 
 class _Attention(torch.autograd.Function):
@@ -112,26 +115,26 @@ class _Attention(torch.autograd.Function):
         q, k, v = _by_head(qkv, heads)
         q.mul_(q.shape[2] ** -0.5)
         mixed = torch.empty_like(q)
-        odds = [_odds(q[:, first:end], k[:, :end], first) for first, end in _blocks(length)]
-        for (first, end), part in zip(_blocks(length), odds, strict=True):
+        weights = [_attention_weights(q[:, first:end], k[:, :end], first) for first, end in _blocks(length)]
+        for (first, end), part in zip(_blocks(length), weights, strict=True):
             torch.bmm(part, v[:, :end], out=mixed[:, first:end])
-        ctx.save_for_backward(q, k, v, *odds)
+        ctx.save_for_backward(q, k, v, *weights)
         return mixed.view(batch, heads, length, -1).transpose(1, 2).reshape(batch, length, width)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        q, k, v, *odds = ctx.saved_tensors
-        batch, length, width = slope.shape
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        q, k, v, *weights = ctx.saved_tensors
+        batch, length, width = gradient.shape
         heads = len(q) // batch
-        mixed = slope.view(batch, length, heads, -1).transpose(1, 2).reshape(q.shape)
+        of_mixed = gradient.view(batch, length, heads, -1).transpose(1, 2).reshape(q.shape)
         of_q, of_k, of_v = (torch.empty_like(q) for _ in range(3))
         # From the last block, which sees all keys: it writes, the others add to it.
-        for (first, end), part in reversed(list(zip(_blocks(length), odds, strict=True))):
-            mine, add = mixed[:, first:end], end < length
-            _multiply(part.transpose(1, 2), mine, of_v[:, :end], add)
-            of_odds = torch.bmm(mine, v[:, :end].transpose(1, 2))
-            of_score = torch._softmax_backward_data(of_odds, part, 2, part.dtype)
+        for (first, end), part in reversed(list(zip(_blocks(length), weights, strict=True))):
+            of_block, add = of_mixed[:, first:end], end < length
+            _multiply(part.transpose(1, 2), of_block, of_v[:, :end], add)
+            of_weights = torch.bmm(of_block, v[:, :end].transpose(1, 2))
+            of_score = torch._softmax_backward_data(of_weights, part, 2, part.dtype)
             torch.bmm(of_score, k[:, :end], out=of_q[:, first:end])
             _multiply(of_score.transpose(1, 2), q[:, first:end], of_k[:, :end], add)
         of_q.mul_(q.shape[2] ** -0.5)
@@ -140,7 +143,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_head(qkv: Tensor, heads: int) -> Iterator[Tensor]:
-    """Three of (batch and head) × length × a head's width, each in one piece and ours to change."""
+    """Return contiguous copies of queries, keys and values: (batch and head) × length × a head's width."""
     batch, length, _ = qkv.shape
     parts = qkv.view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4).clone(memory_format=torch.contiguous_format)
     return (part.reshape(batch * heads, length, -1) for part in parts)
@@ -150,8 +153,8 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return [(first, min(first + _QUERIES, length)) for first in range(0, length, _QUERIES)]
 
 
-def _odds(q: Tensor, k: Tensor, first: int) -> Tensor:
-    """What each of these queries, of which the earliest is `first`, takes of the keys up to its own."""
+def _attention_weights(q: Tensor, k: Tensor, first: int) -> Tensor:
+    """Return the softmax weights of a block of queries, from position `first`, over the keys up to each query."""
     scores = torch.bmm(q, k.transpose(1, 2))
     count = q.shape[1]
     scores[:, :, first:].add_(scores.new_full((count, count), -math.inf).triu_(1))

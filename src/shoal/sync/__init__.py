@@ -1,1 +1,1 @@
-"""How replicas agree: the world, gradient exchange, the step's shared figures. Imports torch."""
+"""How ranks synchronise: process groups, gradient exchange, compression, outer steps. Imports torch."""

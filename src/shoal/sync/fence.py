@@ -1,7 +1,7 @@
-"""The fence: what a rank may still do in its generation.
+"""The fence: decides what a rank may still do in its generation.
 
-The training asks before it changes its state and before it writes anything that others rely on. Whoever is told that
-its generation is over raises here, and what it has computed meanwhile counts for nothing.
+The training asks the fence before it changes its state and before it writes anything that other ranks rely on. Once the
+agent has ended the generation, the fence raises `GenerationEnded`, and the work since the last commit is discarded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 from shoal.control.membership.types import NEVER, Ballot, State
 from shoal.control.rank_messages import LEASE_S
@@ -17,72 +16,56 @@ from shoal.host.facts import boot_clock
 
 
 class GenerationEnded(Exception):
-    """This generation is over for us; nothing is wrong with the training."""
+    """This rank's generation is over. It is no failure of the training."""
 
 
 class StepBoundary(GenerationEnded):
-    """All ranks have ended the same step, because somebody wants to come in."""
+    """All ranks have stopped after the same step, so that the membership can change."""
 
 
-class Fence(Protocol):
-    """`edge`: the ranks are to stop together after a step. `floor`: who has not even this step is nobody that others
-    would go on from in this generation."""
-
-    @property
-    def edge(self) -> bool: ...
+class Fence:
+    """What the training asks. This base class allows everything, for a world with fixed membership."""
 
     @property
-    def floor(self) -> int: ...
+    def edge(self) -> bool:
+        """Whether the ranks are to stop together after a step."""
+        return False
+
+    @property
+    def floor(self) -> int:
+        """The step that a state must have reached for other ranks to continue from it in this generation."""
+        return 0
 
     def applying(self, step: int) -> AbstractContextManager[None]:
-        """Around the update that brings the replica to `step`: all of it happens in the generation, or none."""
-
-    def moved(self, step: int) -> None:
-        """The state that others may go on from is that of `step`, forward or back."""
-
-    def replacing(self, step: int) -> AbstractContextManager[None]:
-        """Around the local swap to another rank's state, which is that of `step`. Raises before anything is changed
-        when the generation is over: what was reported of the old state then still holds."""
-
-    def lose_state(self) -> None:
-        """Another one is about to be written over it: until it has `moved`, there is none to go on from."""
-
-    def committed(self, step: int) -> None: ...
-
-    def await_lease(self) -> None:
-        """Returns while this generation is known to be the newest; waits where that is not sure."""
-
-
-class OpenFence:
-    """For a world that nobody can leave: one of torchrun's, or a rank alone."""
-
-    edge = False
-    floor = 0
-
-    def applying(self, step: int) -> AbstractContextManager[None]:
+        """Enclose the update to `step`: it happens in the generation completely or not at all."""
         return nullcontext()
 
     def moved(self, step: int) -> None:
-        pass
+        """Record that the state that others may continue from is that of `step`, forward or back."""
 
     def replacing(self, step: int) -> AbstractContextManager[None]:
+        """Enclose the local swap to another rank's state of `step`.
+
+        Raise before any change when the generation is over: the reported old state is then still valid.
+        """
         return nullcontext()
 
     def lose_state(self) -> None:
-        pass
+        """Record that the state is about to be overwritten: until `moved`, there is none to continue from."""
 
     def committed(self, step: int) -> None:
-        pass
+        """Record a committed step."""
 
     def await_lease(self) -> None:
-        pass
+        """Return while this generation is known to be the newest; wait while that is uncertain."""
 
 
-class GenerationFence:
-    """One rank's, for all its generations. The training's thread asks; the thread that listens to the agent decides.
+class OpenFence(Fence):
+    """For ranks of torchrun, or a single rank."""
 
-    `holds`: there is a state here that others could go on from. While one is being copied over it, there is none.
-    """
+
+class GenerationFence(Fence):
+    """One rank's fence, for all its generations. The training thread asks; the agent's listener thread decides."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -91,11 +74,13 @@ class GenerationFence:
         self._leased_until = 0.0
         self._step = 0
         self._committed = 0
+        # This rank has a state that others could continue from. It has none while another state is copied over it.
         self._holds = False
+        # The newest generation whose ranks are to stop after a step.
         self._edge_of = NEVER
         self._floor = 0
 
-    # The training's side.
+    # Called by the training thread.
 
     @property
     def edge(self) -> bool:
@@ -117,7 +102,7 @@ class GenerationFence:
     def applying(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse()
-            # An update that fails in the middle leaves a replica of no step at all.
+            # An update that fails halfway leaves a state that belongs to no step.
             was_holding, self._holds = self._holds, False
             yield
             self._step, self._holds = step, was_holding
@@ -126,7 +111,7 @@ class GenerationFence:
     def replacing(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse()
-            # A swap that fails in the middle leaves a replica of no step at all.
+            # A swap that fails halfway leaves a state that belongs to no step.
             self._holds = False
             yield
             self.moved(step)
@@ -134,7 +119,7 @@ class GenerationFence:
     def moved(self, step: int) -> None:
         with self._changed:
             if step < self._step:
-                # Back to a checkpoint: what is done again has to be committed again.
+                # Back to a checkpoint: repeated steps must be committed again.
                 self._committed = min(self._committed, step)
             self._step, self._holds = step, True
 
@@ -154,7 +139,7 @@ class GenerationFence:
         with self._changed:
             self._holds = False
 
-    # The agent's side.
+    # Called by the thread that listens to the agent.
 
     def enter(self, generation: Ballot, holds: bool, floor: int) -> None:
         with self._changed:
@@ -169,12 +154,12 @@ class GenerationFence:
                 self._changed.notify_all()
 
     def ask_for_edge(self, generation: Ballot) -> None:
-        """It may be one that this rank has still to enter."""
+        """Request a stop after a step. This rank may not have entered the generation yet."""
         with self._changed:
             self._edge_of = max(self._edge_of, generation)
 
     def end(self, generation: Ballot) -> State | None:
-        """Nothing is applied or committed in it from here on; where we stand then."""
+        """End the generation, so that nothing more is applied or committed in it; return this rank's position."""
         with self._changed:
             if generation == self._generation:
                 self._is_over = True
@@ -185,7 +170,7 @@ class GenerationFence:
         with self._changed:
             if not self._holds:
                 return None
-            # A run that went back may have committed more than it has.
+            # After a rollback more steps may be committed than the state has.
             return State(step=self._step, committed=min(self._committed, self._step))
 
     def _refuse(self) -> None:

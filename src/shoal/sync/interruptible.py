@@ -1,13 +1,13 @@
-"""Waiting for an exchange, but not for longer than the generation lasts.
+"""Waits for collectives that end with the generation, and access to the sockets that gloo opens.
 
-gloo tells a rank that waits to *receive* when a connection closes. One whose *send* waits for a peer that has left is
-told nothing, and waits for the whole deadline (torch 2.13; seen in all-gathers and in a barrier). So the training waits
-for futures of our own, which also end when the generation does; gloo's thread stays behind.
+gloo wakes a rank that waits to *receive* when a connection closes. A rank whose *send* waits for a peer that has left
+is not woken before the collective's timeout (torch 2.13; seen in all-gathers and in a barrier). So the training waits
+for futures of its own, which also end with the generation; gloo's thread stays behind. gloo's `abort` and `shutdown` do
+not wake a waiting rank either, but shutting down its sockets does, within milliseconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class GroupInterrupt:
-    """Frees whoever waits in a generation that is over. The same object for all generations of a process."""
+    """Ends every wait of a generation when the generation ends. One object serves all generations of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: set[Future[Any]] = set()
+        self._pending: set[Future[Any]] = set()
         self._is_over = False
 
     def begin(self) -> None:
@@ -43,37 +43,37 @@ class GroupInterrupt:
     def end(self) -> None:
         with self._lock:
             self._is_over = True
-            waiting, self._waiting = self._waiting, set()
-        for future in waiting:
-            future.set_result(_over())
+            pending, self._pending = self._pending, set()
+        for future in pending:
+            future.set_result(_generation_ended())
 
     def check(self) -> None:
-        """Raises `GenerationEnded` when the generation is."""
+        """Raise `GenerationEnded` after the end of the generation."""
         with self._lock:
             is_over = self._is_over
         if is_over:
-            raise _over()
+            raise _generation_ended()
 
     def guard(self, future: Future[T]) -> Future[T]:
-        """Ends as that one does, or when the generation does."""
+        """Return a future that ends with the given one, or with the generation."""
         own: Future[Any] = Future()
-        # Only an error that is raised in here is one for torch's C++ half, too.
+        # torch's C++ half recognises only errors that are raised inside a callback.
         outcome: Future[T] = own.then(_unwrap)
         with self._lock:
             is_over = self._is_over
             if not is_over:
-                self._waiting.add(own)
+                self._pending.add(own)
         if is_over:
-            own.set_result(_over())
+            own.set_result(_generation_ended())
         else:
-            future.add_done_callback(lambda done: self._pass_on(own, done))
+            future.add_done_callback(lambda done: self._forward(own, done))
         return outcome
 
-    def _pass_on(self, own: Future[Any], done: Future[T]) -> None:
+    def _forward(self, own: Future[Any], done: Future[T]) -> None:
         with self._lock:
-            if own not in self._waiting:
+            if own not in self._pending:
                 return
-            self._waiting.discard(own)
+            self._pending.discard(own)
         try:
             own.set_result(done.value())
         except Exception as error:
@@ -81,7 +81,7 @@ class GroupInterrupt:
 
 
 def await_work(work: dist.Work | None, release: GroupInterrupt | None) -> None:
-    """Raises what the exchange raised, or `GenerationEnded`."""
+    """Wait for a collective. Raise its error, or `GenerationEnded`."""
     if work is None:
         return
     if release is not None and not work.is_completed():
@@ -89,8 +89,8 @@ def await_work(work: dist.Work | None, release: GroupInterrupt | None) -> None:
     work.wait()
 
 
-def _over() -> GenerationEnded:
-    return GenerationEnded("its generation was over before an exchange was")
+def _generation_ended() -> GenerationEnded:
+    return GenerationEnded("the generation was over before the exchange was")
 
 
 def _unwrap(done: Future[Any]) -> Any:
@@ -100,131 +100,115 @@ def _unwrap(done: Future[Any]) -> Any:
     return value
 
 
-# SECTION sync/sockets
-# The sockets of this process, whoever made them: gloo shows nobody its own.
+# gloo does not expose its sockets, so they are looked up among the open files of this process.
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Each with its inode, as a duplicate that is closed when the next one is asked for: whatever its owner does
-    meanwhile, it stays the same socket, and to close it does not close the owner's."""
+    """Yield every socket of this process with its inode.
+
+    Each is a duplicate that is closed when the next one is requested: it stays the same socket whatever its owner does
+    meanwhile, and closing it does not close the owner's.
+    """
     for path in list(Path("/dev/fd").iterdir()):
         with suppress(OSError):
             if path.is_socket():
-                with socket.socket(fileno=os.dup(int(path.name))) as found:
-                    yield os.fstat(found.fileno()).st_ino, found
+                with socket.socket(fileno=os.dup(int(path.name))) as duplicate:
+                    yield os.fstat(duplicate.fileno()).st_ino, duplicate
+
+
+class Connections:
+    """The sockets that this process has opened since this object was created."""
+
+    def __init__(self) -> None:
+        self._older_inodes = {inode for inode, _ in own_sockets()}
+
+    def shut(self) -> None:
+        """Shut down connected sockets. Listeners stay: gloo's accepting thread must not find its own broken."""
+        for inode, sock in own_sockets():
+            if inode not in self._older_inodes:
+                with suppress(OSError):
+                    sock.getpeername()
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 def accepted_and_opened() -> tuple[set[str], set[str]]:
-    """This process's TCP connections as `address:port`: the remote ends of those that came in through a listening
-    socket, and the local ends of all others. Processes that compare these sets find connections that none of them
-    opened."""
-    listening, connected = _tcp_ends()
+    """Return this process's TCP connections as `address:port`: remote ends of accepted ones, local ends of all others.
+
+    Processes that compare these sets find connections that none of them opened.
+    """
+    listening, connected = _tcp_endpoints()
     accepted = {remote for local, remote in connected if local in listening}
     return accepted, {local for local, _ in connected if local not in listening}
 
 
 def count_accepted() -> Counter[str]:
-    """The connections that came in through each listening socket of this process."""
-    listening, connected = _tcp_ends()
+    """Count the connections that came in through each listening socket of this process."""
+    listening, connected = _tcp_endpoints()
     return Counter(local for local, _ in connected if local in listening)
 
 
-def _tcp_ends() -> tuple[set[str], list[tuple[str, str]]]:
-    """Where this process listens, and both ends of its connections."""
+def _tcp_endpoints() -> tuple[set[str], list[tuple[str, str]]]:
+    """Return the addresses on which this process listens, and both ends of its connections."""
     listening: set[str] = set()
     connected: list[tuple[str, str]] = []
-    for _, found in own_sockets():
+    for _, sock in own_sockets():
         with suppress(OSError):
-            if found.type != socket.SOCK_STREAM or found.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            local = _end(found.getsockname())
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.add(local)
-            else:
-                connected.append((local, _end(found.getpeername())))
+            if _is_tcp(sock):
+                local = _endpoint(sock.getsockname())
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.add(local)
+                else:
+                    connected.append((local, _endpoint(sock.getpeername())))
     return listening, connected
 
 
-def _end(name: tuple[str, int]) -> str:
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _endpoint(name: tuple[str, int]) -> str:
     address, port = name[:2]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-# SECTION sync/doors
-# Gloo's ports, once everybody has come through them.
-#
-# Each rank's gloo listens as long as its group lives, and keeps every connection that anybody ever makes there, also
-#
-# one that was closed again (torch 2.13: 1,200 strangers are 1,200 open files until the rank ends). It cannot be told
-# to stop, and to close its socket under it would end the process. So the kernel is asked to drop whatever arrives at
-# these sockets: connections that stand are sockets of their own and feel nothing.
+# Each rank's gloo listens as long as its group lives, and keeps every connection made there, even a closed one
+# (torch 2.13: 1,200 foreign connections are 1,200 open files until the rank ends). It cannot be told to stop, and
+# closing its socket would end the process. So the kernel drops whatever arrives at the listening sockets once the group
+# has formed. Established connections are sockets of their own and are not affected.
 
-
-_ATTACH_FILTER = 26
-# One instruction of the classic packet filter: return 0, keep nothing of it.
+_SO_ATTACH_FILTER = 26
+# One instruction of the classic packet filter: return 0, which keeps nothing of the packet.
 _DROP_EVERYTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
 
 def listeners() -> frozenset[int]:
-    """The inodes of the TCP sockets on which this process listens now."""
-    return frozenset(inode for inode, _ in _listening())
+    """Return the inodes of the TCP sockets on which this process listens now."""
+    return frozenset(inode for inode, _ in _listening_sockets())
 
 
-def shut_doors(besides: Collection[int] = ()) -> int:
-    """At every TCP port on which this process listens, `besides` those with these inodes: how many there were. Call it
-    when the group has formed; a group that is made later opens a port of its own. Elsewhere than on Linux they stay
-    open."""
+def close_listeners(except_inodes: Collection[int] = ()) -> int:
+    """Drop new connections at every listening TCP socket but the given ones; return how many sockets were closed so.
+
+    Call it when the group has formed: a later group opens its own port. Only Linux supports it.
+    """
     count = 0
-    for inode, found in _listening():
-        if inode not in besides:
-            with contextlib.suppress(OSError):
-                _drop_everything(found)
+    for inode, listener in _listening_sockets():
+        if inode not in except_inodes:
+            with suppress(OSError):
+                code = ctypes.create_string_buffer(_DROP_EVERYTHING, len(_DROP_EVERYTHING))
+                program = struct.pack("HP", 1, ctypes.addressof(code))
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
                 count += 1
     return count
 
 
-def _listening() -> Iterator[tuple[int, socket.socket]]:
-    if sys.platform == "linux":
-        for inode, found in own_sockets():
-            # One that cannot be asked any more is closed.
-            is_listening = False
-            with contextlib.suppress(OSError):
-                is_listening = _listens(found)
-            if is_listening:
-                yield inode, found
-
-
-def _listens(found: socket.socket) -> bool:
-    is_tcp = found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
-    return is_tcp and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _drop_everything(listener: socket.socket) -> None:
-    code = ctypes.create_string_buffer(_DROP_EVERYTHING, len(_DROP_EVERYTHING))
-    listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(code)))
-
-
-# SECTION sync/membership/freeing
-# Frees a rank that is stuck in an exchange, by shutting down the connections it exchanges over.
-#
-# gloo's own `abort` and `shutdown` free nobody; a socket that is shut down does, in milliseconds, whoever waits on
-# it.
-
-
-class Connections:
-    """Those that this process has made since this object was: what was open before is somebody else's business."""
-
-    def __init__(self) -> None:
-        self._others = {inode for inode, _ in own_sockets()}
-
-    def shut(self) -> None:
-        for inode, found in own_sockets():
-            if inode not in self._others:
-                _shut(found)
-
-
-def _shut(found: socket.socket) -> None:
-    """Only what is connected: gloo's thread that accepts connections must not find its listener broken."""
-    with suppress(OSError):
-        found.getpeername()
-        found.shutdown(socket.SHUT_RDWR)
+def _listening_sockets() -> Iterator[tuple[int, socket.socket]]:
+    if sys.platform != "linux":
+        return
+    for inode, sock in own_sockets():
+        # A socket that cannot be queried any more has been closed.
+        is_listening = False
+        with suppress(OSError):
+            is_listening = _is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        if is_listening:
+            yield inode, sock

@@ -1,4 +1,4 @@
-"""A rank as a member of generations: told by its agent which to enter and when one is over."""
+"""The rank's side of membership: the agent tells it which generation to enter and when one is over."""
 
 from __future__ import annotations
 
@@ -34,22 +34,26 @@ from shoal.errors import ControlError, Interrupted, RunFailed
 from shoal.sync.fence import GenerationFence
 from shoal.sync.interruptible import Connections, GroupInterrupt
 
-# SECTION sync/membership/line
-# A rank's connection to its agent about membership: framed messages, the socket inherited.
+_MAX_REASON_CHARS = 400
+_SHUT_AGAIN_S = 0.05
+# A requested stop waits this long for the next generation, which usually comes within moments; then the run is paused.
+_PAUSED_AFTER_S = 4.0
 
 
 class AgentConnection:
+    """A rank's inherited socket to its agent, with framed membership messages."""
+
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
 
     def send(self, message: ToAgent) -> None:
-        """OSError when the agent is gone; the kernel ends us with it."""
-        with self._sending:
+        """Send a message. Raise OSError when the agent is gone; the kernel then ends this process, too."""
+        with self._send_lock:
             self._socket.sendall(to_frame(message))
 
     def receive(self) -> ToRank | None:
-        """None when the agent has closed its end."""
+        """Return the next message; None when the agent has closed its end."""
         head = self._read(LENGTH)
         if head is None:
             return None
@@ -60,27 +64,24 @@ class AgentConnection:
         return None if payload is None else read_to_rank(payload)
 
     def _read(self, size: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < size:
+        received = bytearray()
+        while len(received) < size:
             try:
-                part = self._socket.recv(size - len(parts))
+                part = self._socket.recv(size - len(received))
             except OSError:
                 return None
             if not part:
                 return None
-            parts += part
-        return bytes(parts)
-
-
-_MOST_WORDS = 400
-_AGAIN_S = 0.05
-# A stop can wait for the next generation, which is a matter of a moment; unless there is none to come.
-_PAUSED_AFTER_S = 4.0
+            received += part
+        return bytes(received)
 
 
 class MembershipClient:
-    """`fence` is what the training asks. A thread of its own listens to the agent, so that a rank that is stuck in an
-    exchange, or computes for seconds, still frees itself and answers at once."""
+    """Tracks this rank's generation. The training asks `fence`.
+
+    A thread listens to the agent, so that a rank that is stuck in a collective, or computes for seconds, still leaves a
+    generation and answers at once.
+    """
 
     def __init__(
         self,
@@ -92,25 +93,28 @@ class MembershipClient:
         self.release = GroupInterrupt()
         self._wants_stop = wants_stop
         self._note_fault = note_fault
-        self._line = line
+        self._agent = line
         self._connections = Connections()
         self._changed = threading.Condition()
+        # The training waits for its next generation.
         self._is_waiting = False
         self._next: EnterGeneration | None = None
-        self._given_up: list[AbandonCommits] = []
-        self._halted = queue.SimpleQueue[Ballot]()
-        # Both now: a rank that has run out of memory can start none, and has to leave its generation all the same.
-        threading.Thread(target=self._keep_shut, name="halted", daemon=True).start()
-        threading.Thread(target=self._listen, name="agent's words", daemon=True).start()
+        self._abandoned: list[AbandonCommits] = []
+        self._left = queue.SimpleQueue[Ballot]()
+        # Started now: a rank that has run out of memory can start no thread, and must still leave its generation.
+        threading.Thread(target=self._keep_connections_shut, name="left generations", daemon=True).start()
+        threading.Thread(target=self._listen, name="agent messages", daemon=True).start()
 
-    # The training's side.
+    # Called by the training thread.
 
     def here(self, committed: int) -> None:
-        self._say(RankReady(committed=committed))
+        self._send(RankReady(committed=committed))
 
     def await_enter(self) -> EnterGeneration:
-        """As long as it takes: a minority waits here with its state until others are back, and ends with its agent, or
-        when somebody asks it to."""
+        """Wait for the next generation, without a timeout, and enter it.
+
+        A minority waits here with its state until other nodes are back. It ends with its agent, or on a requested stop.
+        """
         began = time.monotonic()
         with self._changed:
             self._is_waiting = True
@@ -125,100 +129,104 @@ class MembershipClient:
         return enter
 
     def is_called(self) -> bool:
-        """Whether there is no point in waiting for this generation any more."""
+        """Return whether waiting for this generation is pointless: it is over, or a newer one is announced."""
         return self.fence.is_over or self._next is not None
 
     def formed(self, generation: Ballot, copied_s: float) -> None:
-        self._say(GroupFormed(generation=generation, copied_s=copied_s))
+        self._send(GroupFormed(generation=generation, copied_s=copied_s))
 
     def committed(self, step: int) -> None:
         self.fence.committed(step)
-        self._say(StepCommitted(step=step))
+        self._send(StepCommitted(step=step))
 
     def broken(self, generation: Ballot, why: str) -> None:
-        self._say(GenerationBroken(generation=generation, why=why[:_MOST_WORDS]))
+        self._send(GenerationBroken(generation=generation, why=why[:_MAX_REASON_CHARS]))
 
     def halted(self, generation: Ballot) -> None:
-        """Of our own accord, at the end of a step."""
-        self._say(LeftGeneration(generation=generation, state=self.fence.end(generation)))
-        self._let_go()
+        """Leave the generation at the end of a step, without an order to leave at once."""
+        self._send(LeftGeneration(generation=generation, state=self.fence.end(generation)))
+        self._drop_connections()
 
     def finished(self) -> None:
-        self._say(TrainingFinished())
+        self._send(TrainingFinished())
 
     def given_up(self) -> list[AbandonCommits]:
+        """Return the abandoned commits that are not yet written into every ledger."""
         with self._changed:
-            return list(self._given_up)
+            return list(self._abandoned)
 
     def forget_given_up(self, written: Collection[AbandonCommits]) -> None:
-        """They are in every ledger that has something of them; not before, since this generation may break, too."""
+        """Forget abandoned commits once every ledger has them; not earlier, because this generation may break, too."""
         with self._changed:
-            self._given_up = [each for each in self._given_up if each not in written]
+            self._abandoned = [abandoned for abandoned in self._abandoned if abandoned not in written]
 
-    # The agent's side.
+    # Called by the thread that listens to the agent.
 
     def _listen(self) -> None:
         try:
-            while (message := self._line.receive()) is not None:
-                self._take(message)
+            while (message := self._agent.receive()) is not None:
+                self._handle(message)
         except Exception as error:
-            # Without memory even the words may fail; a rank that hears nothing any more must end all the same.
+            # Without memory even writing the error may fail; a rank without its listener must end all the same.
             with suppress(Exception):
                 self._note_fault(error)
             with suppress(Exception):
                 traceback.print_exc()
             os._exit(RunFailed.exit_code)
-        # Without its agent a rank can commit nothing; the kernel ends it with the agent where it can.
+        # Without its agent a rank can commit nothing; where the kernel can, it ends the rank with the agent.
         os._exit(Interrupted.exit_code)
 
-    def _take(self, message: ToRank) -> None:
+    def _handle(self, message: ToRank) -> None:
         match message:
             case LeaseRenewed():
                 self.fence.lease(message.generation, message.at_s)
             case LeaveGeneration(at_edge=True):
                 self.fence.ask_for_edge(message.generation)
             case LeaveGeneration():
-                self._halt(message.generation)
+                self._leave(message.generation)
             case EnterGeneration():
                 with self._changed:
                     self._next = message
                     self._changed.notify_all()
             case AbandonCommits():
                 with self._changed:
-                    self._given_up.append(message)
+                    self._abandoned.append(message)
 
-    def _halt(self, generation: Ballot) -> None:
+    def _leave(self, generation: Ballot) -> None:
         with self._changed:
             if self._next is not None and self._next.generation == generation:
-                # It was over before we had come to it.
+                # It was over before this rank entered it.
                 self._next = None
         state = self.fence.end(generation)
-        self._let_go()
-        self._say(LeftGeneration(generation=generation, state=state))
-        self._halted.put(generation)
+        self._drop_connections()
+        self._send(LeftGeneration(generation=generation, state=state))
+        self._left.put(generation)
 
-    def _keep_shut(self) -> None:
-        """Until the training has noticed. It may have been in the middle of connecting: what it opens after a first
-        look would lead to peers that have left as well, and it would wait there for as long as an exchange may take."""
+    def _keep_connections_shut(self) -> None:
+        """Shut connections repeatedly until the training has noticed that its generation is over.
+
+        It may have been in the middle of connecting. Connections that it opens later lead to peers that have left as
+        well, and it would wait there for a whole collective timeout.
+        """
         while True:
-            generation = self._halted.get()
+            generation = self._left.get()
             while self._is_stuck_in(generation):
-                time.sleep(_AGAIN_S)
+                time.sleep(_SHUT_AGAIN_S)
 
     def _is_stuck_in(self, generation: Ballot) -> bool:
-        # Held meanwhile, so that it cannot go on to the next generation, whose connections are to stay.
+        # The lock keeps the training from entering the next generation, whose connections must stay.
         with self._changed:
             if self._is_waiting or self.fence.generation != generation:
                 return False
-            # Without memory or file numbers it may fail; there is another look, and there are later generations.
+            # It may fail without memory or free file descriptors; it is repeated, also for later generations.
             with suppress(Exception):
-                self._let_go()
+                self._drop_connections()
             return True
 
-    def _let_go(self) -> None:
+    def _drop_connections(self) -> None:
         self._connections.shut()
         self.release.end()
 
-    def _say(self, message: ToAgent) -> None:
+    def _send(self, message: ToAgent) -> None:
         with suppress(OSError):
-            self._line.send(message)
+            self._agent.send(message)

@@ -1,23 +1,22 @@
-"""Outer steps: replicas train alone for a round of steps, and then agree on what they learned. See docs/sync.md.
+"""Outer synchronisation: replicas take inner steps alone and then agree on their parameters. See docs/sync.md.
 
-    EveryStep   nothing to do: gradients are exchanged in every step, so replicas never part
-    Rounds      all parameters at the end of a round: LocalSGD (the average), DiLoCo (Nesterov momentum)
-    Streaming   fragment by fragment, while training goes on (`sync/streaming.py`)
+    EveryStep         no outer steps: gradients are exchanged in every step, so replicas stay equal
+    DiLoCo            all parameters at the end of a round: LocalSGD (the average), DiLoCo (Nesterov momentum)
+    StreamingDiLoCo   fragment by fragment, while training continues
 
-After each step of the inner optimizer the trainer calls `after`. What is common to all replicas (parameters and outer
-momentum) has the same bits on every rank; the inner moments stay each rank's own.
+After each inner step the trainer calls `after`. The outer gradient is the weighted sum over all ranks of what the inner
+steps changed. The outer optimizer, SGD with Nesterov momentum as in torch, moves the *common* parameters by it. Common
+parameters and outer momentum have the same bits on every rank; the moments of the inner optimizer stay each rank's own.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,98 +25,339 @@ from torch.futures import Future
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for
 from shoal.errors import RunFailed
-from shoal.sync.compression import make_wire
+from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World, barrier, beside
 
-# SECTION sync/piece
-# A piece of the model in outer steps: what is common to all replicas, and how far each has gone from it.
-#
-# gap       weight · (common - own), summed over the world: the outer gradient
-# descend   the outer optimizer, SGD with Nesterov momentum as torch has it, moves what is common
-# adopt     own = mix · own + (1 - mix) · common
+# How many steps a rank may be ahead of the slowest: step times vary, and no rank waits for that.
+LAG_STEPS = 8
+# The part of its own parameters that a replica keeps when a fragment arrives; the rest is the common ones.
+OWN_PART = 0.5
+# Shards of one exchange under way at once, so that the wire is busy while the previous sum is stored. A format of two
+# rounds finishes a shard when two more were handed over (`compression/reduce_scatter.py`), so it may not be less.
+_WINDOW = 2
+
+_NO_EXCHANGE = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
 
 
 class NotFinite(RunFailed):
-    """What replicas exchanged is no number, on every rank alike; what they have in common is untouched by it."""
+    """The exchanged outer gradient is not finite, on every rank alike. The common parameters are unchanged."""
+
+
+class OuterSync:
+    """The interface of the trainer. This base class has no outer steps, see `EveryStep`."""
+
+    round_steps: int = 1  # inner steps from one exchange of all parameters to the next
+    lag_steps: int = 0  # how many steps ranks may be apart
+    drifts: bool = False  # replicas differ between exchanges, so that a checkpoint needs a part of every rank
+    apart: bool = False  # their parameters differ just now
+    in_rounds: bool = False  # a step is done when its round is
+
+    def after(self, step: int, last: bool) -> CommTimes:
+        """Do the exchange that is due after this inner step. After the `last` one replicas are equal to the bit."""
+        return _NO_EXCHANGE
+
+    def common(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the common parameters."""
+        return nullcontext()
+
+    def common_step(self, step: int) -> int:
+        """Return the step of the common parameters when the replicas are at `step`."""
+        return step
+
+    @property
+    def flying(self) -> int:
+        """The fragments on their way between replicas, one bit each."""
+        return 0
+
+    def rewind(self, common_step: int, flying: int) -> None:
+        """Make the model's parameters the common ones of that step; `state` then has room for what is to be loaded."""
+
+    def retreat(self, step: int) -> int:
+        """After a failed exchange, put a state into the model that others can continue from; return its step."""
+        return step
+
+    def lasting(self) -> dict[str, Tensor]:
+        """Return the part of `state` that outlives a world: nothing that was on its way."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the common state beside the parameters. The tensors are those in use: filling them loads a state."""
+        return self.lasting()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return this rank's own state: the residuals of its compressor."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class EveryStep(OuterSync):
+    """Gradients are exchanged in every step."""
+
+
+def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float) -> OuterSync:
+    """Return the outer synchronisation of the configuration. `weight` is this rank's part of the tokens of a round.
+
+    LocalSGD on one rank is plain training: the average over one rank is that rank.
+    """
+    if not config.is_outer or (config.mode == "local" and world.size == 1):
+        return EveryStep()
+    optimizer = AVERAGE if config.mode == "local" else OuterOptimizer(config.outer_lr, config.outer_momentum)
+    parameters = dict(model.named_parameters())
+    fragments = [list(parameters)]
+    if config.mode == "streaming":
+        fragments = cut_fragments([(name, p.numel()) for name, p in parameters.items()], config.fragments)
+        world = beside(world, config.timeout_s * (1 + LAG_STEPS))
+    shards = _make_shards(config, parameters, fragments, optimizer)
+    compressor = make_compressor(config.wire, world, parameters)
+    exchange = OuterExchange(world, compressor, weight, timed=config.measure != "off")
+    if config.mode == "streaming":
+        return StreamingDiLoCo(shards, exchange, config.round_steps, config.overlap_steps, optimizer)
+    return DiLoCo(shards[0], exchange, config.round_steps, optimizer)
+
+
+def _make_shards(
+    config: SyncConfig, parameters: dict[str, nn.Parameter], fragments: list[list[str]], optimizer: OuterOptimizer
+) -> list[list[OuterShard]]:
+    """Cut each fragment into shards of the size of a bucket."""
+    model_bytes = sum(parameter.nbytes for parameter in parameters.values())
+    shard_bytes = int((config.bucket_mb or bucket_mb_for(model_bytes)) * 2**20)
+    number = count()
+    return [
+        [
+            OuterShard(next(number), {name: parameters[name] for name in shard}, optimizer)
+            for shard in cut_shards([(name, parameters[name].nbytes) for name in names], shard_bytes)
+        ]
+        for names in fragments
+    ]
+
+
+class LocalSteps(OuterSync):
+    """The common part of LocalSGD, DiLoCo and Streaming DiLoCo."""
+
+    drifts = True
+    lag_steps = LAG_STEPS
+
+    def __init__(
+        self, shards: Sequence[OuterShard], exchange: OuterExchange, every: int, optimizer: OuterOptimizer
+    ) -> None:
+        self.round_steps = every
+        self._shards = shards
+        self._exchange = exchange
+        self._optimizer = optimizer
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        for shard in self._shards:
+            shard.swap()
+        try:
+            yield
+        finally:
+            for shard in self._shards:
+                shard.swap()
+
+    def rewind(self, common_step: int, flying: int) -> None:
+        for shard in self._shards:
+            shard.make_common()
+
+    def retreat(self, step: int) -> int:
+        """Return to the common parameters: an incomplete round is repeated."""
+        for shard in self._shards:
+            shard.adopt()
+        return self.common_step(step)
+
+    def lasting(self) -> dict[str, Tensor]:
+        return {name: tensor for shard in self._shards for name, tensor in shard.state().items()}
+
+    def own_state(self) -> dict[str, Tensor]:
+        return self._exchange.compressor.state()
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        self._exchange.compressor.load_state(state)
+
+
+class DiLoCo(LocalSteps):
+    """LocalSGD and DiLoCo: all parameters at once at the end of each round.
+
+    A training that ends inside a round ends with the plain average: momentum belongs to whole rounds, and would carry
+    replicas far past what they learned in a part of one.
+    """
+
+    in_rounds = True
+
+    def __init__(
+        self, shards: Sequence[OuterShard], exchange: OuterExchange, every: int, optimizer: OuterOptimizer
+    ) -> None:
+        super().__init__(shards, exchange, every, optimizer)
+        self._common_step = 0
+
+    def after(self, step: int, last: bool) -> CommTimes:
+        is_whole_round = step % self.round_steps == 0
+        self.apart = not (is_whole_round or last)
+        if not self.apart:
+            self._exchange.exchange_all(self._shards, self._optimizer if is_whole_round else AVERAGE)
+            self._common_step = step
+        return self._exchange.take_times()
+
+    def common_step(self, step: int) -> int:
+        return self._common_step
+
+    def rewind(self, common_step: int, flying: int) -> None:
+        super().rewind(common_step, flying)
+        self._common_step = common_step
+
+
+class StreamingDiLoCo(LocalSteps):
+    """Exchanges the model fragment by fragment, and no rank waits while one is on its way.
+
+    A fragment sent after step b is applied after step b + overlap: the outer optimizer moves the common parameters, and
+    each replica, which has trained on meanwhile, goes half of the way there. Fragments take turns, evenly spread over a
+    round, so that the wire is used all the time instead of all at once. No step exchanges everything, so the common
+    parameters count as those of the current step.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Sequence[OuterShard]],
+        exchange: OuterExchange,
+        every: int,
+        overlap: int,
+        optimizer: OuterOptimizer,
+    ) -> None:
+        super().__init__([shard for fragment in fragments for shard in fragment], exchange, every, optimizer)
+        self._fragments = fragments
+        self._overlap = overlap
+        # The fragments on their way.
+        self._pending: dict[int, list[AsyncExchange]] = {}
+        self._is_final_exchange = False
+
+    def after(self, step: int, last: bool) -> CommTimes:
+        for index in list(self._pending):
+            if last or self._is_due(index, step - self._overlap):
+                for pending in self._pending.pop(index):
+                    pending.shard.outer_step(self._exchange.wait_for(pending), self._optimizer)
+                    pending.shard.adopt(OWN_PART)
+        if last:
+            self._is_final_exchange = True
+            self._exchange.exchange_all(self._shards, AVERAGE)
+            self._is_final_exchange = False
+        else:
+            for index, fragment in enumerate(self._fragments):
+                if self._is_due(index, step):
+                    self._pending[index] = list(self._exchange.start(fragment))
+        self.apart = not last
+        return self._exchange.take_times()
+
+    @property
+    def flying(self) -> int:
+        return sum(1 << index for index in self._pending)
+
+    def rewind(self, common_step: int, flying: int) -> None:
+        super().rewind(common_step, flying)
+        self._pending = {
+            index: [AsyncExchange.completed(shard, shard.outer_gradient(0.0)) for shard in fragment]
+            for index, fragment in enumerate(self._fragments)
+            if flying >> index & 1
+        }
+
+    def retreat(self, step: int) -> int:
+        """Keep this replica's parameters, because there is no common step to return to; drop fragments on their way.
+
+        Only when sums of the final exchange have begun to replace the parameters, return to the common ones.
+        """
+        self._pending = {}
+        if self._is_final_exchange:
+            super().retreat(step)
+        return step
+
+    def state(self) -> dict[str, Tensor]:
+        """Return also the sums on their way: a resumed training applies them at the same step."""
+        sums = {
+            f"outer.sum.{index}.{number}": exchange.wait()
+            for index, exchanges in self._pending.items()
+            for number, exchange in enumerate(exchanges)
+        }
+        return self.lasting() | sums
+
+    def _is_due(self, index: int, step: int) -> bool:
+        return is_fragment_due(step, index, len(self._fragments), self.round_steps)
 
 
 @dataclass(frozen=True)
-class OuterStep:
-    """How far an outer step goes along the outer gradient. One all the way, without momentum, is the plain average."""
+class OuterOptimizer:
+    """SGD with Nesterov momentum. The defaults, a full step without momentum, give the plain average."""
 
     lr: float = 1.0
     momentum: float = 0.0
 
 
-AVERAGE = OuterStep()
+AVERAGE = OuterOptimizer()
 
 
 class OuterShard:
-    """Some parameters that travel together. Beside the model it holds one copy of them, and with momentum another."""
+    """Parameters that travel together, with a copy of their common values, and with momentum another one."""
 
-    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], descent: OuterStep) -> None:
+    def __init__(self, index: int, parameters: Mapping[str, nn.Parameter], optimizer: OuterOptimizer) -> None:
         self.index = index
         self._own = dict(parameters)
         self._common = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        with_momentum = self._common if descent.momentum else {}
+        with_momentum = self._common if optimizer.momentum else {}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in with_momentum.items()}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self._own.values())
 
-    @property
-    def size(self) -> int:
-        return sum(tensor.numel() for tensor in self._common.values())
-
     @torch.no_grad()
-    def gap(self, weight: float) -> Tensor:
-        flat = next(iter(self._common.values())).new_empty(self.size)
+    def outer_gradient(self, weight: float) -> Tensor:
+        """Return weight · (common - own), which summed over the ranks is the outer gradient."""
+        flat = next(iter(self._common.values())).new_empty(sum(tensor.numel() for tensor in self._common.values()))
         for part, common, own in zip(self._parts(flat), self._common.values(), self._own.values(), strict=True):
             torch.sub(common, own, out=part).mul_(weight)
         return flat
 
-    def descend(self, gap: Tensor, descent: OuterStep) -> None:
-        """`gap` is used up."""
-        _refuse_nonfinite(gap)
-        self._descend(list(self._parts(gap)), descent)
+    def outer_step(self, gradient: Tensor, optimizer: OuterOptimizer) -> None:
+        """Move the common parameters. The gradient is overwritten."""
+        _refuse_nonfinite(gradient)
+        self._step(list(self._parts(gradient)), optimizer)
 
     @torch.no_grad()
-    def put_by(self, gap: Tensor) -> None:
-        """Keeps the summed gap where the replica's own parameters were, until the other pieces have theirs, too."""
-        _refuse_nonfinite(gap)
-        for own, part in zip(self._own.values(), self._parts(gap), strict=True):
+    def stash(self, gradient: Tensor) -> None:
+        """Keep the summed gradient in place of the own parameters, until all other shards have theirs, too."""
+        _refuse_nonfinite(gradient)
+        for own, part in zip(self._own.values(), self._parts(gradient), strict=True):
             own.copy_(part)
 
-    def descend_by_own(self, descent: OuterStep) -> None:
-        self._descend([own.detach() for own in self._own.values()], descent)
+    def outer_step_by_stash(self, optimizer: OuterOptimizer) -> None:
+        self._step([own.detach() for own in self._own.values()], optimizer)
 
     @torch.no_grad()
-    def _descend(self, gaps: list[Tensor], descent: OuterStep) -> None:
-        for (name, common), part in zip(self._common.items(), gaps, strict=True):
-            if descent.momentum:
-                momentum = self._momentum[name].mul_(descent.momentum).add_(part)
-                part.add_(momentum, alpha=descent.momentum)
-            common.add_(part, alpha=-descent.lr)
+    def _step(self, gradients: list[Tensor], optimizer: OuterOptimizer) -> None:
+        for (name, common), gradient in zip(self._common.items(), gradients, strict=True):
+            if optimizer.momentum:
+                momentum = self._momentum[name].mul_(optimizer.momentum).add_(gradient)
+                gradient.add_(momentum, alpha=optimizer.momentum)
+            common.add_(gradient, alpha=-optimizer.lr)
 
     @torch.no_grad()
-    def adopt(self, mix: float = 0.0) -> None:
+    def adopt(self, own_part: float = 0.0) -> None:
+        """Set own = own_part · own + (1 - own_part) · common."""
         for own, common in zip(self._own.values(), self._common.values(), strict=True):
-            if mix:
-                own.mul_(mix).add_(common, alpha=1 - mix)
+            if own_part:
+                own.mul_(own_part).add_(common, alpha=1 - own_part)
             else:
                 own.copy_(common)
 
     @torch.no_grad()
-    def rewind(self) -> None:
-        """What the model holds now is common."""
+    def make_common(self) -> None:
+        """Set common = own."""
         for own, common in zip(self._own.values(), self._common.values(), strict=True):
             common.copy_(own)
 
     def swap(self) -> None:
-        """The model gets what is common and this piece keeps what is the replica's own; twice is back again."""
+        """Exchange own and common parameters; a second call undoes it."""
         for name, own in self._own.items():
             own.data, self._common[name] = self._common[name], own.data
 
@@ -130,9 +370,9 @@ class OuterShard:
             yield part.view(shape)
 
 
-def _refuse_nonfinite(gap: Tensor) -> None:
-    """The same on every rank; it must not reach a checkpoint."""
-    if not torch.isfinite(gap.sum()):
+def _refuse_nonfinite(gradient: Tensor) -> None:
+    """Raise, on every rank alike: such values must not reach a checkpoint."""
+    if not torch.isfinite(gradient.sum()):
         raise NotFinite(
             "the parameters that replicas exchanged are not finite",
             why="one of them diverged, or a difference was too large for the wire format",
@@ -140,31 +380,22 @@ def _refuse_nonfinite(gap: Tensor) -> None:
         )
 
 
-# SECTION sync/flight
-# Pieces of the model on their way over the wire, and how long that took.
-
-
-# Pieces of one exchange under way at once: the wire is busy while the one before is worked in. A format of two rounds
-# ends a piece when two more were handed over (`wires/lane.py`), so it may not be less.
-_WINDOW = 2
-
-
 class AsyncExchange:
-    """The gap of one piece, becoming the sum over the world."""
+    """The outer gradient of one shard on its way to become the sum over the ranks."""
 
-    def __init__(self, piece: OuterShard, future: Future[Tensor]) -> None:
-        self.piece = piece
+    def __init__(self, shard: OuterShard, future: Future[Tensor]) -> None:
+        self.shard = shard
         self.span = [time.perf_counter(), 0.0]
         self._future = future.then(self._note_end)
 
     @classmethod
-    def over(cls, piece: OuterShard, gap: Tensor) -> AsyncExchange:
-        """One that landed before the training was interrupted."""
+    def completed(cls, shard: OuterShard, gradient: Tensor) -> AsyncExchange:
+        """Return an exchange that had ended before the training was interrupted."""
         done: Future[Tensor] = Future()
-        done.set_result(gap)
-        return cls(piece, done)
+        done.set_result(gradient)
+        return cls(shard, done)
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         return self._future.wait()
 
     def _note_end(self, done: Future[Tensor]) -> Tensor:
@@ -173,10 +404,10 @@ class AsyncExchange:
 
 
 class OuterExchange:
-    """Sends pieces and books the time: how long this rank was blocked, and how much of that because a peer was late."""
+    """Exchanges shards and measures how long this rank was blocked, and how much of that because a peer was late."""
 
-    def __init__(self, world: World, wire: Compressor, weight: float, timed: bool = True) -> None:
-        self.wire = wire
+    def __init__(self, world: World, compressor: Compressor, weight: float, timed: bool = True) -> None:
+        self.compressor = compressor
         self._world = world
         self._weight = weight
         self._timed = timed
@@ -184,39 +415,45 @@ class OuterExchange:
         self._wait_s = 0.0
         self._spans: list[list[float]] = []
 
-    def begin(self, pieces: Sequence[OuterShard]) -> Iterator[AsyncExchange]:
-        """One by one, as they are asked for: the gap of a piece is made when it is sent."""
-        for piece in pieces:
-            bucket = Bucket(piece.index, piece.gap(self._weight), piece.parameters, is_last=piece is pieces[-1])
-            yield AsyncExchange(piece, self.wire(bucket))
+    def start(self, shards: Sequence[OuterShard]) -> Iterator[AsyncExchange]:
+        """Start exchanges one by one as they are requested: the gradient of a shard is made when it is sent."""
+        for shard in shards:
+            gradient = shard.outer_gradient(self._weight)
+            bucket = Bucket(shard.index, gradient, shard.parameters, is_last=shard is shards[-1])
+            yield AsyncExchange(shard, self.compressor(bucket))
 
-    def land(self, flight: AsyncExchange) -> Tensor:
+    def wait_for(self, exchange: AsyncExchange) -> Tensor:
         began = time.perf_counter()
-        gap = flight.land()
+        gradient = exchange.wait()
         self._blocked_s += time.perf_counter() - began
-        self._spans.append(flight.span)
-        return gap
+        self._spans.append(exchange.span)
+        return gradient
 
-    def everything(self, pieces: Sequence[OuterShard], descent: OuterStep) -> None:
-        """All pieces now, everybody waiting: a few under way at a time, so that their gaps need little memory.
+    def exchange_all(self, shards: Sequence[OuterShard], optimizer: OuterOptimizer) -> None:
+        """Exchange all shards while the training waits, a few at a time to save memory, and take the outer step.
 
-        Nothing that is common changes before all sums are here: a peer that leaves in the middle leaves no replica
-        between two rounds. The sums wait in place of the replica's own parameters, which they replace anyway.
+        No common parameter changes before all sums are here: a peer that leaves halfway leaves no replica between two
+        rounds. The sums are stashed in place of the replica's own parameters, which are replaced anyway.
         """
-        self._meet()
-        flights: deque[AsyncExchange] = deque()
-        for flight in self.begin(pieces):
-            flights.append(flight)
-            if len(flights) > _WINDOW:
-                self._put_by(flights.popleft())
-        while flights:
-            self._put_by(flights.popleft())
-        for piece in pieces:
-            piece.descend_by_own(descent)
-            piece.adopt()
+        # One barrier per round tells a late peer from a slow network.
+        began = time.perf_counter()
+        barrier(self._world)
+        waited_s = time.perf_counter() - began
+        self._wait_s += waited_s
+        self._blocked_s += waited_s
+        pending: deque[AsyncExchange] = deque()
+        for exchange in self.start(shards):
+            pending.append(exchange)
+            if len(pending) > _WINDOW:
+                self._stash(pending.popleft())
+        while pending:
+            self._stash(pending.popleft())
+        for shard in shards:
+            shard.outer_step_by_stash(optimizer)
+            shard.adopt()
 
-    def times(self) -> CommTimes:
-        """Since the last time somebody asked."""
+    def take_times(self) -> CommTimes:
+        """Return the times since the last call."""
         spans, self._spans = sorted(self._spans), []
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         wait_s, self._wait_s = self._wait_s, 0.0
@@ -227,194 +464,21 @@ class OuterExchange:
             wait_s=wait_s,
         )
 
-    def _meet(self) -> None:
-        """One message a round, and it tells a late peer from a slow network."""
-        began = time.perf_counter()
-        barrier(self._world)
-        waited_s = time.perf_counter() - began
-        self._wait_s += waited_s
-        self._blocked_s += waited_s
-
-    def _put_by(self, flight: AsyncExchange) -> None:
-        flight.piece.put_by(self.land(flight))
+    def _stash(self, exchange: AsyncExchange) -> None:
+        exchange.shard.stash(self.wait_for(exchange))
 
 
-# So many steps may a rank be ahead of the slowest: their pace varies from step to step, and nobody waits for that.
-LAG_STEPS = 8
-
-_NOTHING = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
-
-
-class OuterSync(Protocol):
-    """`round_steps`: steps from one exchange of all parameters to the next. `lag_steps`: how far ranks may drift
-    apart. `drifts`: replicas go their own ways between exchanges, so that a checkpoint needs a part of every rank;
-    `apart`: they have other parameters just now; `in_rounds`: a step is done when its round is."""
-
-    round_steps: int
-    lag_steps: int
-    drifts: bool
-    apart: bool
-    in_rounds: bool
-
-    def after(self, step: int, last: bool) -> CommTimes:
-        """What is due after this step. After the `last` one replicas are equal to the bit."""
-
-    def common(self) -> AbstractContextManager[None]:
-        """Inside, the model holds what is common to all replicas."""
-
-    def common_step(self, step: int) -> int:
-        """How far the common state has come when the replicas have come to `step`."""
-
-    @property
-    def flying(self) -> int:
-        """What is on its way between replicas, a bit a fragment."""
-
-    def rewind(self, common_step: int, flying: int) -> None:
-        """What the model holds is common and has come so far; `state` then has room for what is to be loaded."""
-
-    def retreat(self, step: int) -> int:
-        """From an exchange that failed: the model holds what others could go on from, and that is of the step that is
-        returned."""
-
-    def lasting(self) -> dict[str, Tensor]:
-        """What of `state` outlives a world: nothing that was on its way."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What is common beside the parameters. The tensors are those in use: filling them loads a state."""
-
-    def own_state(self) -> dict[str, Tensor]: ...
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-class EveryStep:
-    round_steps = 1
-    lag_steps = 0
-    drifts = False
-    apart = False
-    in_rounds = False
-    flying = 0
-
-    def after(self, step: int, last: bool) -> CommTimes:
-        return _NOTHING
-
-    def common(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def common_step(self, step: int) -> int:
-        return step
-
-    def rewind(self, common_step: int, flying: int) -> None:
-        pass
-
-    def retreat(self, step: int) -> int:
-        return step
-
-    def lasting(self) -> dict[str, Tensor]:
-        return {}
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
-
-class LocalSteps(ABC):
-    """What all ways have in common in which replicas part and meet again."""
-
-    drifts = True
-    in_rounds = False
-    lag_steps = LAG_STEPS
-
-    def __init__(self, pieces: Sequence[OuterShard], exchange: OuterExchange, every: int, descent: OuterStep) -> None:
-        self.round_steps = every
-        self._pieces = pieces
-        self._exchange = exchange
-        self._descent = descent
-        self.apart = False
-
-    @contextmanager
-    def common(self) -> Iterator[None]:
-        for piece in self._pieces:
-            piece.swap()
-        try:
-            yield
-        finally:
-            for piece in self._pieces:
-                piece.swap()
-
-    def rewind(self, common_step: int, flying: int) -> None:
-        for piece in self._pieces:
-            piece.rewind()
-
-    def retreat(self, step: int) -> int:
-        """Half a round would be half a training: it is done again, from what all have in common."""
-        for piece in self._pieces:
-            piece.adopt()
-        return self.common_step(step)
-
-    @abstractmethod
-    def common_step(self, step: int) -> int: ...
-
-    def lasting(self) -> dict[str, Tensor]:
-        return {name: tensor for piece in self._pieces for name, tensor in piece.state().items()}
-
-    def state(self) -> dict[str, Tensor]:
-        return self.lasting()
-
-    def own_state(self) -> dict[str, Tensor]:
-        return self._exchange.wire.state()
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self._exchange.wire.load_state(state)
-
-
-class DiLoCo(LocalSteps):
-    """LocalSGD and DiLoCo: everything at once at the end of each round.
-
-    A training that ends inside a round ends with the plain average: momentum belongs to whole rounds, and would carry
-    replicas far past what they learned in a part of one.
-    """
-
-    flying = 0
-    in_rounds = True
-
-    def __init__(self, pieces: Sequence[OuterShard], exchange: OuterExchange, every: int, descent: OuterStep) -> None:
-        super().__init__(pieces, exchange, every, descent)
-        self._common_step = 0
-
-    def after(self, step: int, last: bool) -> CommTimes:
-        is_whole = step % self.round_steps == 0
-        self.apart = not (is_whole or last)
-        if not self.apart:
-            self._exchange.everything(self._pieces, self._descent if is_whole else AVERAGE)
-            self._common_step = step
-        return self._exchange.times()
-
-    def common_step(self, step: int) -> int:
-        return self._common_step
-
-    def rewind(self, common_step: int, flying: int) -> None:
-        super().rewind(common_step, flying)
-        self._common_step = common_step
-
-
-# SECTION sync/fragments
-# How a model is cut for outer exchanges, and when each part has its turn. Pure: names, sizes and step numbers only.
-
+# How a model is cut for outer exchanges, and when each fragment is due. Pure: names, sizes and step numbers only.
 
 Sized = Sequence[tuple[str, int]]
 
 
-def cut_blocks(parameters: Sized, fragments: int) -> list[list[str]]:
-    """Names in their order, in at most `fragments` runs of whole blocks, about equal in size and never empty."""
+def cut_fragments(parameters: Sized, fragments: int) -> list[list[str]]:
+    """Cut names, in their order, into at most `fragments` runs of whole blocks, about equal in size and never empty."""
     total = sum(size for _, size in parameters)
     cut: dict[int, list[str]] = {}
     before = 0
-    for _, members in groupby(parameters, key=lambda parameter: _block(parameter[0])):
+    for _, members in groupby(parameters, key=lambda parameter: _block_of(parameter[0])):
         names, sizes = zip(*members, strict=True)
         middle = before + sum(sizes) / 2
         cut.setdefault(int(middle * fragments / total), []).extend(names)
@@ -422,150 +486,25 @@ def cut_blocks(parameters: Sized, fragments: int) -> list[list[str]]:
     return list(cut.values())
 
 
-def cut_pieces(parameters: Sized, piece_bytes: int) -> list[list[str]]:
-    """Names in their order, so many that a piece stays below `piece_bytes`; a larger parameter is a piece by itself."""
-    pieces: list[list[str]] = []
-    filled = 0
+def cut_shards(parameters: Sized, shard_bytes: int) -> list[list[str]]:
+    """Cut names, in their order, into shards of at most `shard_bytes`; a larger parameter is a shard by itself."""
+    shards: list[list[str]] = []
+    filled_bytes = 0
     for name, size in parameters:
-        if not pieces or filled + size > piece_bytes:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(name)
-        filled += size
-    return pieces
+        if not shards or filled_bytes + size > shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(name)
+        filled_bytes += size
+    return shards
 
 
-def is_sent_at(step: int, fragment: int, fragments: int, every: int) -> bool:
-    """Fragments are spread evenly over a round, the last one is sent at its end."""
+def is_fragment_due(step: int, fragment: int, fragments: int, every: int) -> bool:
+    """Return whether a fragment is sent after this step: spread evenly over a round, the last one at its end."""
     return (step - (fragment + 1) * every // fragments) % every == 0
 
 
-def _block(name: str) -> str:
-    """`blocks.3.attention.out.bias` belongs to `blocks.3`, `token.weight` to `token`."""
+def _block_of(name: str) -> str:
+    """Return `blocks.3` for `blocks.3.attention.out.bias`, and `token` for `token.weight`."""
     first, *rest = name.split(".")
     return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
-
-
-# SECTION sync/streaming
-# Streaming DiLoCo: the model is exchanged fragment by fragment, and nobody waits while one is on its way.
-#
-# A fragment sent after step b is worked in after step b + overlap: the outer optimizer moves what is common, and each
-# replica, which has trained on meanwhile, goes half of the way there. Fragments take turns, evenly spread over a round,
-# so that the wire is used all the time instead of all at once.
-
-
-# What a replica keeps of its own when a fragment comes back; the rest is what all agreed on.
-MIX = 0.5
-
-
-class Streaming(LocalSteps):
-    def __init__(
-        self,
-        fragments: Sequence[Sequence[OuterShard]],
-        exchange: OuterExchange,
-        every: int,
-        overlap: int,
-        descent: OuterStep,
-    ) -> None:
-        super().__init__([piece for fragment in fragments for piece in fragment], exchange, every, descent)
-        self._fragments = fragments
-        self._overlap = overlap
-        self._flying: dict[int, list[AsyncExchange]] = {}
-        self._is_ending = False
-
-    def after(self, step: int, last: bool) -> CommTimes:
-        for index in list(self._flying):
-            if last or self._is_sent(index, step - self._overlap):
-                self._work_in(index)
-        if last:
-            self._is_ending = True
-            self._exchange.everything(self._pieces, AVERAGE)
-            self._is_ending = False
-        else:
-            self._send(step)
-        self.apart = not last
-        return self._exchange.times()
-
-    def common_step(self, step: int) -> int:
-        """There is no step at which everything was exchanged; what is common goes along with the training."""
-        return step
-
-    @property
-    def flying(self) -> int:
-        return sum(1 << index for index in self._flying)
-
-    def rewind(self, common_step: int, flying: int) -> None:
-        super().rewind(common_step, flying)
-        self._flying = {
-            index: [AsyncExchange.over(piece, piece.gap(0.0)) for piece in fragment]
-            for index, fragment in enumerate(self._fragments)
-            if flying >> index & 1
-        }
-
-    def retreat(self, step: int) -> int:
-        """There is no step to go back to. What this replica has learned stays, unless the sums of the last exchange
-        have begun to take its place; what was on its way is lost."""
-        self._flying = {}
-        if self._is_ending:
-            super().retreat(step)
-        return step
-
-    def state(self) -> dict[str, Tensor]:
-        """With the sums that were on their way: whoever resumes works them in at the same step."""
-        sums = {
-            f"outer.sum.{index}.{number}": flight.land()
-            for index, flights in self._flying.items()
-            for number, flight in enumerate(flights)
-        }
-        return self.lasting() | sums
-
-    def _send(self, step: int) -> None:
-        for index, fragment in enumerate(self._fragments):
-            if self._is_sent(index, step):
-                self._flying[index] = list(self._exchange.begin(fragment))
-
-    def _work_in(self, index: int) -> None:
-        for flight in self._flying.pop(index):
-            flight.piece.descend(self._exchange.land(flight), self._descent)
-            flight.piece.adopt(MIX)
-
-    def _is_sent(self, index: int, step: int) -> bool:
-        return is_sent_at(step, index, len(self._fragments), self.round_steps)
-
-
-# SECTION sync/agreement
-# How replicas agree on parameters now and then, from the configuration.
-
-
-def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float) -> OuterSync:
-    """`weight` is this rank's part of the tokens of a round. An average over one rank is that rank: plain training."""
-    if not config.is_outer or (config.mode == "local" and world.size == 1):
-        return EveryStep()
-    descent = AVERAGE if config.mode == "local" else OuterStep(config.outer_lr, config.outer_momentum)
-    parameters = dict(model.named_parameters())
-    if config.mode == "streaming":
-        cut = cut_blocks([(name, parameter.numel()) for name, parameter in parameters.items()], config.fragments)
-        fragments = _pieces(config, parameters, cut, descent)
-        world = beside(world, config.timeout_s * (1 + LAG_STEPS))
-        exchange = _exchange(config, world, weight, parameters)
-        return Streaming(fragments, exchange, config.round_steps, config.overlap_steps, descent)
-    [pieces] = _pieces(config, parameters, [list(parameters)], descent)
-    return DiLoCo(pieces, _exchange(config, world, weight, parameters), config.round_steps, descent)
-
-
-def _exchange(config: SyncConfig, world: World, weight: float, parameters: dict[str, nn.Parameter]) -> OuterExchange:
-    return OuterExchange(world, make_wire(config.wire, world, parameters), weight, timed=config.measure != "off")
-
-
-def _pieces(
-    config: SyncConfig, parameters: dict[str, nn.Parameter], cut: Sequence[Sequence[str]], descent: OuterStep
-) -> list[list[OuterShard]]:
-    model_bytes = sum(parameter.nbytes for parameter in parameters.values())
-    piece_bytes = int((config.bucket_mb or bucket_mb_for(model_bytes)) * 2**20)
-    number = count()
-
-    def pieces_of(names: Sequence[str]) -> Iterator[OuterShard]:
-        for chosen in cut_pieces([(name, parameters[name].nbytes) for name in names], piece_bytes):
-            yield OuterShard(next(number), {name: parameters[name] for name in chosen}, descent)
-
-    return [list(pieces_of(names)) for names in cut]

@@ -1,14 +1,14 @@
-"""Forms gloo groups: every process group that shoal makes over gloo is made here, and proved before its first use.
+"""Forms process groups. Every gloo group of shoal is formed here, and its connections are proved before first use.
 
-gloo assigns the place of a rank to the first connection that sends the right sequence number, and these numbers are the
-ranks 0, 1, 2, … (torch 2.13: its listener reads eight bytes and asks for nothing else). A process that connects earlier
-than the true peer gets the peer's place: the peer believes that it is connected, and the first collective waits for its
+gloo assigns a rank's place to the first connection that sends the right sequence number, and these numbers are the
+ranks 0, 1, 2, … (torch 2.13: its listener reads eight bytes and checks nothing else). A process that connects before
+the true peer gets the peer's place: the peer believes that it is connected, and the first collective waits for its
 timeout.
 
 So each two ranks exchange a keyed digest over the very connection that joins them. When one is missing or wrong, all
 ranks of the group drop it and form it again on new ports. They agree on that through the store, which does not depend
 on gloo. Not prevented: a process that has a peer's place and sends gloo's own message header for a buffer that does not
-exist aborts the rank (an uncaught C++ exception in gloo's thread), which then is a rank that died.
+exist aborts the rank (an uncaught C++ exception in gloo's thread), which is then handled as a rank that died.
 """
 
 from __future__ import annotations
@@ -33,28 +33,38 @@ from torch.distributed import distributed_c10d
 
 from shoal.control.channel import is_same
 from shoal.errors import ForeignConnection, RunFailed, ShoalError
-from shoal.sync.interruptible import GroupInterrupt, accepted_and_opened, count_accepted, listeners, shut_doors
+from shoal.sync.interruptible import (
+    GroupInterrupt,
+    accepted_and_opened,
+    close_listeners,
+    count_accepted,
+    listeners,
+)
 from shoal.sync.kv_store_client import AgentStore
 
 G = TypeVar("G")
 Warn = Callable[[ShoalError], None]
 
 # gloo waits five times its timeout for a connection (measured: 3 s gave 15 s).
-_GLOO_WAITS_TIMES = 5
-# How long a rank waits for digests after every rank has its connections: where it has accepted more connections than
-# there are peers, and otherwise, since a loaded machine may be slow.
+_GLOO_TIMEOUT_FACTOR = 5
+# How long a rank waits for digests after every rank has its connections: the first where it has accepted more
+# connections than there are peers; otherwise the second, since a loaded machine may be slow.
 _SUSPICIOUS_S, _PROOF_S = 2.0, 6.0
-# A rank that has all digests waits this much longer for ranks that are slow, or stopped for a moment.
+# A rank that has all digests waits this much longer for slow or briefly stopped ranks.
 _SLACK_S = 3.0
-# A waiting rank looks this often whether another rank has failed already.
-_LOOK_S = 0.25
+# How often a waiting rank checks whether another rank has failed already.
+_CHECK_VERDICT_S = 0.25
 _ATTEMPTS = 5
-_MOST_ADDRESSES = 3
+_MAX_ADDRESSES = 3
 _DIGEST_BYTES = 32
 
 
+class GroupNotFormed(RunFailed):
+    """A group could not be formed because a rank is missing or unreachable."""
+
+
 def warn_in_log(error: ShoalError) -> None:
-    """Writes the warning to the rank's log, where no recorder exists yet."""
+    """Write the warning to the rank's log, for the time before a recorder exists."""
     sys.stderr.write(error.render().replace("error:", "warning:", 1))
 
 
@@ -62,53 +72,42 @@ def warn_in_log(error: ShoalError) -> None:
 class GroupForming:
     """One rank's part in forming one group. All fields but `rank` are the same on every rank."""
 
-    # Holds the keys of this group alone.
-    store: dist.Store
-    # The place in the new group; None on a rank that is no member and only follows the attempts.
-    rank: int | None
+    store: dist.Store  # holds the keys of this group alone
+    rank: int | None  # the place in the new group; None on a rank that is no member and only follows the attempts
     size: int
-    # What a foreign process does not know, see `pair_key`.
-    key: bytes
-    # Distinguishes the groups that use the same key.
-    label: str
-    # gloo's timeout while it connects.
-    connect_s: float
-    # What messages call the ranks of this group; empty: by their place in it.
-    names: tuple[str, ...] = ()
+    key: bytes  # a secret that a foreign process does not know, see `pair_key`
+    label: str  # distinguishes the groups that use the same key
+    connect_s: float  # gloo's timeout while it connects
+    names: tuple[str, ...] = ()  # the ranks as messages call them; empty: by their place in the group
     release: GroupInterrupt | None = None
     warn: Warn = warn_in_log
     attempts: int = _ATTEMPTS
-    # Ranks that are no members follow the attempts.
-    is_followed: bool = False
+    is_followed: bool = False  # ranks that are no members follow the attempts
 
 
 @dataclass(frozen=True)
 class FormingReport:
-    """What one rank saw of an attempt that failed."""
+    """What one rank saw of a failed attempt."""
 
-    # Peers whose digest did not come although all ranks were connected, or was wrong.
-    unproven: tuple[int, ...] = ()
-    # What gloo raised; it may also be the consequence of another rank's failure.
-    error: str = ""
-    # gloo's whole connect timeout passed: a firewall, or a network that is down.
-    timed_out: bool = False
-    # Remote ends of the connections that this process accepted, and local ends of those that it opened.
-    accepted: tuple[str, ...] = ()
-    opened: tuple[str, ...] = ()
+    unproven: tuple[int, ...] = ()  # peers whose digest was wrong, or missing although all ranks were connected
+    error: str = ""  # gloo's error; it may be the consequence of another rank's failure
+    timed_out: bool = False  # gloo's whole connect timeout passed: a firewall, or a network that is down
+    accepted: tuple[str, ...] = ()  # remote ends of the connections that this process accepted
+    opened: tuple[str, ...] = ()  # local ends of the connections that it opened
 
 
 def form_proven(forming: GroupForming, make: Callable[[int], G], drop: Callable[[list[G]], None]) -> G:
-    """Returns the group of the first attempt in which every pair of ranks proved itself on both sides.
+    """Form the group, again if necessary, until every pair of ranks has proved itself on both sides.
 
-    `make(attempt)` forms the group, under store keys that depend on the attempt; `drop` ends what is in its list, and
-    holds the last reference to it. Raises `ForeignConnection` after the last attempt, and what gloo or the store raised
-    where a peer is missing or unreachable. A group of one has nothing to prove, but gloo listens for it as well.
+    `make(attempt)` forms the group under store keys that depend on the attempt; `drop` ends the groups in its list and
+    holds the last reference to them. Raise `ForeignConnection` after the last attempt, and the error of gloo or the
+    store when a peer is missing or unreachable. A group of one has nothing to prove, but gloo listens for it as well.
     """
     open_before = listeners()
     if forming.size == 1:
-        alone = make(0)
-        shut_doors(besides=open_before)
-        return alone
+        group = make(0)
+        close_listeners(except_inodes=open_before)
+        return group
     for attempt in range(forming.attempts):
         keys = dist.PrefixStore(f"pairs/{attempt}", forming.store)
         held: list[G] = []
@@ -120,23 +119,28 @@ def form_proven(forming: GroupForming, make: Callable[[int], G], drop: Callable[
             raise
         if reports is None:
             # gloo would accept every later connection as well, and keep it until the rank ends.
-            shut_doors(besides=open_before)
+            close_listeners(except_inodes=open_before)
             return held.pop()
         drop(held)
         if _is_unreachable(reports):
-            raise error or RunFailed(f"the group did not form: {_first_error(reports)}")
-        blame = explain(forming, reports)
+            raise error or GroupNotFormed(f"the group did not form: {_first_error(reports)}")
+        failure = explain(forming, reports)
         if attempt + 1 == forming.attempts:
-            raise _give_up(blame, forming.attempts) from error
+            raise ForeignConnection(
+                f"the group could not be formed in {forming.attempts} attempts: " + failure.seen.rpartition("; ")[0],
+                why="a process that is not part of the run keeps connecting to the ports of the ranks",
+                fix=failure.fix,
+            ) from error
         if forming.rank == 0:
-            forming.warn(blame)
-    raise AssertionError("a group has one attempt at least")
+            forming.warn(failure)
+    raise AssertionError("a group has at least one attempt")
 
 
 def _attempt(
     forming: GroupForming, keys: dist.Store, attempt: int, make: Callable[[int], G], held: list[G]
 ) -> tuple[Exception | None, FormingReport | None]:
-    """gloo's error on this rank, and what this rank saw if the attempt failed on any; puts the group into `held`."""
+    """Make and prove a group, and append it to `held`. Return gloo's error on this rank, and this rank's report if the
+    attempt failed on any rank."""
     error: Exception | None = None
     unproven: tuple[int, ...] | None = None
     began = time.monotonic()
@@ -153,15 +157,18 @@ def _attempt(
     return error, FormingReport(
         unproven=unproven or (),
         error=str(error).strip().split("\n")[0] if error else "",
-        timed_out=error is not None and took_s > 0.9 * _GLOO_WAITS_TIMES * forming.connect_s,
+        timed_out=error is not None and took_s > 0.9 * _GLOO_TIMEOUT_FACTOR * forming.connect_s,
         accepted=tuple(sorted(accepted)),
         opened=tuple(sorted(opened)),
     )
 
 
 def _is_proven(forming: GroupForming, keys: dist.Store, is_ok: bool) -> bool:
-    """Whether every member is. A member knows it from the confirmations of all others; a rank that only follows reads
-    it from the store. One member that fails is enough: the others look at the store while they wait."""
+    """Return whether the attempt succeeded on every member.
+
+    A member knows it from the confirmations of all others; a rank that only follows reads the verdict from the store.
+    One failing member is enough: the others check the verdict while they wait.
+    """
     if forming.rank is None:
         keys.wait(["verdict"], timedelta(seconds=_longest_s(forming)))
         return bool(keys.get("verdict") == b"ok")
@@ -173,18 +180,15 @@ def _is_proven(forming: GroupForming, keys: dist.Store, is_ok: bool) -> bool:
 
 
 def _longest_s(forming: GroupForming) -> float:
-    return _GLOO_WAITS_TIMES * forming.connect_s + _PROOF_S + _SLACK_S
-
-
-# The proof.
+    return _GLOO_TIMEOUT_FACTOR * forming.connect_s + _PROOF_S + _SLACK_S
 
 
 def pair_key(base: dist.Store, store: dist.Store, label: str, rank: int) -> bytes:
-    """The key that all ranks of a world prove to each other, over the group's own connections.
+    """Return the key by which all ranks of a world prove themselves over the group's own connections.
 
-    Where agents started the ranks it is derived from the run's token by each agent and crosses no network. Elsewhere
-    (torchrun, scripts) the first rank puts a random one into torch's store: it is unknown to a process that does not
-    read that store, which is open to everything that reaches its port.
+    Under shoal's agents each agent derives it from the run's token, and it crosses no network. Elsewhere (torchrun,
+    scripts) the first rank puts a random one into torch's store: it is unknown to a process that does not read that
+    store, but the store is open to everything that reaches its port.
     """
     if isinstance(base, AgentStore):
         return base.derive_key(label)
@@ -194,29 +198,25 @@ def pair_key(base: dist.Store, store: dist.Store, label: str, rank: int) -> byte
 
 
 def pair_digest(key: bytes, label: str, attempt: int, connection: int, sender: int, receiver: int) -> bytes:
-    """What `sender` sends to `receiver`. It differs by direction, so that a peer cannot send back what it received."""
+    """Return what `sender` sends to `receiver`. It depends on the direction, so that a peer cannot echo it."""
     text = json.dumps(["shoal pair", label, attempt, connection, sender, receiver])
     return hmac.new(key, text.encode(), hashlib.sha256).digest()
 
 
-def _connections() -> int:
-    """gloo makes a connection to each peer for every interface in its list, and chooses one by the message's tag."""
-    return len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-
-
 def _prove(group: Any, forming: GroupForming, keys: dist.Store, attempt: int) -> tuple[int, ...] | None:
-    """Exchanges digests with every peer, and then confirmations that all digests were right. None: every rank of the
-    group has proved itself to every other. Otherwise the peers whose digest is missing or wrong, or none of them where
-    only another rank has failed.
+    """Exchange digests with every peer, and then confirmations that all digests were right.
 
-    It looks at the buffers instead of waiting in gloo: gloo's own timeout would close all other pairs, and a wait
-    inside gloo does not end with the generation.
+    Return None when every rank of the group has proved itself to every other; otherwise the peers whose digest is
+    missing or wrong, or an empty tuple where only another rank has failed. It polls the buffers instead of waiting in
+    gloo: gloo's own timeout would close all other pairs, and a wait inside gloo does not end with the generation.
     """
-    own, connections = forming.rank, _connections()
+    own = forming.rank
     assert own is not None  # noqa: S101 - only members prove themselves
+    # gloo has a connection to each peer for every interface in its list, and chooses one by the tag modulo their
+    # number.
+    connections = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     peers = [peer for peer in range(forming.size) if peer != own]
     digests = [(peer, tag) for peer in peers for tag in range(connections)]
-    # gloo chooses the connection by the tag modulo their number.
     confirmations = [(peer, connections) for peer in peers]
     incoming = {place: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for place in digests + confirmations}
     expected = {(peer, tag): pair_digest(forming.key, forming.label, attempt, tag, peer, own) for peer, tag in incoming}
@@ -226,76 +226,68 @@ def _prove(group: Any, forming: GroupForming, keys: dist.Store, attempt: int) ->
         work: dist.Work = group.send([torch.frombuffer(bytearray(digest), dtype=torch.uint8)], peer, tag)
         return work
 
-    # Receives first: the digest of a peer then tells that the peer asks for ours, too.
+    # Receives first: a peer's digest then implies that the peer is ready to receive this rank's.
     works = [group.recv([tensor], peer, tag) for (peer, tag), tensor in incoming.items()]
-    patience = _ProofWait(forming, keys)
+    wait = _ProofWait(forming, keys)
     for places in (digests, confirmations):
         works += [send(peer, tag) for peer, tag in places]
-        while missing := [place for place in places if not _is_right(incoming[place], expected[place])]:
-            if patience.is_over():
-                is_unproven = patience.is_own and places is digests
+        while missing := [p for p in places if not is_same(incoming[p].numpy().tobytes(), expected[p])]:
+            if wait.is_over():
+                is_unproven = wait.is_own_timeout and places is digests
                 return tuple(sorted({peer for peer, _ in missing})) if is_unproven else ()
     for work in works:
         work.wait(timedelta(seconds=_PROOF_S))
     return None
 
 
-def _is_right(received: torch.Tensor, expected: bytes) -> bool:
-    return is_same(received.numpy().tobytes(), expected)
-
-
 class _ProofWait:
-    """How long a rank waits for digests. `is_own`: this rank stopped because its own time was up, and not because
-    another rank failed."""
+    """Decides how long a rank waits for digests."""
 
     def __init__(self, forming: GroupForming, keys: dist.Store) -> None:
         self._forming = forming
         self._keys = keys
         self._began = time.monotonic()
-        self._look_at = self._began + _LOOK_S
+        self._check_at = self._began + _CHECK_VERDICT_S
         self._all_connected_at: float | None = None
         self._is_counted = False
         self._pause_s = 0.0001
-        self.is_own = True
+        # Whether this rank stopped because its own time was up, and not because another rank failed.
+        self.is_own_timeout = True
 
     def is_over(self) -> bool:
-        """Waits a moment first."""
+        """Pause briefly, then return whether the wait has ended."""
         if self._forming.release is not None:
             self._forming.release.check()
-        # Not time.sleep: it waits until a moment, which may be past where the clock is emulated (libfaketime: EINVAL).
+        # Not time.sleep: it waits for a point in time, which may be past under an emulated clock (libfaketime: EINVAL).
         select.select((), (), (), self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, 0.01)
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._check_at:
             return False
-        self._look_at = now + _LOOK_S
+        self._check_at = now + _CHECK_VERDICT_S
         if self._keys.check(["verdict"]):
-            self.is_own = False
+            self.is_own_timeout = False
             return True
         if self._all_connected_at is None:
             if self._are_all_connected():
                 self._all_connected_at = now
             return now - self._began > _longest_s(self._forming)
         waited_s = now - self._all_connected_at
-        return waited_s > _PROOF_S or (waited_s > _SUSPICIOUS_S and self._has_too_many_connections())
+        if waited_s > _SUSPICIOUS_S and any(count >= self._forming.size for count in count_accepted().values()):
+            return True
+        return waited_s > _PROOF_S
 
     def _are_all_connected(self) -> bool:
-        """Every rank that waits has its connections."""
+        """Return whether all ranks wait for digests: a rank that waits has its connections."""
         waiting = self._keys.add("waiting", 0 if self._is_counted else 1)
         self._is_counted = True
         return int(waiting) >= self._forming.size
-
-    def _has_too_many_connections(self) -> bool:
-        return any(count >= self._forming.size for count in count_accepted().values())
-
-
-# After a failure.
 
 
 def _exchange_reports(
     forming: GroupForming, keys: dist.Store, own: FormingReport, error: Exception | None
 ) -> list[FormingReport]:
-    """By rank. Raises this rank's own error, if it has one, where a rank does not report: that rank is gone."""
+    """Return the reports of all ranks. When a rank does not report it is gone: raise this rank's own error, if any."""
     names = [f"report/{rank}" for rank in range(forming.size)]
     if forming.rank is not None:
         keys.set(names[forming.rank], json.dumps(vars(own)))
@@ -307,14 +299,15 @@ def _exchange_reports(
 
 
 def _read_report(fields: dict[str, Any]) -> FormingReport:
-    for name in ("unproven", "accepted", "opened"):
-        fields[name] = tuple(fields[name])
-    return FormingReport(**fields)
+    return FormingReport(**fields | {name: tuple(fields[name]) for name in ("unproven", "accepted", "opened")})
 
 
 def foreign_ends(reports: list[FormingReport]) -> list[str]:
-    """Remote ends of accepted connections that no rank of the group opened. None where gloo raised an error on a rank:
-    its connections are closed by then, and would be missing among those that were opened."""
+    """Return the remote ends of accepted connections that no rank of the group opened.
+
+    Return none where gloo raised an error on a rank: its connections are closed by then, and would be missing among the
+    opened ones.
+    """
     if any(report.error for report in reports):
         return []
     opened = {end for report in reports for end in report.opened}
@@ -322,7 +315,7 @@ def foreign_ends(reports: list[FormingReport]) -> list[str]:
 
 
 def explain(forming: GroupForming, reports: list[FormingReport]) -> ForeignConnection:
-    """One attempt that failed, as a warning."""
+    """Describe a failed attempt as a warning."""
     foreign = foreign_ends(reports)
     pairs = {(min(rank, peer), max(rank, peer)) for rank, report in enumerate(reports) for peer in report.unproven}
     where = " and ".join(f"between {_name(forming, one)} and {_name(forming, two)}" for one, two in sorted(pairs)[:3])
@@ -330,45 +323,29 @@ def explain(forming: GroupForming, reports: list[FormingReport]) -> ForeignConne
         at = ", ".join(_name(forming, rank) for rank, report in enumerate(reports) if report.error)
         where = f"of {at or 'a rank'}"
     if foreign:
-        listed = ", ".join(foreign[:_MOST_ADDRESSES]) + (" and others" if len(foreign) > _MOST_ADDRESSES else "")
+        listed = ", ".join(foreign[:_MAX_ADDRESSES]) + (" and others" if len(foreign) > _MAX_ADDRESSES else "")
         seen = f"a foreign connection from {listed} took the place of the connection {where} while the group formed"
     elif pairs:
         seen = f"the connection {where} did not prove that it belongs to this run while the group formed"
     else:
         seen = f"a connection {where} was closed while the group formed: {_first_error(reports)}"
+    addresses = sorted({end.rpartition(":")[0].strip("[]") for end in foreign})[:_MAX_ADDRESSES]
+    look = f"find the process on {', '.join(addresses)}: ss -tnp" if addresses else "look for it: ss -tnp"
     return ForeignConnection(
         f"{seen}; the group is formed again on new ports",
         why="gloo accepts the first connection that sends a rank's number; a process that is not part of the run was "
         "faster, or a machine stood still for seconds",
-        fix=_find_it(foreign),
+        fix=f"{look}; keep other machines out by a firewall or WireGuard: docs/security.md",
     )
-
-
-def _give_up(blame: ForeignConnection, attempts: int) -> ForeignConnection:
-    return ForeignConnection(
-        f"the group could not be formed in {attempts} attempts: " + blame.seen.rpartition("; ")[0],
-        why="a process that is not part of the run keeps connecting to the ports of the ranks",
-        fix=blame.fix,
-    )
-
-
-def _find_it(foreign: list[str]) -> str:
-    addresses = sorted({end.rpartition(":")[0].strip("[]") for end in foreign})
-    look = (
-        f"find the process on {', '.join(addresses[:_MOST_ADDRESSES])}: ss -tnp"
-        if addresses
-        else "look for it: ss -tnp"
-    )
-    return f"{look}; keep other machines out by a firewall or WireGuard: docs/security.md"
 
 
 def _is_unreachable(reports: list[FormingReport]) -> bool:
-    """No connection came about within gloo's whole timeout, and nothing foreign was seen: new ports do not help."""
+    """Return whether gloo's whole timeout passed without a foreign connection: new ports do not help then."""
     return any(report.timed_out for report in reports) and not any(report.unproven for report in reports)
 
 
 def _first_error(reports: list[FormingReport]) -> str:
-    """Its first sentence: gloo adds advice that is not about this."""
+    """Return the first sentence of gloo's error; gloo adds advice that does not apply here."""
     return next((report.error.split(". ")[0] for report in reports if report.error), "it was closed")
 
 
@@ -376,11 +353,8 @@ def _name(forming: GroupForming, rank: int) -> str:
     return forming.names[rank] if forming.names else f"rank {rank}"
 
 
-# What callers use.
-
-
 def form_main_group(forming: GroupForming, timeout_s: float) -> dist.ProcessGroup:
-    """torch's default group, over gloo."""
+    """Form torch's default group, over gloo."""
 
     def make(attempt: int) -> dist.ProcessGroup:
         dist.init_process_group(
@@ -400,8 +374,8 @@ def form_main_group(forming: GroupForming, timeout_s: float) -> dist.ProcessGrou
 
 
 def form_second_group(forming: GroupForming, ranks: list[int] | None, timeout_s: float) -> dist.ProcessGroup:
-    """A further group of ranks of the default group. Every rank of that group must call it, members or not: torch
-    counts its groups, and writes the number into their keys."""
+    """Form a further group of ranks of the default group. Every rank of the default group must call it, members or not:
+    torch counts its groups, and writes the number into their keys."""
 
     def make(attempt: int) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=forming.connect_s), "gloo")
@@ -410,7 +384,7 @@ def form_second_group(forming: GroupForming, ranks: list[int] | None, timeout_s:
     def drop(held: list[dist.ProcessGroup]) -> None:
         if held and forming.rank is not None:
             dist.destroy_process_group(held[0])
-        _free_elsewhere(held)
+        _free_in_thread(held)
 
     group = form_proven(forming, make, drop)
     if forming.rank is not None:
@@ -419,8 +393,8 @@ def form_second_group(forming: GroupForming, ranks: list[int] | None, timeout_s:
 
 
 def form_nccl_group(forming: GroupForming, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
-    """torch's default group, over NCCL. Its connections are not proved: NCCL has its own bootstrap, and no such race is
-    known of it."""
+    """Form torch's default group, over NCCL. Its connections are not proved: NCCL has its own bootstrap, and no
+    race of this kind is known there."""
     dist.init_process_group(
         "nccl",
         store=forming.store,
@@ -440,29 +414,29 @@ def form_second_nccl_group(ranks: list[int], timeout_s: float) -> dist.ProcessGr
 
 
 def form_bare_group(forming: GroupForming) -> Any:
-    """gloo itself without a place in torch's list of groups, for a try."""
+    """Form a gloo group outside torch's list of groups, for a trial."""
 
     def make(attempt: int) -> Any:
         keys = dist.PrefixStore(f"attempt/{attempt}", forming.store)
         return dist.ProcessGroupGloo(keys, forming.rank or 0, forming.size, timedelta(seconds=forming.connect_s))
 
-    return form_proven(forming, make, _free_elsewhere)
+    return form_proven(forming, make, _free_in_thread)
 
 
 def unform(held: list[dist.ProcessGroup] | None = None) -> None:
-    """Drops the default group and all others, whatever state they are in; and one that never came to be. The caller's
-    own reference may be in `held`."""
+    """Drop the default group and all others, in any state, even half-formed. The caller's own reference may be in
+    `held`."""
     groups = [] if held is None else held
     if dist.is_initialized():
         groups += list(distributed_c10d._world.pg_map)
         dist.destroy_process_group()
-    _free_elsewhere(groups)
+    _free_in_thread(groups)
     # torch numbers its groups and writes the number into their keys. A group that did not form counts too, but only on
-    # the ranks that got that far: from then on they would look for each other under different keys, for ever (seen).
+    # the ranks that got that far: from then on the ranks would look for each other under different keys (seen).
     distributed_c10d._world.group_count = 0
 
 
-def _free_elsewhere(groups: list[Any]) -> None:
-    """The last to let go of a group waits for its threads, and one of them may be stuck in gloo up to its deadline."""
+def _free_in_thread(groups: list[Any]) -> None:
+    """Free groups in a thread: freeing one waits for its threads, which may be stuck in gloo until a timeout."""
     if groups:
         threading.Thread(target=groups.clear, daemon=True).start()

@@ -1,6 +1,6 @@
-"""The public API: what a training script of your own needs, and nothing it has to be rewritten for.
+"""The public API for your own training script: join the ranks, wrap the model, wait, leave.
 
-These names lean on torch's default process group, so they mix freely with plain `torch.distributed` calls.
+These functions use torch's default process group, so they can be mixed with plain `torch.distributed` calls.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.control.rank_env import Placement
 from shoal.errors import UsageError
-from shoal.sync import world as worlds
-from shoal.sync.world import World
+from shoal.sync.world import World, choose_device, join
 
 
 def init_distributed(backend: str | None = None, device: str = "auto", timeout_s: float = 60.0) -> World:
-    """Joins the world that the launcher (shoal, torchrun) describes; without a launcher, a world of one.
+    """Join the process group that the launcher (shoal, torchrun) describes; without a launcher, form a group of one.
 
     The backend follows the device (gloo on CPU, NCCL on CUDA) unless given. Unpacks: `rank, size = init_distributed()`.
     """
@@ -27,36 +26,36 @@ def init_distributed(backend: str | None = None, device: str = "auto", timeout_s
         raise UsageError(
             f"there is no backend {backend!r} here", fix="use 'gloo', 'nccl', or None to follow the device"
         )
-    wanted = {"gloo": "cpu", "nccl": "cuda"}.get(backend or "", device) if device == "auto" else device
+    device_name = {"gloo": "cpu", "nccl": "cuda"}.get(backend or "", device) if device == "auto" else device
     placement = Placement.from_env(os.environ)
-    return worlds.join(placement, worlds.choose_device(wanted, placement), backend=backend, timeout_s=timeout_s)
+    return join(placement, choose_device(device_name, placement), backend=backend, timeout_s=timeout_s)
 
 
 def wrap_for_ddp(model: nn.Module) -> DistributedDataParallel:
-    """`DistributedDataParallel` on the default group; a world of one is wrapped too, so code has one path."""
+    """Wrap the model in `DistributedDataParallel` on the default group, also for a single rank."""
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def is_main_process() -> bool:
-    """True on rank 0, and in a process that belongs to no world."""
+    """Return True on rank 0, and in a process without a process group."""
     if dist.is_initialized():
         return dist.get_rank() == 0
     return Placement.from_env(os.environ).rank == 0
 
 
 def barrier() -> None:
-    """Waits for every rank; does nothing outside a world."""
+    """Wait for every rank; do nothing without a process group."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def cleanup() -> None:
-    """Leaves the world; safe to call twice, when none was joined, and in a `finally` after an error."""
+    """Leave the process group. Safe to call twice, without a group, and in a `finally` after an error."""
     if not dist.is_initialized():
         return
     if sys.exc_info()[0] is None:
-        # With an error in flight the peers may never come here, and waiting for them would hide it for a minute.
+        # After an error the peers may never reach this barrier, and the wait would delay the error by a minute.
         dist.barrier()
     dist.destroy_process_group()

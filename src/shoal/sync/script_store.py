@@ -1,10 +1,9 @@
-"""`python -P -m shoal.sync.script_store`: serves torch's own store to the ranks of a user's script.
+"""`python -P -m shoal.sync.script_store`: serves a torch TCPStore to the ranks of a user's script.
 
-By default rank 0 of a script serves the store itself, and torch then listens on every address of the machine. Here an
-agent hands over a socket that listens on the run's address only, and every rank connects as a client. torchrun does
-the same.
+If rank 0 of a script served the store itself, torch would listen on every address of the machine. Here the agent passes
+a socket that listens on the run's address only, and every rank connects as a client, as with torchrun.
 
-Asked to end by SIGTERM, it prints how many keys the ranks have written: none, if no rank ever joined a process group.
+On SIGTERM it prints how many keys the ranks have written: 0 if no rank ever joined a process group.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket that listens there")
     options = parser.parse_args()
-    # The agent ends this process after the last rank of all nodes: a Ctrl-C is for the ranks.
+    # Ctrl-C is for the ranks. The agent ends this process after the last rank of all nodes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Afterwards: importing torch takes seconds.
+    # Imported after the signal is ignored: importing torch takes seconds.
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(
@@ -40,17 +39,17 @@ def main() -> int:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
     )
-    signal.signal(signal.SIGTERM, lambda *_: _leave(store))
+    signal.signal(signal.SIGTERM, lambda *_: _exit_with_key_count(store))
     while True:
         signal.pause()
 
 
-def _leave(store: TCPStore) -> NoReturn:
-    # Not every torch that shoal runs with can list them.
+def _exit_with_key_count(store: TCPStore) -> NoReturn:
+    # Older supported versions of torch cannot list keys.
     keys = len(store.list_keys()) if hasattr(store, "list_keys") else None
     sys.stdout.write(json.dumps({"keys": keys}) + "\n")
     sys.stdout.flush()
-    # At once: what torch does at the end of a process takes longer than a run should.
+    # Skip torch's cleanup at exit, which would delay the end of the run.
     os._exit(0)
 
 

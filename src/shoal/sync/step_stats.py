@@ -1,7 +1,12 @@
-"""The few numbers that ranks tell each other in every step: loss, who was ready when, who wants to stop.
+"""What the ranks measure and exchange in every step: losses, times, host counters, requests to stop.
 
-Gathered while the optimizer works, so nobody waits for it: right after an all-reduce all ranks are together anyway.
-Where there is none in a step, ranks may drift apart: what they told each other is then waited for some steps later.
+    CommTimes        the times of one step's gradient exchange on this rank
+    StepGather       an all-gather of a few numbers per rank in every step
+    KernelCounters   this rank's CPU starvation and its TCP connections, by the kernel's counters
+    StepTimer        the phases of one step
+
+The gather runs while the optimizer works, so no rank waits for it: right after an all-reduce all ranks are at the same
+point anyway. In a step without one the ranks may drift apart; the gathered numbers are then read some steps later.
 """
 
 from __future__ import annotations
@@ -25,35 +30,28 @@ from torch import Tensor
 from shoal.sync.interruptible import await_work, own_sockets
 from shoal.sync.world import World, without_group
 
-# SECTION sync/times
-# What a rank knows of one step's gradient exchange.
-
 
 @dataclass(frozen=True)
 class CommTimes:
-    """One step's gradient exchange as this rank saw it.
+    """One step's gradient exchange as this rank saw it."""
 
-    `ready_at`: when the last gradient was computed and only communication was left (perf_counter).
-    `tail_s`: how long backward went on after that. `wait_s`: the part known to be waiting for a peer, where the variant
-    can tell by itself. `allreduce_s`: time with at least one all-reduce under way, hidden behind backward or not, and
-    waiting for a peer included where `wait_s` is None. Both are None where the variant does not measure them.
-    """
-
-    ready_at: float
-    tail_s: float
+    ready_at: float  # when the last gradient was computed and only communication was left (perf_counter)
+    tail_s: float  # how long backward went on after that
+    # Time with at least one all-reduce under way, whether or not hidden behind backward. It includes waiting for a peer
+    # where `wait_s` is None. None where it is not measured.
     allreduce_s: float | None
-    wait_s: float | None = None
+    wait_s: float | None = None  # the part of the tail known to be waiting for a peer; None where it is not measured
 
     @property
     def hidden_s(self) -> float | None:
-        """The part of `allreduce_s` during which this rank computed: it stood still for the rest of it."""
+        """The part of `allreduce_s` during which this rank computed."""
         if self.allreduce_s is None:
             return None
         return max(0.0, self.allreduce_s - (self.tail_s - (self.wait_s or 0.0)))
 
 
 def covered(spans: list[list[float]]) -> float:
-    """Seconds during which at least one bucket was under way."""
+    """Return the seconds during which at least one of the spans, sorted by their begin, was under way."""
     total, reached = 0.0, 0.0
     for begin, end in spans:
         total += max(0.0, end - max(begin, reached))
@@ -61,184 +59,42 @@ def covered(spans: list[list[float]]) -> float:
     return total
 
 
-# SECTION sync/vitals
-# How a rank's machine fares, by the kernel's own counters: processor time it was refused, and its connections.
-#
-# Looked at every few steps and told to the others with the next one's figures: a few numbers, no exchange of their own.
-
-
-# struct tcp_info of linux/tcp.h, as far as it is read: bytes_acked; busy_time and rwnd_limited in µs; bytes_sent and
-# bytes_retrans. Kernels since 4.19 have them all.
-_TCP_INFO = struct.Struct("@120x Q 40x Q Q 16x Q Q")
-# The kernel counts busy time in ticks of up to 10 ms: a rate is a lower bound by this much, and slow is only who was
-# busy for long.
-_TICK_US = 12_000
-_BUSY_US = 40_000
-# Small messages wait for answers, not for the link; and of little, what was lost is luck.
-_LEAST_BYTES = 1 << 16
-_LEAST_SENT = 1 << 19
-_LEAST_RESENT = 1 << 13
-# Losses come in bursts: they are counted over so many looks.
-_LOOKS = 10
-
-
 @dataclass(frozen=True)
 class HostStats:
-    """`starved`: the part of the time for which the rank's thread wanted a processor and had none. `best_bps`: what the
-    best of its connections carried at least. The slowest and the lossiest of the peers it sends to, each with its
-    address; 0 where there is nothing to say. Addresses are IPv4's, as numbers."""
+    """How a rank's host does, by the kernel's counters. Addresses are IPv4, as numbers; 0 where nothing is known."""
 
-    starved: float = 0.0
+    starved: float = 0.0  # the part of the time in which the rank's thread wanted a processor and had none
     address: float = 0.0
-    best_bps: float = 0.0
-    slow_peer: float = 0.0
+    best_bps: float = 0.0  # what the fastest of its connections carried at least
+    slow_peer: float = 0.0  # the slowest of the peers it sends to
     slow_bps: float = 0.0
-    lossy_peer: float = 0.0
+    lossy_peer: float = 0.0  # the peer to which it resends the largest part
     resent: float = 0.0
 
     def numbers(self) -> tuple[float, ...]:
         return astuple(self)
 
 
-class _Sent(NamedTuple):
-    """Of one connection, or of all to one peer: counted by the kernel since it was made. `full_us` of `busy_us` the
-    other side had no room for more: that is not the link's fault."""
-
-    acked: int = 0
-    busy_us: int = 0
-    full_us: int = 0
-    sent: int = 0
-    resent: int = 0
-
-    def plus(self, other: _Sent) -> _Sent:
-        return _Sent(*(ours + theirs for ours, theirs in zip(self, other, strict=True)))
-
-    def minus(self, other: _Sent) -> _Sent:
-        return _Sent(*(ours - theirs for ours, theirs in zip(self, other, strict=True)))
-
-
-class KernelCounters:
-    """Asked by the thread that trains: it is this one's waiting that counts."""
-
-    def __init__(self) -> None:
-        self._connections: dict[int, _Sent] = {}
-        self._last: deque[dict[int, _Sent]] = deque(maxlen=_LOOKS)
-        self._delay_s, self._at = _run_delay_s(), time.perf_counter()
-        self._address = 0
-        self.look()
-
-    def look(self) -> HostStats:
-        """Since the last look."""
-        delay_s, at = _run_delay_s(), time.perf_counter()
-        starved = (delay_s - self._delay_s) / (at - self._at) if at > self._at else 0.0
-        self._delay_s, self._at = delay_s, at
-        self._last.append(self._since_last())
-        news = self._last[-1]
-        best_bps = max((_bps(sent.acked, sent.busy_us) for sent in news.values()), default=0.0)
-        slow_peer, slow_bps = _slowest(news)
-        lossy_peer, resent = _lossiest(self._last)
-        return HostStats(
-            starved=min(max(starved, 0.0), 1.0),
-            address=self._address,
-            best_bps=best_bps,
-            slow_peer=slow_peer,
-            slow_bps=slow_bps,
-            lossy_peer=lossy_peer,
-            resent=resent,
-        )
-
-    def _since_last(self) -> dict[int, _Sent]:
-        """By peer. A connection that is new has all of its counters' time since the last look."""
-        before, self._connections = self._connections, {}
-        news: dict[int, _Sent] = {}
-        for inode, own, peer, sent in _connections():
-            self._connections[inode], self._address = sent, own
-            news[peer] = news.get(peer, _Sent()).plus(sent.minus(before.get(inode, _Sent())))
-        return news
-
-
-def _bps(acked: int, busy_us: int) -> float:
-    """At least."""
-    return 8e6 * acked / (busy_us + _TICK_US)
-
-
-def _slowest(news: dict[int, _Sent]) -> tuple[int, float]:
-    rates = {
-        peer: _bps(sent.acked, sent.busy_us - sent.full_us)
-        for peer, sent in news.items()
-        if sent.acked >= _LEAST_BYTES and sent.busy_us - sent.full_us >= _BUSY_US
-    }
-    peer = min(rates, key=lambda each: rates[each], default=0)
-    return peer, rates.get(peer, 0.0)
-
-
-def _lossiest(looks: deque[dict[int, _Sent]]) -> tuple[int, float]:
-    total: dict[int, _Sent] = {}
-    for news in looks:
-        for peer, sent in news.items():
-            total[peer] = total.get(peer, _Sent()).plus(sent)
-    enough = {peer: sent for peer, sent in total.items() if sent.sent >= _LEAST_SENT and sent.resent >= _LEAST_RESENT}
-    shares = {peer: sent.resent / sent.sent for peer, sent in enough.items()}
-    peer = max(shares, key=lambda each: shares[each], default=0)
-    return peer, shares.get(peer, 0.0)
-
-
-def _connections() -> Iterator[tuple[int, int, int, _Sent]]:
-    """This process's own to other machines: inode, own address, peer's address, what it sent. Linux alone counts so."""
-    if sys.platform != "linux":
-        return
-    for inode, found in own_sockets():
-        with suppress(OSError, struct.error):
-            if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
-                own, peer = found.getsockname()[0], found.getpeername()[0]
-                if own != peer:
-                    yield inode, _number(own), _number(peer), _sent(found)
-
-
-def _sent(connection: socket.socket) -> _Sent:
-    return _Sent(*_TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)))
-
-
-def _number(address: str) -> int:
-    return int.from_bytes(socket.inet_aton(address))
-
-
-def _run_delay_s() -> float:
-    """How long this thread has waited for a processor; 0 where the kernel does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
-
-
-# So rarely is the kernel asked: it takes a tenth of a millisecond.
-_VITALS_EVERY = 5
-
-
 @dataclass(frozen=True)
 class RankStats:
-    """One rank's figures. `ready_s`: from when all were together to the end of its own work."""
-
-    ready_s: float
+    ready_s: float  # from when all ranks were at the same point to the end of this rank's own work
     vitals: HostStats
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What all ranks know of a step once it is over; the same on every rank but for `wait_s`. `edge`: somebody was
-    told that all are to stop together after a step. `told` is by rank."""
+    """What all ranks know of a step once it is over; the same on every rank but for `wait_s`."""
 
     loss_sum: float
     stop: bool
     wait_s: float
-    edge: bool
-    told: tuple[RankStats, ...]
+    edge: bool  # a rank was asked that all stop together after a step
+    told: tuple[RankStats, ...]  # by rank
 
 
 @dataclass(frozen=True)
 class _PendingGather:
-    """One step's numbers on their way."""
-
-    mine: Tensor
+    own: Tensor
     rows: list[Tensor]
     work: dist.Work
     ready_s: float
@@ -252,98 +108,217 @@ class _PendingGather:
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
             edge=bool(edge.any()),
-            told=tuple(RankStats(ready, HostStats(*vitals)) for _, ready, _, _, *vitals in matrix.tolist()),
+            told=tuple(RankStats(ready, HostStats(*host)) for _, ready, _, _, *host in matrix.tolist()),
         )
 
 
+# The kernel is asked in every fifth step only: it takes a tenth of a millisecond.
+_HOST_STATS_EVERY = 5
+
+
 class StepGather:
-    """`begin` when backward has ended, `finish` when the optimizer has.
+    """Gathers each step's numbers: `begin` when backward has ended, `finish` when the optimizer has.
 
-    How long this rank waited for the slowest follows from everybody's time since the end of the last all-reduce, when
-    all were together: durations only, since clocks of two machines are never compared.
+    How long this rank waited for the slowest follows from all ranks' times since the end of the last all-reduce, when
+    all were at the same point: only durations, since clocks of two machines are never compared.
 
-    With a `lag` of L, `finish` of step s gives what became known: step s - L, and only when everybody has begun the
-    step after that one, so that all have had it. All ranks learn the same at the same step. `late_s` is how long the
-    last `finish` waited for ranks that are behind.
+    With a `lag` of L, `finish` of step s returns step s - L, and only when all ranks have begun the step after that
+    one. All ranks get the same result at the same step.
     """
 
     def __init__(self, world: World, lag: int = 0) -> None:
         self._world = world
         self._lag = lag
-        self._asked: deque[_PendingGather] = deque()
+        self._pending: deque[_PendingGather] = deque()
         self._together_at = time.perf_counter()
         self._kernel = KernelCounters()
-        self._vitals = HostStats()
+        self._host_stats = HostStats()
         self._begun = 0
         self._waited_s = 0.0
-        self.late_s = 0.0
+        self.late_s = 0.0  # how long the last `finish` waited for ranks that are behind
 
     def begin(self, loss_sum: float, comm: CommTimes, stop: bool, edge: bool = False) -> None:
         ready_s = comm.ready_at - self._together_at - self._waited_s
         self._together_at = comm.ready_at + comm.tail_s
         self._begun += 1
-        if self._begun % _VITALS_EVERY == 0:
-            self._vitals = self._kernel.look()
-        figures = [loss_sum, ready_s, stop, edge, *self._vitals.numbers()]
-        mine = torch.tensor(figures, dtype=torch.float64, device=self._world.device)
-        rows = [torch.zeros_like(mine) for _ in range(self._world.size)]
-        work = dist.all_gather(rows, mine, group=self._world.group, async_op=True)
+        if self._begun % _HOST_STATS_EVERY == 0:
+            self._host_stats = self._kernel.look()
+        numbers = [loss_sum, ready_s, stop, edge, *self._host_stats.numbers()]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
+        rows = [torch.zeros_like(own) for _ in range(self._world.size)]
+        work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
         assert work is not None  # noqa: S101 - only a rank outside the group gets None
-        self._asked.append(_PendingGather(mine, rows, work, ready_s))
+        self._pending.append(_PendingGather(own, rows, work, ready_s))
 
     def finish(self) -> list[StepStats]:
-        """One step's, in order; none in the first steps of a lagging exchange."""
+        """Return the statistics of one step; none in the first steps of a lagging gather."""
         began = time.perf_counter()
-        found = self._finish()
-        # Whoever waits here for figures on their way is not slow itself.
+        if not self._lag:
+            stats = self.drain()
+        elif len(self._pending) <= self._lag:
+            stats = []
+        else:
+            await_work(self._pending[1].work, self._world.release)
+            stats = self._read(1)
+        # Time spent waiting here does not make this rank slow.
         self._waited_s = time.perf_counter() - began
         self.late_s = self._waited_s if self._lag else 0.0
-        return found
-
-    def _finish(self) -> list[StepStats]:
-        if not self._lag:
-            return self.drain()
-        if len(self._asked) <= self._lag:
-            return []
-        await_work(self._asked[1].work, self._world.release)
-        return self._read(1)
+        return stats
 
     def let_go(self) -> None:
-        """Nothing more is asked or read; what this rank told the others stays known."""
+        """Drop the group: nothing more is gathered or read. `own_losses` stay known."""
         self._world = without_group(self._world)
 
     def own_losses(self) -> list[float]:
-        """This rank's own sums of the steps of which nothing is known yet."""
-        return [float(asked.mine[0]) for asked in self._asked]
+        """Return this rank's loss sums of the steps that were not read yet."""
+        return [float(pending.own[0]) for pending in self._pending]
 
     def drain(self) -> list[StepStats]:
-        """Everything that was asked so far; waits for everybody."""
-        return self._read(len(self._asked))
+        """Return the statistics of all steps begun so far; wait for all ranks."""
+        return self._read(len(self._pending))
 
     def _read(self, count: int) -> list[StepStats]:
-        """Forgotten only when it has been read: where that fails, this rank's own losses are all there is to tell."""
-        found = [asked.read(self._world) for asked in islice(self._asked, count)]
-        for _ in found:
-            self._asked.popleft()
-        return found
+        # Removed only after reading: where that fails, this rank's own losses are all that is known.
+        stats = [pending.read(self._world) for pending in islice(self._pending, count)]
+        for _ in stats:
+            self._pending.popleft()
+        return stats
 
 
 def sum_over_world(world: World, values: list[float]) -> list[float]:
-    """A handful of numbers added up over all ranks, in double precision."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
-    await_work(dist.all_reduce(tensor, group=world.group, async_op=True), world.release)
-    return [float(value) for value in tensor.cpu()]
+    """Return the sum of each number over all ranks, in double precision."""
+    return _all_reduce(world, values, dist.ReduceOp.SUM)
 
 
 def worst_over_world(world: World, values: list[float]) -> list[float]:
-    """The largest of each number over all ranks."""
+    """Return the largest of each number over all ranks."""
+    return _all_reduce(world, values, dist.ReduceOp.MAX)
+
+
+def _all_reduce(world: World, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
-    await_work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=world.group, async_op=True), world.release)
+    await_work(dist.all_reduce(tensor, op=op, group=world.group, async_op=True), world.release)
     return [float(value) for value in tensor.cpu()]
 
 
-# SECTION sync/timer
-# Where the time of a step goes, phase by phase.
+# struct tcp_info of linux/tcp.h, as far as it is read: bytes_acked; busy_time and rwnd_limited in µs; bytes_sent and
+# bytes_retrans. Kernels since 4.19 have them all.
+_TCP_INFO = struct.Struct("@120x Q 40x Q Q 16x Q Q")
+# The kernel counts busy time in ticks of up to 10 ms, so a rate is a lower bound, and only a connection that was busy
+# for long can be called slow.
+_TICK_US = 12_000
+_MIN_BUSY_US = 40_000
+# Small messages wait for answers, not for the link; and losses among few bytes are chance.
+_MIN_ACKED_BYTES = 1 << 16
+_MIN_SENT_BYTES = 1 << 19
+_MIN_RESENT_BYTES = 1 << 13
+# Losses come in bursts: they are counted over so many looks.
+_LOSS_LOOKS = 10
+
+
+class _Sent(NamedTuple):
+    """Counters of one connection, or of all to one peer, since it was opened."""
+
+    acked: int = 0
+    busy_us: int = 0
+    full_us: int = 0  # the part of `busy_us` in which the receiver had no room: that is not the link's fault
+    sent: int = 0
+    resent: int = 0
+
+    def plus(self, other: _Sent) -> _Sent:
+        return _Sent(*(one + two for one, two in zip(self, other, strict=True)))
+
+    def minus(self, other: _Sent) -> _Sent:
+        return _Sent(*(one - two for one, two in zip(self, other, strict=True)))
+
+
+class KernelCounters:
+    """Reads the kernel's counters. Used by the training thread, because it is this thread's waiting that counts."""
+
+    def __init__(self) -> None:
+        self._connections: dict[int, _Sent] = {}
+        self._looks: deque[dict[int, _Sent]] = deque(maxlen=_LOSS_LOOKS)
+        self._delay_s, self._at = _run_delay_s(), time.perf_counter()
+        self._address = 0
+        self.look()
+
+    def look(self) -> HostStats:
+        """Return the statistics since the last look."""
+        delay_s, at = _run_delay_s(), time.perf_counter()
+        starved = (delay_s - self._delay_s) / (at - self._at) if at > self._at else 0.0
+        self._delay_s, self._at = delay_s, at
+        sent_to = self._sent_since_last()
+        self._looks.append(sent_to)
+        slow_peer, slow_bps = _slowest(sent_to)
+        lossy_peer, resent = _lossiest(self._looks)
+        return HostStats(
+            starved=min(max(starved, 0.0), 1.0),
+            address=self._address,
+            best_bps=max((_bps_at_least(sent.acked, sent.busy_us) for sent in sent_to.values()), default=0.0),
+            slow_peer=slow_peer,
+            slow_bps=slow_bps,
+            lossy_peer=lossy_peer,
+            resent=resent,
+        )
+
+    def _sent_since_last(self) -> dict[int, _Sent]:
+        """Return what was sent to each peer; a new connection counts from its beginning."""
+        before, self._connections = self._connections, {}
+        sent_to: dict[int, _Sent] = {}
+        for inode, own, peer, sent in _connections():
+            self._connections[inode], self._address = sent, own
+            sent_to[peer] = sent_to.get(peer, _Sent()).plus(sent.minus(before.get(inode, _Sent())))
+        return sent_to
+
+
+def _bps_at_least(acked: int, busy_us: int) -> float:
+    return 8e6 * acked / (busy_us + _TICK_US)
+
+
+def _slowest(sent_to: dict[int, _Sent]) -> tuple[int, float]:
+    rates = {
+        peer: _bps_at_least(sent.acked, sent.busy_us - sent.full_us)
+        for peer, sent in sent_to.items()
+        if sent.acked >= _MIN_ACKED_BYTES and sent.busy_us - sent.full_us >= _MIN_BUSY_US
+    }
+    return min(rates.items(), key=lambda item: item[1], default=(0, 0.0))
+
+
+def _lossiest(looks: deque[dict[int, _Sent]]) -> tuple[int, float]:
+    total: dict[int, _Sent] = {}
+    for sent_to in looks:
+        for peer, sent in sent_to.items():
+            total[peer] = total.get(peer, _Sent()).plus(sent)
+    shares = {
+        peer: sent.resent / sent.sent
+        for peer, sent in total.items()
+        if sent.sent >= _MIN_SENT_BYTES and sent.resent >= _MIN_RESENT_BYTES
+    }
+    return max(shares.items(), key=lambda item: item[1], default=(0, 0.0))
+
+
+def _connections() -> Iterator[tuple[int, int, int, _Sent]]:
+    """Yield inode, own address, peer's address and counters of each connection to another host. Linux only."""
+    if sys.platform != "linux":
+        return
+    for inode, connection in own_sockets():
+        with suppress(OSError, struct.error):
+            if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                own, peer = connection.getsockname()[0], connection.getpeername()[0]
+                if own != peer:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                    yield inode, _as_number(own), _as_number(peer), _Sent(*_TCP_INFO.unpack(info))
+
+
+def _as_number(address: str) -> int:
+    return int.from_bytes(socket.inet_aton(address))
+
+
+def _run_delay_s() -> float:
+    """Return how long this thread has waited for a processor; 0 where the kernel does not report it."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 class StepTimer:
@@ -357,8 +332,8 @@ class StepTimer:
             ...
             print(timer.finish())     # {"forward": 0.021, ..., "other": 0.001, "step": 0.034}
 
-    On a GPU pass `synchronize=torch.cuda.synchronize`: kernels run behind the program's back, and without it a phase
-    would only show how long it took to queue them.
+    On a GPU pass `synchronize=torch.cuda.synchronize`: kernels run asynchronously, and without it a phase would only
+    show how long it took to queue them.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
@@ -382,18 +357,18 @@ class StepTimer:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Part of one phase turned out to be another: the end of backward was spent waiting for the network."""
+        """Move time between phases: the end of backward may have been spent waiting for the network."""
         self.add(source, -seconds)
         self.add(target, seconds)
 
     def finish(self) -> dict[str, float]:
-        """The phases, what none of them covered as `other`, and the whole as `step`."""
+        """Return the phases, the time that none of them covered as `other`, and the whole as `step`."""
         step = self.now() - self.began
         return {**self.seconds, "other": step - sum(self.seconds.values()), "step": step}
 
 
 class WholeStepTimer(StepTimer):
-    """Times the step and none of its phases: what instrumentation costs is measured against this."""
+    """Times the step and none of its phases: the cost of the instrumentation is measured against this."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,25 +1,37 @@
-"""Wire formats: how a bucket of gradients is summed over the world. See docs/wires.md."""
+"""Wire formats: how a bucket of gradients is summed over the ranks. See docs/wires.md.
+
+To add a format: write its class in this package, add it to `_FACTORIES`, and describe it in `config/sync_choice.py` and
+the docs page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from shoal.config.sync_choice import WireChoice, parse_wire
 from shoal.errors import UsageError
-from shoal.sync.compression.base import TORCH_GOES_ONE_BY_ONE, Bucket, Compressor, Fp16, Fp32, InterruptibleCompressor
+from shoal.sync.compression.base import TORCH_FP16_IS_SLOW, Compressor, Fp16, Fp32, InterruptibleCompressor
 from shoal.sync.compression.codecs import bf16_codec, int8_codec
 from shoal.sync.compression.native import load_kernels
 from shoal.sync.compression.powersgd import PowerSGD
 from shoal.sync.compression.reduce_scatter import ReduceScatter
 from shoal.sync.world import World
 
-__all__ = ["Bucket", "Wire", "made_by", "make_wire"]
+Parameters = Mapping[str, Tensor]
+
+_FACTORIES: dict[str, Callable[[World, Parameters, WireChoice], Compressor]] = {
+    "fp32": lambda world, *_: Fp32(world),
+    "fp16": lambda world, *_: Fp16(world),
+    "bf16": lambda world, parameters, _: ReduceScatter(world, parameters, bf16_codec(load_kernels())),
+    "int8": lambda world, parameters, _: ReduceScatter(world, parameters, int8_codec(load_kernels())),
+    "powersgd": lambda world, parameters, choice: PowerSGD(world, parameters, choice.rank),
+}
 
 
-def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
-    """For gradients of these parameters, named as in the model; every bucket is made of some of them."""
+def make_compressor(text: str, world: World, parameters: Parameters) -> Compressor:
+    """Return the compressor of a wire format. `parameters`, named as in the model, are those of all later buckets."""
     choice = parse_wire(text)
     if world.device.type != "cpu" and choice.format.is_cpu_only:
         raise UsageError(
@@ -27,31 +39,15 @@ def make_wire(text: str, world: World, parameters: Mapping[str, Tensor]) -> Comp
             why="its exchange is made of gloo's collectives",
             fix="use --wire fp16, or --device cpu",
         )
-    wire = _make(choice, world, parameters)
+    compressor = _FACTORIES[choice.name](world, parameters, choice)
     if world.release is None or world.backend != "gloo":
-        # A future of ours knows nothing of a GPU's streams: whoever waits for it would not wait for them.
-        return wire
-    return InterruptibleCompressor(wire, world.release)
-
-
-def _make(choice: WireChoice, world: World, parameters: Mapping[str, Tensor]) -> Compressor:
-    match choice.name:
-        case "fp32":
-            return Fp32(world)
-        case "fp16":
-            return Fp16(world)
-        case "bf16":
-            return ReduceScatter(world, parameters, bf16_codec(load_kernels()))
-        case "int8":
-            return ReduceScatter(world, parameters, int8_codec(load_kernels()))
-        case "powersgd":
-            return PowerSGD(world, parameters, choice.rank)
-        case name:
-            raise ValueError(f"the wire format {name} has no implementation")
+        # A guarded future does not know a GPU's streams: waiting for it would not wait for them.
+        return compressor
+    return InterruptibleCompressor(compressor, world.release)
 
 
 def made_by(text: str) -> str:
-    """`kernel` where this machine's compiler made one for the format, `plain` for all others."""
+    """Return `kernel` where this machine has a compiled kernel for the format, `plain` otherwise."""
     choice = parse_wire(text)
-    wanted = choice.format.is_cpu_only or (choice.name == "fp16" and TORCH_GOES_ONE_BY_ONE)
-    return "kernel" if wanted and load_kernels() is not None else "plain"
+    has_kernel = choice.format.is_cpu_only or (choice.name == "fp16" and TORCH_FP16_IS_SLOW)
+    return "kernel" if has_kernel and load_kernels() is not None else "plain"

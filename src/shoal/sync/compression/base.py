@@ -1,4 +1,4 @@
-"""What a wire is handed, and what it gives back."""
+"""The interface of a compressor, and the formats that gloo's all-reduce sums by itself: fp32 and fp16."""
 
 from __future__ import annotations
 
@@ -19,50 +19,38 @@ from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.world import World
 
 State = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together: `flat` holds those of `parameters`, one behind the other.
+    """Gradients that travel together.
 
-    DDP makes other buckets after the first backward, so what outlives a step belongs to a parameter, never to an index.
-    `is_last`: no other bucket follows before somebody waits for this one.
+    DDP makes other buckets after the first backward, so state that outlives a step belongs to a parameter, never to an
+    index.
     """
 
     index: int
-    flat: Tensor
+    flat: Tensor  # the gradients of `parameters`, one after the other
     parameters: Sequence[Tensor]
-    is_last: bool = True
+    is_last: bool = True  # no other bucket follows before this one is waited for
 
 
 class Compressor(Protocol):
-    """Made once per run. Called with a bucket it gives a future of `flat` holding the *sum*, the same bits on every
-    rank; nobody divides by the world size, because the loss was already divided by the global token count."""
+    """Sums buckets over the ranks. Made once per run."""
 
-    def __call__(self, bucket: Bucket) -> Future[Tensor]: ...
+    def __call__(self, bucket: Bucket) -> Future[Tensor]:
+        """Return a future of `bucket.flat` with the *sum* over the ranks, with the same bits on every rank.
+
+        It is not divided by the world size, because the loss was already divided by the global token count.
+        """
+
     def state(self) -> dict[str, Tensor]: ...
     def load_state(self, state: State) -> None: ...
 
 
-class InterruptibleCompressor:
-    """A wire whose sums end, at the latest, with the generation."""
-
-    def __init__(self, wire: Compressor, release: GroupInterrupt) -> None:
-        self._wire = wire
-        self._release = release
-
-    def __call__(self, bucket: Bucket) -> Future[Tensor]:
-        return self._release.guard(self._wire(bucket))
-
-    def state(self) -> dict[str, Tensor]:
-        return self._wire.state()
-
-    def load_state(self, state: State) -> None:
-        self._wire.load_state(state)
-
-
 class NoState:
-    """What a format that forgets everything after a step has to keep: nothing."""
+    """For a format that keeps nothing from step to step."""
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -72,19 +60,30 @@ class NoState:
 
 
 class CompressorState:
-    """What a rank has to remember is in its wire format."""
+    """For a class whose whole state is that of its compressor."""
 
-    _wire: Compressor
+    _compressor: Compressor | NoState
 
     def state(self) -> dict[str, Tensor]:
-        return self._wire.state()
+        return self._compressor.state()
 
     def load_state(self, state: State) -> None:
-        self._wire.load_state(state)
+        self._compressor.load_state(state)
+
+
+class InterruptibleCompressor(CompressorState):
+    """A compressor whose sums end, at the latest, with the generation."""
+
+    def __init__(self, compressor: Compressor, release: GroupInterrupt) -> None:
+        self._compressor: Compressor = compressor
+        self._release = release
+
+    def __call__(self, bucket: Bucket) -> Future[Tensor]:
+        return self._release.guard(self._compressor(bucket))
 
 
 def load_tensors(own: Mapping[str, Tensor], state: State) -> None:
-    """Nothing at all is a fresh start; anything else must be the whole state of this model."""
+    """Copy a saved state. An empty one is a fresh start; any other must be the whole state of this model."""
     check_names(own, state)
     for name, saved in state.items():
         own[name].copy_(saved)
@@ -93,16 +92,12 @@ def load_tensors(own: Mapping[str, Tensor], state: State) -> None:
 def check_names(own: Mapping[str, Tensor], state: State) -> None:
     if not state or {name: saved.shape for name, saved in state.items()} == {n: t.shape for n, t in own.items()}:
         return
-    odd = sorted(state.keys() ^ own.keys()) or [name for name in own if own[name].shape != state[name].shape]
+    different = sorted(state.keys() ^ own.keys()) or [name for name in own if own[name].shape != state[name].shape]
     raise CheckpointError(
-        f"the checkpoint keeps another state of the wire than this run: {odd[0]}",
+        f"the checkpoint keeps another state of the wire than this run: {different[0]}",
         why="it was written with another model or another sync.wire",
         fix="resume with the settings it was written with, or start a new run",
     )
-
-
-def future_of(work: dist.Work | None) -> Future[list[Tensor]]:
-    return begun(work).get_future()
 
 
 def begun(work: dist.Work | None) -> dist.Work:
@@ -110,39 +105,22 @@ def begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-# SECTION sync/wires/desks
-# Room that a bucket needs in every step, made once.
-
-
-T = TypeVar("T")
-
-
 class BufferPool(Generic[T]):
-    """One for each bucket, until DDP fills its buckets differently: after the first backward it knows in which order
-    gradients come."""
+    """One set of buffers per bucket, made once and reused until DDP rearranges its buckets after the first backward."""
 
     def __init__(self, make: Callable[[Bucket], T]) -> None:
         self._make = make
+        # By bucket index: the identities of the bucket's parameters, and the buffers.
         self._kept: dict[int, tuple[tuple[int, ...], T]] = {}
 
     def of(self, bucket: Bucket) -> T:
         members = tuple(map(id, bucket.parameters))
         kept = self._kept.get(bucket.index)
         if kept is None or kept[0] != members:
-            # Those behind it are of the old order too; there may be fewer of the new one.
-            self._kept = {index: each for index, each in self._kept.items() if index < bucket.index}
+            # Later buckets belong to the old arrangement too, and the new one may have fewer.
+            self._kept = {index: buffers for index, buffers in self._kept.items() if index < bucket.index}
             kept = self._kept[bucket.index] = (members, self._make(bucket))
         return kept[1]
-
-
-# SECTION sync/wires/whole
-# Formats that gloo adds up by itself: fp32 as it is, and fp16.
-
-
-_FP16_SCALE = 256.0
-# Measured on an ARM core, nanoseconds a number to fp16 and back: torch 7.5 and 2.1, numpy 1.0 and 0.5, our kernel 0.24
-# and 0.26, which is what a copy takes.
-TORCH_GOES_ONE_BY_ONE = platform.machine() == "aarch64"
 
 
 class Fp32(NoState):
@@ -150,8 +128,16 @@ class Fp32(NoState):
         self._world = world
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
-        work = dist.all_reduce(bucket.flat, group=self._world.group, async_op=True)
-        return future_of(work).then(lambda done: done.value()[0])
+        work = begun(dist.all_reduce(bucket.flat, group=self._world.group, async_op=True))
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+# Mean gradients are small: unscaled, most lie below 6e-5, where fp16 loses precision. A power of two scales them
+# without rounding. A sum over 255 overflows, and the step is refused for its infinite norm.
+_FP16_SCALE = 256.0
+# Measured on an ARM core, nanoseconds per number to fp16 and back: torch 7.5 and 2.1, numpy 1.0 and 0.5, our kernel
+# 0.24 and 0.26, which is what a copy takes.
+TORCH_FP16_IS_SLOW = platform.machine() == "aarch64"
 
 
 class Fp16(NoState):
@@ -160,39 +146,35 @@ class Fp16(NoState):
     def __init__(self, world: World) -> None:
         self._world = world
         self._halves = BufferPool(lambda bucket: torch.empty_like(bucket.flat, dtype=torch.float16))
-        if TORCH_GOES_ONE_BY_ONE:
+        if TORCH_FP16_IS_SLOW:
             load_kernels()
 
     def __call__(self, bucket: Bucket) -> Future[Tensor]:
-        half = self._halves.of(bucket)
-        to_half(bucket.flat, half)
-        work = dist.all_reduce(half, group=self._world.group, async_op=True)
-        return future_of(work).then(lambda done: from_half(done.value()[0], bucket.flat))
+        half = to_half(bucket.flat, self._halves.of(bucket))
+        work = begun(dist.all_reduce(half, group=self._world.group, async_op=True))
+        return work.get_future().then(lambda done: from_half(done.value()[0], bucket.flat))
 
 
 def to_half(full: Tensor, half: Tensor) -> Tensor:
-    """Mean gradients are small: unscaled, most lie below 6e-5, where fp16 loses bit after bit. A power of two moves
-    them up without rounding; a sum over 255 overflows, and the step is refused for its infinite norm."""
-    if full.device.type != "cpu" or not TORCH_GOES_ONE_BY_ONE:
+    if full.device.type != "cpu" or not TORCH_FP16_IS_SLOW:
         return half.copy_(full.mul(_FP16_SCALE))
     if (kernels := load_kernels()) is not None and kernels.has_halves:
         kernels.to_half(full, half, _FP16_SCALE)
     else:
-        _multiply(full, _FP16_SCALE, half)
+        _multiply_in_fp32(full, _FP16_SCALE, half)
     return half
 
 
 def from_half(half: Tensor, full: Tensor) -> Tensor:
-    if full.device.type != "cpu" or not TORCH_GOES_ONE_BY_ONE:
+    if full.device.type != "cpu" or not TORCH_FP16_IS_SLOW:
         return full.copy_(half).mul_(1 / _FP16_SCALE)
     if (kernels := load_kernels()) is not None and kernels.has_halves:
         kernels.from_half(half, full, 1 / _FP16_SCALE)
     else:
-        _multiply(half, 1 / _FP16_SCALE, full)
+        _multiply_in_fp32(half, 1 / _FP16_SCALE, full)
     return full
 
 
-def _multiply(numbers: Tensor, factor: float, into: Tensor) -> None:
-    """In fp32, whatever comes in and goes out."""
+def _multiply_in_fp32(numbers: Tensor, factor: float, out: Tensor) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(numbers.numpy(), np.float32(factor), out=into.numpy(), dtype=np.float32, casting="same_kind")
+        np.multiply(numbers.numpy(), np.float32(factor), out=out.numpy(), dtype=np.float32, casting="same_kind")

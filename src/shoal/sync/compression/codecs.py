@@ -1,4 +1,4 @@
-"""Blocks of 256 numbers as bytes: bf16, and int8 with a scale a block and error feedback."""
+"""Encodes blocks of 256 numbers as bytes: bf16, and int8 with a scale per block and error feedback."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Bf16:
     record_bytes = RECORD_BYTES["bf16"]
     keeps_residual = False
 
-    def send(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
+    def encode(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
         _as_bf16(records, gradient.numel()).copy_(gradient)
 
-    def settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+    def reduce(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
         for other in others:
             gradient.add_(_as_bf16(other, gradient.numel()))
         _as_bf16(records, gradient.numel()).copy_(gradient)
 
-    def spread(self, records: Tensor, gradient: Tensor) -> None:
+    def decode(self, records: Tensor, gradient: Tensor) -> None:
         gradient.copy_(_as_bf16(records, gradient.numel()))
 
 
@@ -41,46 +41,46 @@ def _as_bf16(records: Tensor, count: int) -> Tensor:
 
 
 class NativeBf16:
-    """The same, in one pass over memory."""
+    """`Bf16` in one pass over memory."""
 
     record_bytes = RECORD_BYTES["bf16"]
     keeps_residual = False
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.spread = kernels.bf16_spread
+        self.decode = kernels.bf16_decode
 
-    def send(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
-        self._kernels.bf16_settle(gradient, (), records)
+    def encode(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
+        self._kernels.bf16_reduce(gradient, (), records)
 
-    def settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
-        self._kernels.bf16_settle(gradient, others, records)
+    def reduce(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+        self._kernels.bf16_reduce(gradient, others, records)
 
 
 class Int8:
-    """A block is its largest number ÷ 127 as a float, and how many of these each of its numbers is, as a byte.
+    """A block is a float scale, its largest number ÷ 127, and one byte per number, as a multiple of the scale.
 
-    What rounding leaves is kept and added next time. A block with a number that is not finite travels as a scale of
-    NaN: whoever unpacks it, or adds to it, gets NaN. Its residual stays as it was.
+    The rounding error is kept in the residual and added in the next step. A block with a number that is not finite
+    travels with a scale of NaN, so that decoding or adding it gives NaN. Its residual stays as it was.
     """
 
     record_bytes = RECORD_BYTES["int8"]
     keeps_residual = True
 
     def __init__(self) -> None:
-        self._room = torch.empty(2, 0)
+        self._scratch = torch.empty(2, 0)
 
-    def send(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
+    def encode(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
         self._pack(self._padded(gradient, residual), residual, records)
 
-    def settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+    def reduce(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
         values = self._padded(gradient, residual)
         for other in others:
-            values.add_(_unpacked(other, self._blocks(1, len(records))))
+            values.add_(_unpack(other, self._blocks(1, len(records))))
         self._pack(values, residual, records)
 
-    def spread(self, records: Tensor, gradient: Tensor) -> None:
-        values = _unpacked(records, self._blocks(1, len(records)))
+    def decode(self, records: Tensor, gradient: Tensor) -> None:
+        values = _unpack(records, self._blocks(1, len(records)))
         gradient.copy_(values.view(-1)[: gradient.numel()])
 
     def _padded(self, gradient: Tensor, residual: Tensor) -> Tensor:
@@ -91,68 +91,68 @@ class Int8:
         return values
 
     def _pack(self, values: Tensor, residual: Tensor, records: Tensor) -> None:
-        rest = self._blocks(1, len(records))
-        largest = torch.abs(values, out=rest).amax(dim=1, keepdim=True)
+        rounded = self._blocks(1, len(records))
+        largest = torch.abs(values, out=rounded).amax(dim=1, keepdim=True)
         finite = largest.isfinite()
         scale = torch.where(largest > _LEAST, largest * _STEPS, 0.0)
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
-        torch.mul(values, inverse, out=rest).add_(_ROUNDER).sub_(_ROUNDER)
+        torch.mul(values, inverse, out=rounded).add_(_ROUNDER).sub_(_ROUNDER)
         if not finite.all():
-            rest.masked_fill_(~finite, 0.0)
-        records[:, :BLOCK].copy_(rest)
+            rounded.masked_fill_(~finite, 0.0)
+        records[:, :BLOCK].copy_(rounded)
         _scales(records).copy_(scale.masked_fill(~finite, float("nan")))
-        left = torch.sub(values, rest.mul_(scale), out=rest).view(-1)[: residual.numel()]
+        error = torch.sub(values, rounded.mul_(scale), out=rounded).view(-1)[: residual.numel()]
         if finite.all():
-            residual.copy_(left)
+            residual.copy_(error)
         else:
-            kept = finite.expand(-1, BLOCK).reshape(-1)[: residual.numel()]
-            residual.copy_(torch.where(kept, left, residual))
+            is_kept = finite.expand(-1, BLOCK).reshape(-1)[: residual.numel()]
+            residual.copy_(torch.where(is_kept, error, residual))
 
     def _blocks(self, which: int, count: int) -> Tensor:
-        """Made once for the longest run, which is a piece at most."""
-        if self._room.shape[1] < count * BLOCK:
-            self._room = torch.empty(2, count * BLOCK)
-        return self._room[which, : count * BLOCK].view(count, BLOCK)
+        """Return scratch memory, allocated once for the longest range."""
+        if self._scratch.shape[1] < count * BLOCK:
+            self._scratch = torch.empty(2, count * BLOCK)
+        return self._scratch[which, : count * BLOCK].view(count, BLOCK)
 
 
-def _unpacked(records: Tensor, into: Tensor) -> Tensor:
+def _unpack(records: Tensor, into: Tensor) -> Tensor:
     return into.copy_(records[:, :BLOCK]).mul_(_scales(records))
 
 
 def _scales(records: Tensor) -> Tensor:
-    """The last four bytes of each record."""
+    """Return the last four bytes of each record as floats."""
     return records.view(torch.float32)[:, -1:]
 
 
 class NativeInt8:
-    """The same, in one pass over memory instead of ten."""
+    """`Int8` in one pass over memory instead of ten."""
 
     record_bytes = RECORD_BYTES["int8"]
     keeps_residual = True
 
     def __init__(self, kernels: Kernels) -> None:
-        self.send = kernels.int8_send
-        self.settle = kernels.int8_settle
-        self.spread = kernels.int8_spread
+        self.encode = kernels.int8_encode
+        self.reduce = kernels.int8_reduce
+        self.decode = kernels.int8_decode
 
 
 def bf16_codec(kernels: Kernels | None) -> Codec:
-    return Bf16() if kernels is None or not _agree(NativeBf16(kernels), Bf16()) else NativeBf16(kernels)
+    return Bf16() if kernels is None or not _gives_same_bits(NativeBf16(kernels), Bf16()) else NativeBf16(kernels)
 
 
 def int8_codec(kernels: Kernels | None) -> Codec:
-    return Int8() if kernels is None or not _agree(NativeInt8(kernels), Int8()) else NativeInt8(kernels)
+    return Int8() if kernels is None or not _gives_same_bits(NativeInt8(kernels), Int8()) else NativeInt8(kernels)
 
 
-def _agree(one: Codec, other: Codec) -> bool:
-    """On one small example: a compiler that was told not to, and still rounds differently, is not to be trusted."""
-    found = []
-    for codec in (one, other):
+def _gives_same_bits(native: Codec, plain: Codec) -> bool:
+    """Compare two codecs on a small example: some compilers round differently in spite of their options."""
+    results = []
+    for codec in (native, plain):
         gradient = torch.linspace(-1.7, 3.1, 3 * BLOCK - 5) ** 5
         residual = gradient.flip(0) / 300
-        records, settled = torch.zeros(2, 3, codec.record_bytes, dtype=torch.int8)
-        codec.send(gradient, residual, records)
-        codec.settle(gradient, residual, [records], settled)
-        codec.spread(settled, gradient)
-        found.append((records, settled, residual, gradient))
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+        records, reduced = torch.zeros(2, 3, codec.record_bytes, dtype=torch.int8)
+        codec.encode(gradient, residual, records)
+        codec.reduce(gradient, residual, [records], reduced)
+        codec.decode(reduced, gradient)
+        results.append((records, reduced, residual, gradient))
+    return all(torch.equal(one, other) for one, other in zip(*results, strict=True))

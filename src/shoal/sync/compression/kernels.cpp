@@ -1,5 +1,5 @@
-// What torch does too slowly on a CPU. Every function gives the bits of its counterpart in Python: each product and each
-// sum is rounded by itself (-ffp-contract=off), and the largest of a block does not depend on the order.
+// Kernels for what torch does too slowly on a CPU. Every function gives the bits of its counterpart in Python: each
+// product and each sum is rounded by itself (-ffp-contract=off), and the largest of a block does not depend on the order.
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -25,7 +25,7 @@ inline float scale_of(const int8_t* record) {
   return scale;
 }
 
-// As bits: of floats without their sign, the order is that of whole numbers, and whatever is not finite comes out on top.
+// Compares bits: floats without their sign are ordered like integers, and numbers that are not finite are the largest.
 inline float largest(const float* __restrict values) {
   int32_t most = 0;
   for (int64_t i = 0; i < kBlock; ++i) {
@@ -34,12 +34,12 @@ inline float largest(const float* __restrict values) {
     bits &= 0x7fffffff;
     most = bits > most ? bits : most;
   }
-  float found;
-  std::memcpy(&found, &most, sizeof found);
-  return found;
+  float value;
+  std::memcpy(&value, &most, sizeof value);
+  return value;
 }
 
-// A number that is not finite makes the scale NaN, which everybody will see; the residual then stays what it was.
+// A number that is not finite makes the scale NaN for all ranks; the residual then stays as it was.
 inline void pack(const float* __restrict values, float* __restrict residual, int8_t* __restrict record) {
   const float most = largest(values);
   float scale = NAN;
@@ -62,7 +62,7 @@ inline void add_record(const int8_t* __restrict record, float* __restrict values
   for (int64_t i = 0; i < kBlock; ++i) values[i] += static_cast<float>(record[i]) * scale;
 }
 
-inline void settle(const float* __restrict gradient, float* __restrict residual, const int8_t* const* others,
+inline void reduce(const float* __restrict gradient, float* __restrict residual, const int8_t* const* others,
                    int64_t many, int64_t at, int8_t* __restrict record) {
   float values[kBlock];
   for (int64_t i = 0; i < kBlock; ++i) values[i] = gradient[i] + residual[i];
@@ -89,23 +89,23 @@ inline float as_float(uint16_t half) {
 
 extern "C" {
 
-// Without others it is what a sender does: its own numbers alone.
-void int8_settle(const float* gradient, float* residual, const int8_t* const* others, int64_t many, int8_t* records,
+// Adds the records of other ranks and encodes the sum. Without others it encodes this rank's numbers for sending.
+void int8_reduce(const float* gradient, float* residual, const int8_t* const* others, int64_t many, int8_t* records,
                  int64_t count) {
   const int64_t blocks = count / kBlock, left = count % kBlock;
   for (int64_t i = 0; i < blocks; ++i) {
-    settle(gradient + i * kBlock, residual + i * kBlock, others, many, i * kRecord, records + i * kRecord);
+    reduce(gradient + i * kBlock, residual + i * kBlock, others, many, i * kRecord, records + i * kRecord);
   }
   if (left == 0) return;
-  // The compiler knows the length of a block, so the last one is made whole.
+  // The last block is padded, because the compiler knows only the length of a whole block.
   float padded[kBlock] = {}, rest[kBlock] = {};
   std::memcpy(padded, gradient + blocks * kBlock, sizeof(float) * left);
   std::memcpy(rest, residual + blocks * kBlock, sizeof(float) * left);
-  settle(padded, rest, others, many, blocks * kRecord, records + blocks * kRecord);
+  reduce(padded, rest, others, many, blocks * kRecord, records + blocks * kRecord);
   std::memcpy(residual + blocks * kBlock, rest, sizeof(float) * left);
 }
 
-void int8_spread(const int8_t* __restrict records, float* __restrict gradient, int64_t count) {
+void int8_decode(const int8_t* __restrict records, float* __restrict gradient, int64_t count) {
   for (int64_t at = 0; at < count; at += kBlock, records += kRecord) {
     const int64_t here = count - at < kBlock ? count - at : kBlock;
     const float scale = scale_of(records);
@@ -113,22 +113,22 @@ void int8_spread(const int8_t* __restrict records, float* __restrict gradient, i
   }
 }
 
-// Without others it is what a sender does.
-void bf16_settle(const float* __restrict gradient, const uint16_t* const* others, int64_t many,
+// Adds the records of other ranks and encodes the sum. Without others it encodes this rank's numbers for sending.
+void bf16_reduce(const float* __restrict gradient, const uint16_t* const* others, int64_t many,
                  uint16_t* __restrict records, int64_t count) {
   float values[kBlock];
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t here = count - at < kBlock ? count - at : kBlock;
     std::memcpy(values, gradient + at, sizeof(float) * here);
     for (int64_t other = 0; other < many; ++other) {
-      const uint16_t* __restrict theirs = others[other] + at;
-      for (int64_t i = 0; i < here; ++i) values[i] += as_float(theirs[i]);
+      const uint16_t* __restrict record = others[other] + at;
+      for (int64_t i = 0; i < here; ++i) values[i] += as_float(record[i]);
     }
     for (int64_t i = 0; i < here; ++i) records[at + i] = upper_half(values[i]);
   }
 }
 
-void bf16_spread(const uint16_t* __restrict records, float* __restrict gradient, int64_t count) {
+void bf16_decode(const uint16_t* __restrict records, float* __restrict gradient, int64_t count) {
   for (int64_t i = 0; i < count; ++i) gradient[i] = as_float(records[i]);
 }
 
@@ -147,7 +147,7 @@ void thin_product(const float* __restrict p, const float* __restrict lines, floa
 }
 
 #if defined(__aarch64__)
-// torch converts one by one here; the processor can do four.
+// torch converts one number at a time here; the processor can convert four.
 void half_pack(const float* full, uint16_t* half, float scale, int64_t count) {
   int64_t i = 0;
   for (; i + 4 <= count; i += 4) {

@@ -1,8 +1,7 @@
-"""Kernels made by this machine's own compiler, kept in the user's cache; without a compiler there are none.
+"""Compiles `kernels.cpp` with this machine's compiler and loads it; without a compiler there are no kernels.
 
-Nothing depends on them but the time: each does what a few lines of torch do as well, to the bit, and a test compares
-both. The file in the cache is named after everything that went into it, so another CPU, compiler or version of the
-source makes its own.
+They only save time: each gives the same bits as a few lines of torch, and a test compares both. The library lies in the
+user's cache. Its name depends on the CPU, the compiler, the options and the source, so each combination has its own.
 """
 
 from __future__ import annotations
@@ -22,52 +21,48 @@ from torch import Tensor
 from shoal.control.rank_env import make_private, user_cache
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = (
-    "-O3",
-    "-funroll-loops",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-std=c++17",
-    "-shared",
-    "-fPIC",
-)
+_FLAGS: tuple[str, ...] = ("-O3", "-funroll-loops", "-march=native", "-std=c++17", "-shared", "-fPIC")
+# Every operation is rounded by itself, as in torch.
+_FLAGS += ("-ffp-contract=off", "-fno-math-errno")
 _COMPILERS = ("g++", "c++", "clang++")
 _COMPILE_TIMEOUT_S = 20.0
 _CPU_KEYS = ("flags", "Features", "CPU part", "model name")
 
 
 class Kernels:
-    """Tensors are contiguous and on the CPU. The interpreter is not held meanwhile, so backward goes on beside."""
+    """The compiled functions, for contiguous tensors on the CPU.
+
+    They release the interpreter lock, so backward goes on.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        self._settle = _declared(library, "int8_settle", pointer, pointer, pointer, whole, pointer, whole)
-        self._spread = _declared(library, "int8_spread", pointer, pointer, whole)
-        self._bf16_settle = _declared(library, "bf16_settle", pointer, pointer, whole, pointer, whole)
-        self._bf16_spread = _declared(library, "bf16_spread", pointer, pointer, whole)
+        self._int8_reduce = _declared(library, "int8_reduce", pointer, pointer, pointer, whole, pointer, whole)
+        self._int8_decode = _declared(library, "int8_decode", pointer, pointer, whole)
+        self._bf16_reduce = _declared(library, "bf16_reduce", pointer, pointer, whole, pointer, whole)
+        self._bf16_decode = _declared(library, "bf16_decode", pointer, pointer, whole)
         self._product = _declared(library, "thin_product", pointer, pointer, pointer, whole, whole, whole)
         self.has_halves = hasattr(library, "half_pack")
         if self.has_halves:
             self._pack = _declared(library, "half_pack", pointer, pointer, real, whole)
             self._unpack = _declared(library, "half_unpack", pointer, pointer, real, whole)
 
-    def int8_send(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
-        self.int8_settle(gradient, residual, (), records)
+    def int8_encode(self, gradient: Tensor, residual: Tensor, records: Tensor) -> None:
+        self.int8_reduce(gradient, residual, (), records)
 
-    def int8_settle(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
-        mine = (gradient.data_ptr(), residual.data_ptr())
-        self._settle(*mine, _pointers(others), len(others), records.data_ptr(), gradient.numel())
+    def int8_reduce(self, gradient: Tensor, residual: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+        own = (gradient.data_ptr(), residual.data_ptr())
+        self._int8_reduce(*own, _pointers(others), len(others), records.data_ptr(), gradient.numel())
 
-    def int8_spread(self, records: Tensor, gradient: Tensor) -> None:
-        self._spread(records.data_ptr(), gradient.data_ptr(), gradient.numel())
+    def int8_decode(self, records: Tensor, gradient: Tensor) -> None:
+        self._int8_decode(records.data_ptr(), gradient.data_ptr(), gradient.numel())
 
-    def bf16_settle(self, gradient: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
-        theirs = (_pointers(others), len(others))
-        self._bf16_settle(gradient.data_ptr(), *theirs, records.data_ptr(), gradient.numel())
+    def bf16_reduce(self, gradient: Tensor, others: Sequence[Tensor], records: Tensor) -> None:
+        pointers = _pointers(others)
+        self._bf16_reduce(gradient.data_ptr(), pointers, len(others), records.data_ptr(), gradient.numel())
 
-    def bf16_spread(self, records: Tensor, gradient: Tensor) -> None:
-        self._bf16_spread(records.data_ptr(), gradient.data_ptr(), gradient.numel())
+    def bf16_decode(self, records: Tensor, gradient: Tensor) -> None:
+        self._bf16_decode(records.data_ptr(), gradient.data_ptr(), gradient.numel())
 
     def thin_product(self, p: Tensor, lines: Tensor, product: Tensor) -> None:
         sizes = (*product.shape, len(lines))
@@ -82,10 +77,13 @@ class Kernels:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """Takes a second or two where nobody has built them before; ranks that build at once each bring their own file."""
+    """Return the kernels, or None.
+
+    The first build takes a second or two; ranks that build at once write their own file.
+    """
     try:
-        # A library that another user put there would run as this one.
-        return Kernels(ctypes.CDLL(str(_obtain(make_private(user_cache(os.environ) / "kernels")))))
+        # In a private folder: a library that another user put there would run as this one.
+        return Kernels(ctypes.CDLL(str(_find_or_build(make_private(user_cache(os.environ) / "kernels")))))
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
 
@@ -100,8 +98,8 @@ def _declared(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._Name
     return function
 
 
-def _obtain(folder: Path) -> Path:
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+def _find_or_build(folder: Path) -> Path:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler")
     library = folder / f"{_digest(compiler)}.so"
@@ -112,13 +110,13 @@ def _obtain(folder: Path) -> Path:
 
 def _build(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    workpiece = library.with_name(f".{library.name}.{secrets.token_hex(4)}")
-    command = [compiler, *_FLAGS, "-o", str(workpiece), str(_SOURCE)]
+    unfinished = library.with_name(f".{library.name}.{secrets.token_hex(4)}")
+    command = [compiler, *_FLAGS, "-o", str(unfinished), str(_SOURCE)]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-        workpiece.replace(library)
+        unfinished.replace(library)
     finally:
-        workpiece.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _digest(compiler: str) -> str:
@@ -128,6 +126,6 @@ def _digest(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """A home folder may be shared by machines whose processors are not the same."""
+    """Describe the CPU: machines with different processors may share a home folder."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(_CPU_KEYS)})) + os.uname().machine

@@ -1,16 +1,18 @@
-"""SharedDDP: gradients that live in shared memory from the moment backward makes them, so nothing is copied in or out.
+"""Sums gradients through memory that the ranks of one host share.
 
-What DDP does with its reducer: gradients are views of a flat buffer, a bucket is summed as soon as backward has filled
-it, and only the last micro-batch of a step sends. Every rank sums its slice of all ranks' buckets and writes the result
-into each of them, so that clipping and the optimizer find their own copy.
+    SharedDDP          gradients live in shared memory from the moment backward makes them: nothing is copied in or out
+    SharedCompressor   sums tensors that live elsewhere, such as DDP's buckets: copied in, summed, copied out
+
+`SharedDDP` does what DDP does with its reducer: gradients are views of a flat buffer, a bucket is summed as soon as
+backward has filled it, and only the last micro-batch of a step sends. Every rank sums its slice of all ranks' buckets
+and writes the result into each of them, so that clipping and the optimizer find their own copy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import Future as Done
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,224 +20,48 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future as FuturesFuture
+from torch.futures import Future as TorchFuture
 
-from shoal.sync.compression.base import Bucket, Compressor, NoState, State
+from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState
 from shoal.sync.shared_memory.group import HostSharing, InsideChoice
 from shoal.sync.step_stats import CommTimes, covered
-
-# SECTION sync/shared/pipeline
-# In the background and in order: sum inside the machine, then over the wire between machines, then spread inside.
-#
-# Backward goes on meanwhile. Two threads at most, one a host_barrier, so that the next bucket is summed inside while
-# this
-# one is on the wire.
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 Content = TypeVar("Content", contravariant=True)
 
-# What a wire is handed of an item, once it is summed inside the machine.
+Range = tuple[int, int]
+# Turns an item's sum over the host into the bucket that is sent between hosts.
 AsBucket = Callable[[Tensor], Bucket]
 
-
-class HostSum(Protocol[Content]):
-    """One way to sum through shared memory; all ranks of a machine call it with the same things in the same order."""
-
-    def sum(self, item: Content, for_all: bool) -> Tensor:
-        """The sum over this machine: on all its ranks, or on the first alone."""
-        ...
-
-    def spread(self, item: Content) -> None:
-        """What the first rank has now, on all of them."""
-        ...
-
-
-class Pipeline(Generic[Item]):
-    """`wire` is what the first rank of a machine sends its sums by, and nobody else."""
-
-    def __init__(self, together: HostSharing, summing: HostSum[Item], wire: Compressor | None) -> None:
-        self._machines = len(together.kin.firsts)
-        self._summing = summing
-        self._wire = wire
-        self._together = together
-        self._inside = PipelineStage("inside", together.close)
-        self._spread = PipelineStage("spread", together.close)
-
-    def put(self, item: Item, as_bucket: AsBucket) -> Future[float]:
-        """When it was done, by perf_counter."""
-        if self._machines == 1:
-            return self._inside.do(self._sum, item)
-        sent = self._inside.do(self._sum_and_send, item, as_bucket)
-        return self._spread.do(self._receive, item, sent)
-
-    def close(self) -> None:
-        """With nothing under way."""
-        for stage in (self._inside, self._spread):
-            stage.end()
-        self._together.close()
-
-    def _sum(self, item: Item) -> float:
-        self._summing.sum(item, for_all=True)
-        return time.perf_counter()
-
-    def _sum_and_send(self, item: Item, as_bucket: AsBucket) -> Callable[[], None]:
-        flat = self._summing.sum(item, for_all=False)
-        if self._wire is None:
-            return lambda: None
-        arriving = self._wire(as_bucket(flat))
-
-        def receive() -> None:
-            arrived = arriving.wait()
-            if arrived.data_ptr() != flat.data_ptr():
-                flat.copy_(arrived)
-
-        return receive
-
-    def _receive(self, item: Item, sent: Future[Callable[[], None]]) -> float:
-        sent.result()()
-        self._summing.spread(item)
-        return time.perf_counter()
-
-
-class PipelineStage:
-    """One thread, one thing after another. Once something failed nothing else is tried: after a deadline has passed,
-    every later thing would wait for another one."""
-
-    def __init__(self, name: str, give_up: Callable[[], None]) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._give_up = give_up
-        self._failed: Exception | None = None
-
-    def do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._threads.submit(self._try, partial(work, *args, **kwargs))
-
-    def end(self) -> None:
-        self._threads.shutdown()
-
-    def _try(self, work: Callable[[], T]) -> T:
-        if self._failed is not None:
-            raise self._failed
-        try:
-            return work()
-        except Exception as error:
-            self._failed = error
-            self._give_up()
-            raise
-
-
-# SECTION sync/shared/slices
-# Summing rows of shared memory: each rank sums one slice of all rows, in the order of the ranks.
-#
-# So every element is added up once, by one rank, in one order: all replicas get the same bits.
-
-
-# Two ranks never write to one cache line (64 bytes, and 128 on some machines), for elements of two bytes and more.
-_LINE = 64
-# All rows' parts and the sum stay in the cache. A call takes some microseconds: blocks of 128 kB, which a core's own
-# cache would hold, took 1.7 times as long in all (measured, four ranks).
+# Two ranks never write to one cache line (64 bytes, 128 on some machines), for elements of two bytes and more.
+_LINE_ELEMENTS = 64
+# The parts of all rows and their sum stay in the cache. A call takes some microseconds: blocks of 128 kB, which a
+# core's own cache would hold, took 1.7 times as long in all (measured, four ranks).
 BLOCK_BYTES = 1 << 20
+# Each chunk costs two barriers, which wake every rank: with 2 MB a sum of 64 MB took 1.6 times the processor time
+# (measured, four ranks on two cores), with 16 MB a tenth less.
+CHUNK_BYTES = 8 << 20
 
 
-def slice_of(begin: int, end: int, index: int, count: int) -> tuple[int, int]:
-    """The part of `[begin, end)` that the rank with this index sums; empty where there is too little for all."""
-    each = -(-(end - begin) // (count * _LINE)) * _LINE
-    low = min(end, begin + index * each)
-    return low, min(end, low + each)
-
-
-def sum_rows(rows: Sequence[Tensor], low: int, high: int, into: Sequence[Tensor], scratch: Tensor) -> None:
-    """Puts the sum over all rows of `[low, high)` in the same place of the rows `into`."""
-    if low >= high:
-        return
-    sources, targets = ([row[low:high].split(len(scratch)) for row in each] for each in (rows, into))
-    for first, second, *others, in_all in zip(*sources, zip(*targets, strict=True), strict=True):
-        total = scratch[: len(first)]
-        torch.add(first, second, out=total)
-        for other in others:
-            total.add_(other)
-        for target in in_all:
-            target.copy_(total)
-
-
-def scratch_for(dtype: torch.dtype) -> Tensor:
-    return torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)
-
-
-# SECTION sync/shared/layout
-# Where each gradient lies in a row of shared memory, and which of them travel together. Arithmetic only.
-
-
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """In elements. `begins` and `bucket_of` are by tensor."""
-
-    begins: tuple[int, ...]
-    bucket_of: tuple[int, ...]
-    buckets: tuple[Range, ...]
-
-    @property
-    def elements(self) -> int:
-        return self.buckets[-1][1]
-
-
-def lay_out(sizes: Sequence[int], bucket_elements: float) -> RowLayout:
-    """In the given order; a bucket is closed by the tensor that fills it, as in DDP."""
-    begins, bucket_of = [], []
-    buckets: list[Range] = []
-    begin = end = 0
-    for number, size in enumerate(sizes, start=1):
-        begins.append(end)
-        bucket_of.append(len(buckets))
-        end += size
-        if end - begin >= bucket_elements or number == len(sizes):
-            buckets.append((begin, end))
-            begin = end = -(-end // _LINE) * _LINE
-    return RowLayout(tuple(begins), tuple(bucket_of), tuple(buckets))
-
-
-class ResidentSum:
-    """Sums ranges of the rows in place."""
-
-    def __init__(self, together: HostSharing, rows: tuple[Tensor, ...]) -> None:
-        self._kin = together.kin
-        self._lanes = together.lanes
-        self._rows = rows
-        self._scratch = scratch_for(rows[0].dtype)
-
-    def sum(self, item: Range, for_all: bool) -> Tensor:
-        if self._kin.size > 1:
-            self._lanes[0].arrive()
-            into = self._rows if for_all else self._rows[:1]
-            sum_rows(self._rows, *slice_of(*item, self._kin.index, self._kin.size), into, self._scratch)
-            self._lanes[0].arrive()
-        return self._rows[self._kin.index][slice(*item)]
-
-    def spread(self, item: Range) -> None:
-        """The second round: the first rank must not begin its next step while somebody still reads from its row."""
-        self._lanes[1].arrive()
-        if not self._kin.is_first:
-            self._rows[self._kin.index][slice(*item)].copy_(self._rows[0][slice(*item)])
-        self._lanes[1].arrive()
-
-
-class SharedDDP:
+class SharedDDP(CompressorState):
     extra_bytes = 0
 
     def __init__(
-        self, model: nn.Module, together: HostSharing, layout: RowLayout, wire: Compressor | None, timed: bool = True
+        self,
+        model: nn.Module,
+        sharing: HostSharing,
+        layout: RowLayout,
+        compressor: Compressor | None,
+        timed: bool = True,
     ) -> None:
         self.module = model
         self.inside = InsideChoice("shared")
         self._timed = timed
-        parameters = in_order(model)
-        rows = together.memory.rows(parameters[0].dtype)
-        own = rows[together.kin.index]
+        parameters = in_backward_order(model)
+        rows = sharing.memory.rows(parameters[0].dtype)
+        own = rows[sharing.group.index]
         self._views: dict[Tensor, Tensor] = {
             parameter: own[begin : begin + parameter.numel()].view(parameter.shape)
             for parameter, begin in zip(parameters, layout.begins, strict=True)
@@ -245,11 +71,11 @@ class SharedDDP:
         self._parameters: list[list[Tensor]] = [[] for _ in layout.buckets]
         for parameter, bucket in self._bucket_of.items():
             self._parameters[bucket].append(parameter)
-        self._pipeline = Pipeline(together, ResidentSum(together, rows), wire)
-        self._wire: Compressor | NoState = wire or NoState()
+        self._pipeline = Pipeline(sharing, ResidentSum(sharing, rows), compressor)
+        self._compressor = compressor or NoState()
         self._is_last = False
-        self._start_over()
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
+        self._start_step()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in parameters]
 
     def loss_scale(self, global_tokens: int) -> float:
         return 1.0 / global_tokens
@@ -261,47 +87,40 @@ class SharedDDP:
     def finish(self) -> CommTimes:
         while len(self._sent) < len(self._buckets):
             for parameter in self._missing[len(self._sent)]:
-                self._fill(parameter)
-            self._send()
+                if parameter.grad is None:
+                    # The last backward did not use it here; other ranks may have a gradient for it.
+                    parameter.grad = self._views[parameter].zero_()
+            self._send_next()
         spans = [[begin, done.result()] for begin, done in self._sent]
-        self._start_over()
+        self._start_step()
         now = time.perf_counter()
         return CommTimes(spans[-1][0], now - spans[-1][0], covered(spans)) if self._timed else CommTimes(now, 0.0, None)
 
-    def state(self) -> dict[str, Tensor]:
-        return self._wire.state()
-
-    def load_state(self, state: State) -> None:
-        self._wire.load_state(state)
-
     def close(self) -> None:
-        """When all ranks are through with their last bucket."""
+        """Close the pipeline, after the last bucket of all ranks."""
         for hook in self._hooks:
             hook.remove()
         self._pipeline.close()
 
-    def _start_over(self) -> None:
+    def _start_step(self) -> None:
         self._sent: list[tuple[float, Future[float]]] = []
         self._missing: list[set[Tensor]] = [set() for _ in self._buckets]
         for parameter, bucket in self._bucket_of.items():
             self._missing[bucket].add(parameter)
 
-    def _take(self, parameter: Tensor) -> None:
-        """After every backward: a gradient that autograd has just allocated moves to its place, once a step."""
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Move a gradient that autograd has newly allocated into its place, and send full buckets."""
         view = self._views[parameter]
         if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = view
         if self._is_last:
             self._missing[self._bucket_of[parameter]].discard(parameter)
-            self._send_full()
+            # In the order of the buckets, whichever is full first: all ranks must send in the same order.
+            while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+                self._send_next()
 
-    def _send_full(self) -> None:
-        """In the order of the buckets, whichever was full first: all ranks must send the same ones alike."""
-        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-            self._send()
-
-    def _send(self) -> None:
+    def _send_next(self) -> None:
         index = len(self._sent)
         done = self._pipeline.put(self._buckets[index], partial(self._as_bucket, index))
         self._sent.append((time.perf_counter(), done))
@@ -309,35 +128,252 @@ class SharedDDP:
     def _as_bucket(self, index: int, flat: Tensor) -> Bucket:
         return Bucket(index, flat, self._parameters[index], is_last=index == len(self._buckets) - 1)
 
-    def _fill(self, parameter: Tensor) -> None:
-        """The last backward did not touch it here; others may have a gradient for it."""
-        if parameter.grad is None:
-            parameter.grad = self._views[parameter].zero_()
 
-
-def in_order(model: nn.Module) -> list[nn.Parameter]:
-    """About as backward completes them: last layer first."""
+def in_backward_order(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters roughly in the order in which backward completes them: last layer first."""
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
 
 
-# SECTION sync/shared/copies
-# Summing tensors that live elsewhere, DDP's buckets for one: copied in, summed, copied out, a chunk at a time.
+class SharedCompressor(CompressorState):
+    """A compressor for DDP's buckets that sums through shared memory inside a host."""
+
+    def __init__(self, sharing: HostSharing, compressor: Compressor | None) -> None:
+        self._compressor = compressor or NoState()
+        self._pipeline = Pipeline(sharing, CopySum(sharing), compressor)
+
+    def __call__(self, bucket: Bucket) -> TorchFuture[Tensor]:
+        done = self._pipeline.put(bucket.flat, lambda flat: replace(bucket, flat=flat))
+        outcome: TorchFuture[Tensor] = TorchFuture()
+
+        def unwrap(_: TorchFuture[Tensor]) -> Tensor:
+            # An error must be raised in a callback to reach DDP: set on the future it would pass for a value.
+            done.result()
+            return bucket.flat
+
+        result: TorchFuture[Tensor] = outcome.then(unwrap)
+        done.add_done_callback(lambda _: outcome.set_result(bucket.flat))
+        return result
+
+    def close(self) -> None:
+        """Close the pipeline, after the last bucket of all ranks."""
+        self._pipeline.close()
 
 
-# Each costs two rounds through the host_barrier, and that every rank is woken for them: with 2 MB a sum of 64 MB took
-# 1.6
-# times the time of processors (measured, four ranks on two cores), with 16 MB a tenth less.
-CHUNK_BYTES = 8 << 20
+# In the background and in order: sum inside the host, send between hosts, distribute inside the host. Backward
+# continues meanwhile. Two threads, each with its own barrier, so that the next bucket is summed while this one is on
+# the wire.
+
+
+class HostSum(Protocol[Content]):
+    """A sum through shared memory. All ranks of a host call it with the same items in the same order."""
+
+    def sum(self, item: Content, for_all: bool) -> Tensor:
+        """Return the sum over this host: on all its ranks, or only on the first."""
+
+    def distribute(self, item: Content) -> None:
+        """Copy the first rank's content to all ranks of the host."""
+
+
+class Pipeline(Generic[Item]):
+    def __init__(self, sharing: HostSharing, host_sum: HostSum[Item], compressor: Compressor | None) -> None:
+        self._hosts = len(sharing.group.first_ranks)
+        self._host_sum = host_sum
+        # Sends the host's sums to other hosts; None on all but the first rank of a host.
+        self._compressor = compressor
+        self._sharing = sharing
+        self._sum_stage = PipelineStage("sum inside", sharing.close)
+        self._distribute_stage = PipelineStage("distribute", sharing.close)
+
+    def put(self, item: Item, as_bucket: AsBucket) -> Future[float]:
+        """Start an exchange; return a future of the time when it was done, by perf_counter."""
+        if self._hosts == 1:
+            return self._sum_stage.submit(self._sum, item)
+        sent = self._sum_stage.submit(self._sum_and_send, item, as_bucket)
+        return self._distribute_stage.submit(self._receive_and_distribute, item, sent)
+
+    def close(self) -> None:
+        """Stop the threads, with no exchange under way."""
+        for stage in (self._sum_stage, self._distribute_stage):
+            stage.close()
+        self._sharing.close()
+
+    def _sum(self, item: Item) -> float:
+        self._host_sum.sum(item, for_all=True)
+        return time.perf_counter()
+
+    def _sum_and_send(self, item: Item, as_bucket: AsBucket) -> Callable[[], None]:
+        flat = self._host_sum.sum(item, for_all=False)
+        if self._compressor is None:
+            return lambda: None
+        pending = self._compressor(as_bucket(flat))
+
+        def receive() -> None:
+            received = pending.wait()
+            if received.data_ptr() != flat.data_ptr():
+                flat.copy_(received)
+
+        return receive
+
+    def _receive_and_distribute(self, item: Item, sent: Future[Callable[[], None]]) -> float:
+        receive = sent.result()
+        receive()
+        self._host_sum.distribute(item)
+        return time.perf_counter()
+
+
+class PipelineStage:
+    """One thread that does one task after another.
+
+    After a failure it refuses all later tasks: each of them would wait for another timeout.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._on_failure = on_failure
+        self._failed: Exception | None = None
+
+    def submit(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._threads.submit(self._run, partial(task, *args, **kwargs))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _run(self, task: Callable[[], T]) -> T:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return task()
+        except Exception as error:
+            self._failed = error
+            self._on_failure()
+            raise
+
+
+# Summing rows of shared memory: each rank sums one slice of all rows, in the order of the ranks. Every element is added
+# up once, by one rank, in one order: all replicas get the same bits.
+
+
+def slice_of(begin: int, end: int, index: int, count: int) -> Range:
+    """Return the part of `[begin, end)` that the rank with this index sums; empty where there is too little for all."""
+    length = -(-(end - begin) // (count * _LINE_ELEMENTS)) * _LINE_ELEMENTS
+    low = min(end, begin + index * length)
+    return low, min(end, low + length)
+
+
+def sum_rows(rows: Sequence[Tensor], low: int, high: int, into: Sequence[Tensor], scratch: Tensor) -> None:
+    """Write the sum over all rows of `[low, high)` to the same place of the rows `into`."""
+    if low >= high:
+        return
+    sources, targets = ([row[low:high].split(len(scratch)) for row in tensors] for tensors in (rows, into))
+    for first, second, *others, block_targets in zip(*sources, zip(*targets, strict=True), strict=True):
+        total = scratch[: len(first)]
+        torch.add(first, second, out=total)
+        for other in others:
+            total.add_(other)
+        for target in block_targets:
+            target.copy_(total)
+
+
+def _make_scratch(dtype: torch.dtype) -> Tensor:
+    return torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where each gradient lies in a row of shared memory, and which of them travel together. In elements."""
+
+    begins: tuple[int, ...]  # by tensor
+    bucket_of: tuple[int, ...]  # by tensor
+    buckets: tuple[Range, ...]
+
+    @property
+    def elements(self) -> int:
+        return self.buckets[-1][1]
+
+
+def lay_out_rows(sizes: Sequence[int], bucket_elements: float) -> RowLayout:
+    """Lay out tensors in the given order; the tensor that fills a bucket closes it, as in DDP."""
+    begins, bucket_of = [], []
+    buckets: list[Range] = []
+    begin = end = 0
+    for number, size in enumerate(sizes, start=1):
+        begins.append(end)
+        bucket_of.append(len(buckets))
+        end += size
+        if end - begin >= bucket_elements or number == len(sizes):
+            buckets.append((begin, end))
+            begin = end = -(-end // _LINE_ELEMENTS) * _LINE_ELEMENTS
+    return RowLayout(tuple(begins), tuple(bucket_of), tuple(buckets))
+
+
+class ResidentSum:
+    """Sums ranges of the rows in place."""
+
+    def __init__(self, sharing: HostSharing, rows: tuple[Tensor, ...]) -> None:
+        self._group = sharing.group
+        self._barriers = sharing.barriers
+        self._rows = rows
+        self._scratch = _make_scratch(rows[0].dtype)
+
+    def sum(self, item: Range, for_all: bool) -> Tensor:
+        if self._group.size > 1:
+            self._barriers[0].arrive()
+            into = self._rows if for_all else self._rows[:1]
+            sum_rows(self._rows, *slice_of(*item, self._group.index, self._group.size), into, self._scratch)
+            self._barriers[0].arrive()
+        return self._rows[self._group.index][slice(*item)]
+
+    def distribute(self, item: Range) -> None:
+        self._barriers[1].arrive()
+        if not self._group.is_first:
+            self._rows[self._group.index][slice(*item)].copy_(self._rows[0][slice(*item)])
+        # The first rank must not begin its next step while another rank still reads from its row.
+        self._barriers[1].arrive()
+
+
+class CopySum:
+    """Sums tensors that live outside the shared rows, a chunk at a time."""
+
+    def __init__(self, sharing: HostSharing) -> None:
+        self._group = sharing.group
+        self._barriers = sharing.barriers
+        self._sum_slots, self._distribute_slots = DoubleSlots(sharing, 0), DoubleSlots(sharing, 1)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def sum(self, item: Tensor, for_all: bool) -> Tensor:
+        index, size = self._group.index, self._group.size
+        for part in _chunks(item) if size > 1 else ():
+            rows = self._sum_slots.next(len(part), part.dtype)
+            rows[index].copy_(part)
+            self._barriers[0].arrive()
+            if part.dtype not in self._scratch:
+                self._scratch[part.dtype] = _make_scratch(part.dtype)
+            sum_rows(rows, *slice_of(0, len(part), index, size), [rows[index]], self._scratch[part.dtype])
+            self._barriers[0].arrive()
+            if for_all or self._group.is_first:
+                for owner, row in enumerate(rows):
+                    low, high = slice_of(0, len(row), owner, size)
+                    part[low:high].copy_(row[low:high])
+        return item
+
+    def distribute(self, item: Tensor) -> None:
+        for part in _chunks(item) if self._group.size > 1 else ():
+            first = self._distribute_slots.next(len(part), part.dtype)[0]
+            if self._group.is_first:
+                first.copy_(part)
+            self._barriers[1].arrive()
+            if not self._group.is_first:
+                part.copy_(first)
 
 
 class DoubleSlots:
-    """Two places in every row, used in turn: while somebody still reads a chunk from one, the next goes into the other.
+    """Two slots in every row, used in turn: while a rank still reads a chunk from one, the next goes into the other.
 
-    Nobody writes to the first again before all have come with the second, and they come when they have read.
+    No rank writes to the first slot again before all have arrived with the second, and they arrive after reading.
     """
 
-    def __init__(self, together: HostSharing, pair: int) -> None:
-        self._memory = together.memory
+    def __init__(self, sharing: HostSharing, pair: int) -> None:
+        self._memory = sharing.memory
         self._pair = pair
         self._turn = 0
 
@@ -347,84 +383,11 @@ class DoubleSlots:
         return tuple(row[begin : begin + length] for row in self._memory.rows(dtype))
 
 
-class CopySum:
-    def __init__(self, together: HostSharing) -> None:
-        self._kin = together.kin
-        self._lanes = together.lanes
-        self._summing, self._spreading = DoubleSlots(together, 0), DoubleSlots(together, 1)
-        self._scratch: dict[torch.dtype, Tensor] = {}
-
-    def sum(self, item: Tensor, for_all: bool) -> Tensor:
-        for part in _chunks(item) if self._kin.size > 1 else ():
-            rows = self._summing.next(len(part), part.dtype)
-            rows[self._kin.index].copy_(part)
-            self._lanes[0].arrive()
-            self._sum_slice(rows)
-            self._lanes[0].arrive()
-            if for_all or self._kin.is_first:
-                for low, high, row in self._slices(rows):
-                    part[low:high].copy_(row[low:high])
-        return item
-
-    def spread(self, item: Tensor) -> None:
-        for part in _chunks(item) if self._kin.size > 1 else ():
-            first = self._spreading.next(len(part), part.dtype)[0]
-            if self._kin.is_first:
-                first.copy_(part)
-            self._lanes[1].arrive()
-            if not self._kin.is_first:
-                part.copy_(first)
-
-    def _sum_slice(self, rows: tuple[Tensor, ...]) -> None:
-        own = rows[self._kin.index]
-        if own.dtype not in self._scratch:
-            self._scratch[own.dtype] = scratch_for(own.dtype)
-        sum_rows(rows, *slice_of(0, len(own), self._kin.index, self._kin.size), [own], self._scratch[own.dtype])
-
-    def _slices(self, rows: tuple[Tensor, ...]) -> Iterator[tuple[int, int, Tensor]]:
-        for index, row in enumerate(rows):
-            yield *slice_of(0, len(row), index, self._kin.size), row
-
-
-class SharedCompressor:
-    """A wire format for the ranks of one machine: takes a bucket, returns a future of its sum over the world."""
-
-    def __init__(self, together: HostSharing, wire: Compressor | None) -> None:
-        self._wire: Compressor | NoState = wire or NoState()
-        self._pipeline = Pipeline(together, CopySum(together), wire)
-
-    def __call__(self, bucket: Bucket) -> FuturesFuture[Tensor]:
-        done = self._pipeline.put(bucket.flat, lambda flat: replace(bucket, flat=flat))
-        return _as_torch(done, bucket.flat)
-
-    def state(self) -> dict[str, Tensor]:
-        return self._wire.state()
-
-    def close(self) -> None:
-        """When all ranks are through with their last bucket."""
-        self._pipeline.close()
-
-    def load_state(self, state: State) -> None:
-        self._wire.load_state(state)
-
-
-def row_bytes(machines: int) -> int:
-    return 2 * CHUNK_BYTES * (1 if machines == 1 else 2)
+def row_bytes(hosts: int) -> int:
+    """Return the size of a row for `CopySum`: two slots, and two more to distribute sums between hosts."""
+    return 2 * CHUNK_BYTES * (1 if hosts == 1 else 2)
 
 
 def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
     parts: tuple[Tensor, ...] = flat.split(CHUNK_BYTES // flat.itemsize)
     return parts
-
-
-def _as_torch(done: Done[float], bucket: Tensor) -> FuturesFuture[Tensor]:
-    """An error must reach DDP from inside a callback: one set on the future itself would pass for its value."""
-    settled: FuturesFuture[Tensor] = FuturesFuture()
-
-    def unwrap(_: FuturesFuture[Tensor]) -> Tensor:
-        done.result()
-        return bucket
-
-    handed: FuturesFuture[Tensor] = settled.then(unwrap)
-    done.add_done_callback(lambda _: settled.set_result(bucket))
-    return handed

@@ -1,4 +1,10 @@
-"""Kin: the ranks of a world that run on the same machine, and can therefore share memory."""
+"""The ranks of one host: find them, give them common memory and barriers, and choose how they exchange gradients.
+
+HostGroup     which ranks run on this host
+SharedRows    memory that all of them map: one row for each rank
+HostBarrier   a barrier between their processes
+HostSharing   all three together, as `open_host_sharing` makes them
+"""
 
 from __future__ import annotations
 
@@ -24,26 +30,105 @@ from torch import Tensor, nn
 
 from shoal.config.schema import SyncConfig
 from shoal.errors import PeerLost, RunFailed
-from shoal.sync.compression import make_wire
+from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World, beside
 
+Way = Literal["gloo", "copies", "shared"]
+
+
+@dataclass(frozen=True)
+class InsideChoice:
+    """How the ranks of one host exchange gradients."""
+
+    way: Way = "gloo"
+    note: str = ""  # why it is not shared memory, where that might be expected
+
+
+GLOO = InsideChoice()
+
+
+def preferred_way(config: SyncConfig, world: World, model: nn.Module) -> InsideChoice:
+    """Return what to try, before the hosts are examined. The same on every rank."""
+    if config.inside == "gloo" or world.size == 1:
+        return GLOO
+    if world.backend != "gloo" or world.device.type != "cpu":
+        return _fall_back(config, f"the ranks compute on {world.device.type} and exchange by {world.backend}")
+    if sys.platform != "linux":
+        return _fall_back(config, "only Linux has memory without a name that processes hand to each other")
+    is_mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
+    if config.inside == "copies" or config.measure == "barrier" or is_mixed:
+        return InsideChoice("copies")
+    return InsideChoice("shared")
+
+
+def _fall_back(config: SyncConfig, reason: str) -> InsideChoice:
+    """Use gloo and note the reason under `auto`; raise where shared memory was requested."""
+    if config.inside == "auto":
+        return InsideChoice("gloo", reason)
+    raise RunFailed(
+        f"sync.inside={config.inside} cannot be: {reason}",
+        why="ranks of one machine exchange through memory that they share",
+        fix="leave it to shoal: --inside auto",
+    )
+
+
+def open_host_sharing(
+    config: SyncConfig, world: World, way: Way, row_bytes: Callable[[HostGroup], int]
+) -> tuple[InsideChoice, HostSharing | None]:
+    """Find the ranks of this host and open their memory, on all ranks of the world or on none."""
+    with _listening() as (address, listener):
+        group = find_host_group(world, address)
+        if len(group.first_ranks) == world.size:
+            # Under `auto` this needs no note: most clusters have one rank per host.
+            return (GLOO if config.inside == "auto" else _fall_back(config, "no two ranks share a machine")), None
+        if len(group.first_ranks) == 1 and config.wire != "fp32" and config.inside == "auto":
+            return InsideChoice("gloo", f"nothing would travel as {config.wire} inside one machine"), None
+        # The second barrier also waits for the exchange between hosts, which has a timeout of its own.
+        timeouts_s = (config.timeout_s,) if len(group.first_ranks) == 1 else (config.timeout_s, 2 * config.timeout_s)
+        sharing, problem = None, ""
+        try:
+            sharing = _share(group, listener, row_bytes(group), timeouts_s)
+        except OSError as error:
+            problem = f"no shared memory on {world.node}: {error}"
+    is_open_everywhere = torch.tensor(int(sharing is not None))
+    await_work(dist.all_reduce(is_open_everywhere, dist.ReduceOp.MIN, group=world.group, async_op=True), world.release)
+    if is_open_everywhere:
+        return InsideChoice(way), sharing
+    if sharing is not None:
+        sharing.close()
+    return _fall_back(config, problem or "another rank of this run has no shared memory"), None
+
+
+def make_inter_host_compressor(
+    config: SyncConfig, world: World, group: HostGroup, model: nn.Module
+) -> Compressor | None:
+    """Return what the first rank of every host sends the host's sums by; None on other ranks, and for one host.
+
+    All ranks of the world must call it, as for any new group.
+    """
+    if len(group.first_ranks) == 1:
+        return None
+    first_ranks = beside(world, config.timeout_s, group.first_ranks)
+    if not group.is_first:
+        return None
+    return make_compressor(config.wire, first_ranks, dict(model.named_parameters()))
+
+
+# Which ranks run on this host.
+
 _DIGEST_BYTES = 32
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """`ranks` share our machine, in the order of the world; `firsts` are the first of every machine's.
-
-    `address` is where the first of ours listens."""
-
-    ranks: tuple[int, ...]
-    index: int
-    firsts: tuple[int, ...]
-    address: bytes
+    ranks: tuple[int, ...]  # the ranks of this host, in the order of the world
+    index: int  # this rank's place among them
+    first_ranks: tuple[int, ...]  # the first rank of every host
+    address: bytes  # where the first rank of this host listens
 
     @property
     def size(self) -> int:
@@ -54,65 +139,64 @@ class HostGroup:
         return self.index == 0
 
 
-def find_kin(world: World, address: bytes) -> HostGroup:
-    """Everybody says on which machine it is, and where it would listen: one small all-gather."""
-    mine = torch.frombuffer(bytearray(_machine(world.node) + address), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(world.size)]
-    await_work(dist.all_gather(rows, mine, group=world.group, async_op=True), world.release)
-    said = [bytes(row.tolist()) for row in rows]
-    groups = group_by_machine([each[:_DIGEST_BYTES] for each in said])
-    ours = next(group for group in groups if world.rank in group)
-    return HostGroup(ours, ours.index(world.rank), tuple(group[0] for group in groups), said[ours[0]][_DIGEST_BYTES:])
+def find_host_group(world: World, address: bytes) -> HostGroup:
+    """Exchange host identities and listening addresses in one small all-gather."""
+    own = torch.frombuffer(bytearray(_host_identity(world.node) + address), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(world.size)]
+    await_work(dist.all_gather(rows, own, group=world.group, async_op=True), world.release)
+    received = [bytes(row.tolist()) for row in rows]
+    groups = group_by_machine([row[:_DIGEST_BYTES] for row in received])
+    ranks = next(group for group in groups if world.rank in group)
+    first_ranks = tuple(group[0] for group in groups)
+    return HostGroup(ranks, ranks.index(world.rank), first_ranks, received[ranks[0]][_DIGEST_BYTES:])
 
 
 def group_by_machine(machines: Sequence[bytes]) -> list[tuple[int, ...]]:
-    """Ranks with the same machine, by what each rank said; groups in the order of their first ranks."""
-    found: dict[bytes, list[int]] = {}
+    """Group ranks by the identity of their host, in the order of their first ranks."""
+    groups: dict[bytes, list[int]] = {}
     for rank, machine in enumerate(machines):
-        found.setdefault(machine, []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        groups.setdefault(machine, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
-def _machine(node: str) -> bytes:
-    """The node's name alone would not do: under torchrun it is the same on every machine. Nor would the kernel's
-    boot: an emulated lab's nodes have that in common, and are to talk over their links. A machine that does not say
-    what it is has nothing in common with any."""
+def _host_identity(node: str) -> bytes:
+    """Return a digest that ranks share if they can share memory; a random one where the host cannot be identified.
+
+    The node's name is not enough: under torchrun it is the same on every machine. Nor is the kernel's boot id: the
+    nodes of an emulated lab have it in common, and must use their links.
+    """
     try:
-        facts = (node, _BOOT_ID.read_text().strip(), str(_NETWORK.readlink()), str(os.getuid()))
+        facts = (node, _BOOT_ID.read_text().strip(), str(_NETWORK_NAMESPACE.readlink()), str(os.getuid()))
     except OSError:
         return secrets.token_bytes(_DIGEST_BYTES)
     return hashlib.sha256("\n".join(facts).encode()).digest()
 
 
-# SECTION sync/shared/memory
-# Memory that several processes map: a row for each, without a name in any file system.
-#
-# A memfd has no place in /dev/shm, so Docker's 64 MB there do not limit it, and the kernel frees it with the last
-# process that maps it, however that one ended.
-
-
-# A row of its own pages for every rank: the kernel then puts them near whoever writes them first.
-_PAGE = mmap.PAGESIZE
+# Shared rows. A memfd has no name in /dev/shm, so Docker's limit of 64 MB there does not apply, and the kernel frees it
+# with the last process that maps it, however that one ended.
 
 
 class SharedRows:
-    """`rows` of `row_bytes` each, rounded up to whole pages."""
+    """Memory that several processes map: rows of `row_bytes`, rounded up to whole pages.
+
+    Every rank has its own pages: the kernel places them near the processor that writes them first.
+    """
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
-        self._map = mmap.mmap(fd, rows * whole_pages(row_bytes))
+        self._map = mmap.mmap(fd, rows * _whole_pages(row_bytes))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8).view(rows, -1)
 
     def rows(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return self._bytes.view(dtype).unbind(0)
 
 
-def whole_pages(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def create(rows: int, row_bytes: int) -> int:
-    """A descriptor of memory that `SharedRows` can map; OSError where the kernel or a limit forbids it."""
-    size = rows * whole_pages(row_bytes)
+def create_memory(rows: int, row_bytes: int) -> int:
+    """Return a file descriptor that `SharedRows` can map. Raise OSError where the kernel or a limit forbids it."""
+    size = rows * _whole_pages(row_bytes)
     if (available := psutil.virtual_memory().available) < size:
         raise OSError(f"{size >> 20} MB of memory are wanted and {available >> 20} MB are free")
     fd = os.memfd_create("shoal", os.MFD_CLOEXEC)
@@ -124,38 +208,30 @@ def create(rows: int, row_bytes: int) -> int:
     return fd
 
 
-# SECTION sync/shared/host_barrier
-# A barrier between processes of one machine that sleeps, has a deadline, and notices at once that a peer is gone.
-#
-# Every rank has a socket to the first one: it sends a word when it has come and goes on when it gets one back. The
-#
-# kernel closes the socket of a killed process, so nobody waits for it; a stopped one is given up after `timeout_s`.
-# Sockets also order memory: what a rank wrote before it sent its word is seen by whoever got the answer. A counter in
-# shared memory would not promise that from Python, and spinning on one takes the core that a peer computes on.
+# A barrier between processes of one host that sleeps, has a timeout, and notices at once that a peer is gone. Every
+# rank has a socket to the first one: it sends a byte on arrival and continues when it gets one back. The kernel closes
+# the socket of a killed process, so no rank waits for it; a stopped process is given up after `timeout_s`. Sockets also
+# order memory: what a rank wrote before it sent its byte is visible to a rank that received the answer. A counter in
+# shared memory would not guarantee that from Python, and spinning on it takes the core that a peer computes on.
 
-
-_HERE, _GO, _LOST, _SILENT = b"h", b"g", b"l", b"s"
-# Who waits for the first rank lets it give up first: only that one knows who is missing.
+_ARRIVED, _CONTINUE, _LOST, _TIMED_OUT = b"h", b"g", b"l", b"s"
+# Other ranks wait this much longer than the first rank, because only the first knows which rank is missing.
 _GRACE_S = 2.0
-_MOST_BYTES = 16
+_MAX_MESSAGE_BYTES = 16
 
 
 class HostBarrier(Protocol):
     def arrive(self) -> None:
-        """Returns when everybody has come; raises PeerLost when somebody never will."""
-        ...
+        """Wait for all ranks of the host; raise PeerLost when one of them never arrives."""
 
     def close(self) -> None:
-        """Whoever waits for us learns at once that we do not come."""
-        ...
+        """Close the connections: waiting peers learn at once that this rank does not arrive."""
 
 
 class FirstRankBarrier:
-    """`peers`: a connection to each of the others, by rank."""
-
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self._rank = rank
-        self._peers = peers
+        self._peers = peers  # a connection to each other rank
         self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
         self._timeout_s = timeout_s
         self._poll = select.poll()
@@ -166,39 +242,34 @@ class FirstRankBarrier:
         deadline = time.monotonic() + self._timeout_s
         missing = set(self._peers)
         while missing:
-            came = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-            if not came:
-                self._give_up(_SILENT, min(missing))
-            for fd, _ in came:
-                self._hear(self._rank_of[fd])
-                missing.discard(self._rank_of[fd])
-        for rank in self._peers:
-            self._let_through(rank)
+            ready = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+            if not ready:
+                self._fail(_TIMED_OUT, min(missing))
+            for fd, _ in ready:
+                rank = self._rank_of[fd]
+                message = b""
+                with contextlib.suppress(OSError):
+                    message = self._peers[rank].recv(_MAX_MESSAGE_BYTES)
+                if not message:
+                    # A closed connection is ready to be read, too.
+                    self._fail(_LOST, rank)
+                missing.discard(rank)
+        for rank, peer in self._peers.items():
+            try:
+                peer.send(_CONTINUE)
+            except OSError:
+                self._fail(_LOST, rank)
 
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
 
-    def _hear(self, rank: int) -> None:
-        """A closed connection can be read, too: it has nothing to say."""
-        said = b""
-        with contextlib.suppress(OSError):
-            said = self._peers[rank].recv(_MOST_BYTES)
-        if not said:
-            self._give_up(_LOST, rank)
-
-    def _let_through(self, rank: int) -> None:
-        try:
-            self._peers[rank].send(_GO)
-        except OSError:
-            self._give_up(_LOST, rank)
-
-    def _give_up(self, how: bytes, lost: int) -> NoReturn:
+    def _fail(self, reason: bytes, lost: int) -> NoReturn:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.send(how + str(lost).encode(), socket.MSG_DONTWAIT)
+                peer.send(reason + str(lost).encode(), socket.MSG_DONTWAIT)
         self.close()
-        raise _lost(self._rank, how, lost, self._timeout_s)
+        raise _peer_lost(self._rank, reason, lost, self._timeout_s)
 
 
 class OtherRankBarrier:
@@ -211,23 +282,23 @@ class OtherRankBarrier:
 
     def arrive(self) -> None:
         try:
-            self._first.send(_HERE)
-            said = self._first.recv(_MOST_BYTES)
+            self._first.send(_ARRIVED)
+            reply = self._first.recv(_MAX_MESSAGE_BYTES)
         except TimeoutError:
-            said = _SILENT
+            reply = _TIMED_OUT
         except OSError:
-            said = _LOST
-        if said != _GO:
+            reply = _LOST
+        if reply != _CONTINUE:
             self.close()
-            lost = int(said[1:]) if said[1:] else self._first_rank
-            raise _lost(self._rank, said[:1], lost, self._timeout_s)
+            lost = int(reply[1:]) if reply[1:] else self._first_rank
+            raise _peer_lost(self._rank, reply[:1], lost, self._timeout_s)
 
     def close(self) -> None:
         self._first.close()
 
 
 class LoneRankBarrier:
-    """For a rank that is alone on its machine."""
+    """For the only rank of a host."""
 
     def arrive(self) -> None:
         pass
@@ -236,220 +307,132 @@ class LoneRankBarrier:
         pass
 
 
-def _lost(rank: int, how: bytes, lost: int, timeout_s: float) -> PeerLost:
-    """In gloo's own words, by which a worker tells a consequence from a cause where torch hands on the text alone."""
-    seen = f"Timed out waiting {timeout_s:g} s for" if how == _SILENT else "Connection closed by peer,"
+def _peer_lost(rank: int, reason: bytes, lost: int, timeout_s: float) -> PeerLost:
+    is_timeout = reason == _TIMED_OUT
+    seen = f"Timed out waiting {timeout_s:g} s for" if is_timeout else "Connection closed by peer,"
     return PeerLost(
         f"rank {rank} lost a peer: {seen} rank {lost} on the same machine",
-        why="it is stopped or hangs" if how == _SILENT else "it was killed or failed",
+        why="it is stopped or hangs" if is_timeout else "it was killed or failed",
         fix=f"look at its log, rank-{lost}.log in the run folder",
     )
 
 
-# SECTION sync/shared/meet
-# How the ranks of a machine come to have the same memory and a way to wait for each other.
-#
-# The first rank listens on a socket in Linux's abstract namespace, which is no file and goes with its process; the
-# others connect and are handed the memory's descriptor. Only processes of the same user are let in.
+# How the ranks of a host get the same memory. The first rank listens on a socket in Linux's abstract namespace, which
+# is no file and ends with its process. The others connect and receive the memory's file descriptor. Only processes of
+# the same user are accepted.
 
-
-ADDRESS_BYTES = 16
-# All of them have just met in an all-gather: who is not here in seconds never will be.
-_MEET_WITHIN_S = 10.0
-_HELLO = struct.Struct("!II")
+_ADDRESS_BYTES = 16
+# The ranks have just met in an all-gather: a rank that does not connect within seconds never will.
+_CONNECT_TIMEOUT_S = 10.0
+_HELLO = struct.Struct("!II")  # rank, number of the barrier
 _CREDENTIALS = struct.Struct("iII")
-_READY = b"memory"
+_MEMORY_FOLLOWS = b"memory"
 
 
 @dataclass(frozen=True)
 class HostSharing:
-    """What the ranks of one machine share. `lanes` are independent host_barriers: what goes through one never waits for
-    the other."""
+    """What the ranks of one host share."""
 
-    kin: HostGroup
+    group: HostGroup
     memory: SharedRows
-    lanes: tuple[HostBarrier, ...]
+    barriers: tuple[HostBarrier, ...]  # independent: no thread of one waits for the other
 
     def close(self) -> None:
-        for lane in self.lanes:
-            lane.close()
+        for barrier in self.barriers:
+            barrier.close()
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[tuple[bytes, socket.socket]]:
-    """A place to be found, before anybody is told of it."""
-    address = secrets.token_bytes(ADDRESS_BYTES)
+def _listening() -> Iterator[tuple[bytes, socket.socket]]:
+    address = secrets.token_bytes(_ADDRESS_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(_name(address))
+        listener.bind(_socket_name(address))
         listener.listen()
         yield address, listener
 
 
-def meet(kin: HostGroup, listener: socket.socket, row_bytes: int, lane_s: tuple[float, ...]) -> HostSharing:
-    """`lane_s`: a host_barrier for each, with this deadline. OSError when it cannot be; nothing is left open then."""
-    rank = kin.ranks[kin.index]
-    if kin.size == 1:
-        fd = create(1, row_bytes)
-        lanes: list[HostBarrier] = [LoneRankBarrier() for _ in lane_s]
-    elif kin.is_first:
-        fd = create(kin.size, row_bytes)
-        peers = _welcome(kin, listener, len(lane_s), fd)
-        lanes = [FirstRankBarrier(rank, each, timeout_s) for each, timeout_s in zip(peers, lane_s, strict=True)]
+def _share(group: HostGroup, listener: socket.socket, row_bytes: int, timeouts_s: tuple[float, ...]) -> HostSharing:
+    """Open the memory, and a barrier with each timeout. On failure raise OSError and leave nothing open."""
+    rank = group.ranks[group.index]
+    barriers: list[HostBarrier]
+    if group.size == 1:
+        fd = create_memory(1, row_bytes)
+        barriers = [LoneRankBarrier() for _ in timeouts_s]
+    elif group.is_first:
+        fd = create_memory(group.size, row_bytes)
+        peers = _accept_peers(group, listener, len(timeouts_s), fd)
+        barriers = [FirstRankBarrier(rank, *pair) for pair in zip(peers, timeouts_s, strict=True)]
     else:
-        firsts, fd = _call(kin, len(lane_s))
-        pairs = zip(firsts, lane_s, strict=True)
-        lanes = [OtherRankBarrier(rank, kin.ranks[0], first, timeout_s) for first, timeout_s in pairs]
+        connections, fd = _connect_to_first(group, len(timeouts_s))
+        pairs = zip(connections, timeouts_s, strict=True)
+        barriers = [OtherRankBarrier(rank, group.ranks[0], first, timeout_s) for first, timeout_s in pairs]
     try:
-        return HostSharing(kin, SharedRows(fd, kin.size, row_bytes), tuple(lanes))
+        return HostSharing(group, SharedRows(fd, group.size, row_bytes), tuple(barriers))
     finally:
-        # The mapping holds the memory.
+        # The mapping keeps the memory.
         os.close(fd)
 
 
-def _welcome(kin: HostGroup, listener: socket.socket, lanes: int, fd: int) -> list[dict[int, socket.socket]]:
-    deadline = time.monotonic() + _MEET_WITHIN_S
-    found: list[dict[int, socket.socket]] = [{} for _ in range(lanes)]
+def _accept_peers(group: HostGroup, listener: socket.socket, barriers: int, fd: int) -> list[dict[int, socket.socket]]:
+    """Return, for each barrier, a connection to every other rank of the host; pass them the memory."""
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    peers: list[dict[int, socket.socket]] = [{} for _ in range(barriers)]
     try:
-        while sum(map(len, found)) < lanes * (kin.size - 1):
+        while sum(map(len, peers)) < barriers * (group.size - 1):
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             peer, _ = listener.accept()
-            if (hello := _hear(peer)) is None:
+            if (hello := _receive_hello(peer)) is None:
                 peer.close()
                 continue
-            rank, lane = hello
-            found[lane][rank] = peer
-        for peer in found[0].values():
-            socket.send_fds(peer, [_READY], [fd])
+            rank, barrier = hello
+            peers[barrier][rank] = peer
+        for peer in peers[0].values():
+            socket.send_fds(peer, [_MEMORY_FOLLOWS], [fd])
     except OSError:
         os.close(fd)
-        for peer in (peer for each in found for peer in each.values()):
-            peer.close()
+        for connections in peers:
+            for peer in connections.values():
+                peer.close()
         raise
-    return found
+    return peers
 
 
-def _hear(peer: socket.socket) -> tuple[int, int] | None:
-    """Rank and lane, or nothing when it is somebody else's process."""
-    peer.settimeout(_MEET_WITHIN_S)
-    if not _is_ours(peer):
+def _receive_hello(peer: socket.socket) -> tuple[int, int] | None:
+    """Return rank and barrier; None for another user's process."""
+    peer.settimeout(_CONNECT_TIMEOUT_S)
+    if not _is_same_user(peer):
         return None
-    said = peer.recv(_HELLO.size)
+    hello = peer.recv(_HELLO.size)
     peer.settimeout(None)
-    return _HELLO.unpack(said) if len(said) == _HELLO.size else None
+    return _HELLO.unpack(hello) if len(hello) == _HELLO.size else None
 
 
-def _call(kin: HostGroup, lanes: int) -> tuple[list[socket.socket], int]:
-    firsts: list[socket.socket] = []
+def _connect_to_first(group: HostGroup, barriers: int) -> tuple[list[socket.socket], int]:
+    """Return a connection to the first rank for each barrier, and the memory's file descriptor."""
+    connections: list[socket.socket] = []
     try:
-        for lane in range(lanes):
-            firsts.append(first := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            first.settimeout(_MEET_WITHIN_S)
-            first.connect(_name(kin.address))
-            if not _is_ours(first):
+        for barrier in range(barriers):
+            connections.append(first := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            first.settimeout(_CONNECT_TIMEOUT_S)
+            first.connect(_socket_name(group.address))
+            if not _is_same_user(first):
                 raise PermissionError("another user's process listens where the first rank should")
-            first.send(_HELLO.pack(kin.ranks[kin.index], lane))
-        _, fds, _, _ = socket.recv_fds(firsts[0], len(_READY), 1)
+            first.send(_HELLO.pack(group.ranks[group.index], barrier))
+        _, fds, _, _ = socket.recv_fds(connections[0], len(_MEMORY_FOLLOWS), 1)
         if not fds:
             raise ConnectionError("the first rank of this machine could not make the memory")
     except OSError:
-        for first in firsts:
-            first.close()
+        for connection in connections:
+            connection.close()
         raise
-    return firsts, fds[0]
+    return connections, fds[0]
 
 
-def _is_ours(peer: socket.socket) -> bool:
+def _is_same_user(peer: socket.socket) -> bool:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.getuid())
 
 
-def _name(address: bytes) -> bytes:
+def _socket_name(address: bytes) -> bytes:
     return b"\0shoal-" + address.hex().encode()
-
-
-# SECTION sync/shared/choose
-# Which way the ranks of one machine exchange gradients, and how they all come to the same one.
-
-
-Way = Literal["gloo", "copies", "shared"]
-
-
-@dataclass(frozen=True)
-class InsideChoice:
-    """`note` says why it is not shared memory where somebody might expect that."""
-
-    way: Way = "gloo"
-    note: str = ""
-
-
-GLOO = InsideChoice()
-
-
-def wanted(config: SyncConfig, world: World, model: nn.Module) -> InsideChoice:
-    """What to try, before anybody has looked at the machines. The same on every rank."""
-    if config.inside == "gloo" or world.size == 1:
-        return GLOO
-    if world.backend != "gloo" or world.device.type != "cpu":
-        return _refuse(config, f"the ranks compute on {world.device.type} and exchange by {world.backend}")
-    if sys.platform != "linux":
-        return _refuse(config, "only Linux has memory without a name that processes hand to each other")
-    is_mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
-    if config.inside == "copies" or config.measure == "barrier" or is_mixed:
-        return InsideChoice("copies")
-    return InsideChoice("shared")
-
-
-def come_together(
-    config: SyncConfig, world: World, way: Way, row_bytes: Callable[[HostGroup], int]
-) -> tuple[InsideChoice, HostSharing | None]:
-    """Finds out who shares our machine and opens the memory, on all ranks of the world or on none."""
-    with listening() as (address, listener):
-        kin = find_kin(world, address)
-        if len(kin.firsts) == world.size:
-            # Nothing to remark where nobody asked for it: one rank a machine is what most clusters are.
-            return (GLOO if config.inside == "auto" else _refuse(config, "no two ranks share a machine")), None
-        if len(kin.firsts) == 1 and config.wire != "fp32" and config.inside == "auto":
-            return InsideChoice("gloo", f"nothing would travel as {config.wire} inside one machine"), None
-        # The second lane waits for the wire between machines, too, which has a deadline of its own.
-        lane_s = (config.timeout_s,) if len(kin.firsts) == 1 else (config.timeout_s, 2 * config.timeout_s)
-        together, trouble = None, ""
-        try:
-            together = meet(kin, listener, row_bytes(kin), lane_s)
-        except OSError as error:
-            trouble = f"no shared memory on {world.node}: {error}"
-    if _everybody(world, together is not None):
-        return InsideChoice(way), together
-    if together is not None:
-        together.close()
-    return _refuse(config, trouble or "another rank of this run has no shared memory"), None
-
-
-def between_machines(config: SyncConfig, world: World, kin: HostGroup, model: nn.Module) -> Compressor | None:
-    """What the first rank of every machine sends that machine's sums by; None on all others, and for one machine.
-
-    All ranks of the world must call it, as they must for any new group.
-    """
-    if len(kin.firsts) == 1:
-        return None
-    firsts = beside(world, config.timeout_s, kin.firsts)
-    if not kin.is_first:
-        return None
-    return make_wire(config.wire, firsts, dict(model.named_parameters()))
-
-
-def _everybody(world: World, is_there: bool) -> bool:
-    flag = torch.tensor(int(is_there))
-    await_work(dist.all_reduce(flag, dist.ReduceOp.MIN, group=world.group, async_op=True), world.release)
-    return bool(flag)
-
-
-def _refuse(config: SyncConfig, reason: str) -> InsideChoice:
-    """A wish is a wish; `auto` goes on with gloo and says why."""
-    if config.inside == "auto":
-        return InsideChoice("gloo", reason)
-    raise RunFailed(
-        f"sync.inside={config.inside} cannot be: {reason}",
-        why="ranks of one machine exchange through memory that they share",
-        fix="leave it to shoal: --inside auto",
-    )
