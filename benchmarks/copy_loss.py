@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.lab.lab import up
+from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import build_config
 from shoal.cost.model_size import parameter_count
@@ -143,7 +143,7 @@ def play(name: str, sets: Sequence[str], rounds: int) -> Result:
     rate_mbit = max(4, round(8 * copied_bytes / _COPY_S / 1e6))
     draw = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
-        lab = up(make_spec(NODES, name=f"copy-{os.getpid()}", link=f"{rate_mbit}mbit"), owner=os.getpid())
+        lab = build_lab(make_spec(NODES, name=f"copy-{os.getpid()}", link=f"{rate_mbit}mbit"), owner=os.getpid())
         try:
             training = Training(Path(folder) / "run", f"lab:{lab.name}", sets)
             injector = Injector("benchmark", training.run, TestBed(f"lab:{lab.name}", lab), draw)

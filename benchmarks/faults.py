@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from shoal.cluster.lab.lab import up
+from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
@@ -196,7 +196,7 @@ def show(key: str, fault: Fault, rounds: Sequence[Round]) -> None:
 @contextmanager
 def trained(nodes: int, draw: random.Random) -> Iterator[tuple[Training, Injector]]:
     with tempfile.TemporaryDirectory() as folder:
-        lab = up(make_spec(nodes, name=f"faults-{os.getpid()}"), owner=os.getpid())
+        lab = build_lab(make_spec(nodes, name=f"faults-{os.getpid()}"), owner=os.getpid())
         try:
             training = Training(Path(folder) / "run", f"lab:{lab.name}", nodes)
             injector = Injector("benchmark", training.run, TestBed(f"lab:{lab.name}", lab), draw)

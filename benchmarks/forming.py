@@ -30,7 +30,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
 
     from shoal.sync.interruptible import close_listeners
     from shoal.sync.kv_store_client import AgentStore
-    from shoal.sync.process_groups import GroupForming, form_main_group, pair_key, unform
+    from shoal.sync.process_groups import GroupForming, drop_groups, form_main_group, pair_key
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -62,7 +62,7 @@ def be_a_rank(rank: int, size: int, fd: int, rounds: int) -> None:
             dist.barrier()
             times[way] += [float(seconds[0])] if round_ else []
             meet(f"after/{way}/{round_}")
-            unform()
+            drop_groups()
     if rank == 0:
         print(json.dumps(times), flush=True)
     meet("end")

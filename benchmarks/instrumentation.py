@@ -36,13 +36,13 @@ def measure_rank(folder: Path, steps: int) -> None:
     from shoal.config.load import load_config
     from shoal.control.rank_env import Placement
     from shoal.run_folder import RunFolder
-    from shoal.sync.world import join, leave
+    from shoal.sync.world import join_world, leave_world
     from shoal.train.build import build_trainer
     from shoal.train.recorder import Recorder
     from shoal.train.trainer import StopRequest
 
     torch.set_num_threads(1)
-    world = join(Placement.from_env(os.environ), torch.device("cpu"))
+    world = join_world(Placement.from_env(os.environ), torch.device("cpu"))
     run = RunFolder.open(folder)
     base = load_config(run.config)
     trainers = {}
@@ -58,7 +58,7 @@ def measure_rank(folder: Path, steps: int) -> None:
             times[variant].append(time.perf_counter() - began)
     if world.is_main:
         (folder / "times.json").write_text(json.dumps(times))
-    leave(world)
+    leave_world(world)
 
 
 def main() -> None:

@@ -30,14 +30,14 @@ from shoal.config.schema import Config
 from shoal.control.rank_env import Placement
 from shoal.cost.model_size import flops_per_token
 from shoal.data.prepare import create_run
-from shoal.data.sampling import Batches, deal_for
+from shoal.data.sampling import Batches, plan_global_batch
 from shoal.launch.plan import KEEP_MEMORY
 from shoal.model import kernels
 from shoal.model.gpt import GPT
-from shoal.sync.world import join
-from shoal.train.build import build_trainer, deal_batches
+from shoal.sync.world import join_world
+from shoal.train.build import build_trainer, open_batches
 from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopRequest, split
+from shoal.train.trainer import StopRequest, split_inputs_targets
 
 PLAIN = "plain"
 PEAK = "peak"
@@ -81,7 +81,7 @@ class Plain:
 
     def step(self) -> None:
         for rows in self.batches.micro_batches(self.cursor):
-            inputs, targets = split(rows, torch.device("cpu"))
+            inputs, targets = split_inputs_targets(rows, torch.device("cpu"))
             loss = self.model(inputs, targets) / targets.numel()
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=False)
@@ -97,11 +97,15 @@ def make_step(variant: str, model: str, settings: list[str], folder: Path) -> tu
     config = build_config(name, sets=[*sets, "train.steps=1000000", *settings])
     run = create_run(config, folder / "run", world_size=1)
     config = load_config(run.config)
-    world = join(Placement(0, 1, 0, 1), torch.device("cpu"))
+    world = join_world(Placement(0, 1, 0, 1), torch.device("cpu"))
     flops = flops_per_token(config.model) * config.train.global_batch * config.model.seq_len
     if variant == PLAIN:
         kernels.torch_is_slow_here = lambda: False  # type: ignore[assignment]
-        return Plain(config, deal_batches(config, run, world, deal_for(config, world.size))).step, flops, "plain"
+        return (
+            Plain(config, open_batches(config, run, world, plan_global_batch(config, world.size))).step,
+            flops,
+            "plain",
+        )
     trainer = build_trainer(config, run, world, Recorder(run, world), StopRequest(), resume=False)
     return trainer.step, flops, trainer.compute.why
 

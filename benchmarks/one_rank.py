@@ -18,10 +18,10 @@ from shoal.config.load import build_config, load_config
 from shoal.control.rank_env import Placement
 from shoal.data.prepare import create_run
 from shoal.model.gpt import GPT
-from shoal.sync.world import join, leave
+from shoal.sync.world import join_world, leave_world
 from shoal.train.build import build_trainer
 from shoal.train.recorder import Recorder
-from shoal.train.trainer import StopRequest, Trainer, split
+from shoal.train.trainer import StopRequest, Trainer, split_inputs_targets
 
 
 class Plain:
@@ -40,7 +40,7 @@ class Plain:
 
     def step(self) -> None:
         for rows in self.batches.micro_batches(self.cursor):
-            inputs, targets = split(rows, torch.device("cpu"))
+            inputs, targets = split_inputs_targets(rows, torch.device("cpu"))
             loss = self.model(inputs, targets) / targets.numel()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=False)
@@ -60,7 +60,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(chosen.preset, sets=[*chosen.sets, "train.steps=1000000"])
         run = create_run(config, Path(folder) / "run", world_size=1)
-        world = join(Placement(0, 1, 0, 1), torch.device("cpu"))
+        world = join_world(Placement(0, 1, 0, 1), torch.device("cpu"))
         recorder = Recorder(run, world)
         ours = build_trainer(load_config(run.config), run, world, recorder, StopRequest(), resume=False)
         plain = Plain(ours)
@@ -73,7 +73,7 @@ def main() -> None:
             },
             chosen.rounds,
         )
-        leave(world)
+        leave_world(world)
     base, shoal = found.values()
     print(
         json.dumps({"preset": chosen.preset, "threads": chosen.threads, "ratio": round(median_ratio(base, shoal), 3)})

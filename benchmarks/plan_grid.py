@@ -21,7 +21,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.lab.lab import Lab, up
+from shoal.cluster.lab.lab import Lab, build_lab
 from shoal.cluster.lab.spec import make_spec
 
 # Name, flags of `train`, sequences of a micro-batch.
@@ -87,7 +87,7 @@ def on_lab(nodes: int, link: str, models: list[str], budget_s: int, folder: Path
     # Three nodes on two cores: each gets its part of them, so that every step has the same.
     cores = os.cpu_count() or 1
     cpu = None if nodes <= cores else f"{cores / nodes:.2f}"
-    lab = up(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
+    lab = build_lab(make_spec(nodes, name=f"grid-{os.getpid()}", link=link, cpu=cpu), owner=os.getpid())
     try:
         profile = folder / "profile.toml"
         names = [word for name in models for word in ("--model", name)]

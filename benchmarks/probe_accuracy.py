@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 
 from _common import options
-from shoal.cluster.cluster import visit
-from shoal.cluster.lab.lab import Lab, up
+from shoal.cluster.cluster import start_on_nodes
+from shoal.cluster.lab.lab import Lab, build_lab
 from shoal.cluster.lab.spec import make_spec
 from shoal.config.load import read_profile
 from shoal.config.profile import CollectiveProfile, Profile
-from shoal.cost.network import fit
+from shoal.cost.network import fit_alpha_beta
 from shoal.tools.probe.links import LINK_METER, STREAMS, FlowPlan, measure_links
 from shoal.units import parse_rate
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def one_round(link: str, nodes: int, budget_s: int) -> dict[str, float]:
-    lab = up(make_spec(nodes, name=f"bench-{os.getpid()}", link=link), owner=os.getpid())
+    lab = build_lab(make_spec(nodes, name=f"bench-{os.getpid()}", link=link), owner=os.getpid())
     try:
         raw = {"iperf3": _iperf3_gbps(lab), "shoal": _own_gbps(lab)}
         profile = _probe(lab, budget_s)
@@ -68,7 +68,7 @@ def one_round(link: str, nodes: int, budget_s: int) -> dict[str, float]:
 
 
 def _own_gbps(lab: Lab) -> list[float]:
-    with visit(f"lab:{lab.name}", LINK_METER) as programs:
+    with start_on_nodes(f"lab:{lab.name}", LINK_METER) as programs:
         plan = FlowPlan(2.0, (("node1", "node2"),), (("node1", "node2"), ("node2", "node1")))
         links = measure_links(programs, plan, lambda text: None)
     return [rate for link in links for rate in (link.gbps, link.gbps_4_streams)]
@@ -115,7 +115,7 @@ def _predictions(reduce_: CollectiveProfile) -> dict[str, float]:
     assert reduce_.held_out is not None
     samples = [(point.bytes, point.seconds) for point in reduce_.points]
     errors = [
-        abs(fit([other for other in samples if other != sample]).error(sample))
+        abs(fit_alpha_beta([other for other in samples if other != sample]).error(sample))
         for sample in samples
         if sample[0] >= LEAST_BYTES
     ]

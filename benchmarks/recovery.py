@@ -27,7 +27,7 @@ from rivals.faults import FAULTS, Fault
 from rivals.jobs import Job, Shoal, Torchft, Torchrun, TunedTorchrun
 from rivals.journal import Recovery, Return, coming_back, last_before, recovery
 from rivals.torchft_venv import PUBLISHED, Unavailable, torchft_python
-from shoal.cluster.lab.lab import Lab, up
+from shoal.cluster.lab.lab import Lab, build_lab
 from shoal.cluster.lab.spec import make_spec
 
 RIVALS: dict[str, type[Job]] = {
@@ -148,7 +148,7 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
 @contextmanager
 def _lab() -> Iterator[Lab]:
     """It goes with us, also when we are killed."""
-    lab = up(make_spec(_NODES, name=f"recovery-{os.getpid()}", link="1gbit"), owner=os.getpid())
+    lab = build_lab(make_spec(_NODES, name=f"recovery-{os.getpid()}", link="1gbit"), owner=os.getpid())
     try:
         yield lab
     finally:

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 from shoal.run_folder import RunFolder
-from shoal.tools.plan.scenario import Checkpoints, Failures, RecoveryModel, SimulatedCluster, SimulationScenario, fit
+from shoal.tools.plan.scenario import (
+    Checkpoints,
+    Failures,
+    RecoveryModel,
+    SimulatedCluster,
+    SimulationScenario,
+    fit_stragglers,
+)
 from shoal.tools.plan.simulation import simulate
 from shoal.tools.report.manifest import read_prediction
 from shoal.tools.report.rank_log import step_time_factors
@@ -46,7 +53,7 @@ def error(run: RunFolder) -> float | None:
     assert prediction is not None
     assert summary.step_s is not None
     try:
-        straggling = fit(step_time_factors(run.read_all_events()))
+        straggling = fit_stragglers(step_time_factors(run.read_all_events()))
     except ConfigError:
         return None
     steady_s, tokens = prediction.step_s - prediction.wait_s, prediction.tokens_per_s * prediction.step_s

@@ -27,7 +27,7 @@ from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor
 from shoal.sync.compression.codecs import Int8
 from shoal.sync.compression.reduce_scatter import ReduceScatter
-from shoal.sync.world import World, join, leave
+from shoal.sync.world import World, join_world, leave_world
 
 _BUCKET_NUMBERS = 25 * 2**20 // 4
 _FORMATS = ("fp16", "bf16", "int8", "powersgd:4")
@@ -44,12 +44,12 @@ def main() -> None:
     with torch.device("meta"):
         parameters = {name: each.detach() for name, each in GPT(shape).named_parameters()}
     numbers = sum(each.numel() for each in parameters.values())
-    world = join(Placement(0, 1, 0, 1), torch.device("cpu"))
+    world = join_world(Placement(0, 1, 0, 1), torch.device("cpu"))
     variants = variants_of(world, parameters, chosen.formats.split(","))
     for measure in variants.values():
         measure()
     found = rounds({name: scaled(measure, 124e6 / numbers) for name, measure in variants.items()}, chosen.rounds)
-    leave(world)
+    leave_world(world)
     medians = {name: statistics.median(times) for name, times in found.items()}
     copy_s = medians["fp32 copy"]
     for name, seconds in medians.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.control.orders import GoOrder, MeetOrder, RosterEntry, StartProcess, to_line
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes
@@ -88,7 +88,7 @@ class Agent:
         self.process.wait()
         with contextlib.suppress(BrokenPipeError):
             self.leave_alone()
-        end_processes(find(self.run.path))
+        end_processes(find_processes(self.run.path))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.config.load import build_config, parse_set
 from shoal.config.load import merge as merge_settings
 from shoal.control.channel import Channel, Message, accept, dial, seal
-from shoal.control.handshake import introduce
+from shoal.control.handshake import make_hello
 from shoal.data.prepare import create_run
 from shoal.run_folder import RunFolder
 from shoal.runs.supervisor import training_files
@@ -144,7 +144,7 @@ class LyingGuest:
     @classmethod
     async def dial(cls, port: int, code: str, **changes: Any) -> LyingGuest:
         channel = await dial("127.0.0.1", port, code)
-        facts = {"hello": introduce(0, "den", "", "", "").as_dict(), "name": "den", "address": "127.0.0.1", "cores": 2}
+        facts = {"hello": make_hello(0, "den", "", "", "").as_dict(), "name": "den", "address": "127.0.0.1", "cores": 2}
         await channel.send({**facts, "user": "anna", **changes})
         return cls(channel)
 

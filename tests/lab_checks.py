@@ -17,8 +17,8 @@ import pytest
 
 from shoal.cluster.lab import state as lab_state
 from shoal.cluster.lab.commands import read_groups
-from shoal.cluster.lab.kernel import observe
-from shoal.cluster.lab.lab import Lab, up
+from shoal.cluster.lab.kernel import find_features
+from shoal.cluster.lab.lab import Lab, build_lab
 from shoal.cluster.lab.processes import first_process, holders
 from shoal.cluster.lab.spec import SWITCH, make_spec
 from shoal.errors import ShoalError
@@ -34,7 +34,7 @@ def need_lab() -> None:
     """Skips by name where no lab can be built; where everything is promised, that is a failure."""
     need_tool("nft")
     try:
-        observe()
+        find_features()
     except ShoalError as error:
         if os.environ.get("SHOAL_REQUIRE_ALL") == "1":
             pytest.fail(error.render())
@@ -91,7 +91,7 @@ def living_namespaces(before_ticks: float) -> set[str]:
 def new_labs(before: Set[str]) -> set[str]:
     """Labs that were not there before, those of other sessions left out: neither who built such a lab nor what runs in
     it has the cache folder of this session in its environment."""
-    return {name for name in lab_state.names() if name not in before and not _is_foreign(name)}
+    return {name for name in lab_state.list_labs() if name not in before and not _is_foreign(name)}
 
 
 def _is_foreign(name: str) -> bool:
@@ -122,7 +122,7 @@ def standing_lab(
     """Up, and afterwards provably gone; interfaces of the host included, by the names that this lab uses."""
     need_lab()
     before = interfaces()
-    lab = up(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
+    lab = build_lab(make_spec(count, name=new_name(), link=link, delay=delay, cpu=cpu, sshd=sshd))
     traces = Traces(lab.name)
     traces.note()
     own = {SWITCH, *(node.name for node in lab.nodes)}

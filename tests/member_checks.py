@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.agent.agent import read_orders
-from shoal.agent.invite import ID, ask
+from shoal.agent.invite import ID, ask_agent
 from shoal.agent.membership import RankNumbering
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.orders import GoOrder, MembershipOrder, StartProcess
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.events import Event, read_events
 from tests.agent_checks import Agent, roster
 from tests.runs_checks import wait_until
@@ -42,7 +42,7 @@ class Team:
 
     def let_come(self, guest: Agent, sponsor: Agent) -> int:
         """With an id from its sponsor, as `shoal host RUN` has it told; the number of its rank."""
-        answer = ask(sponsor.run.door(sponsor.node), ID)
+        answer = ask_agent(sponsor.run.door(sponsor.node), ID)
         assert answer.member == guest.orders.member
         _, go = read_orders(sponsor.run, sponsor.node)
         rank = RankNumbering(answer.member, go.roster).number(answer.member, 0)
@@ -72,7 +72,7 @@ class Team:
         return find_part(node, f"rank-{rank}")
 
     def pids(self, rank: int) -> list[int]:
-        return [found.pid for found in find(self.out.parent) if found.part == f"rank-{rank}"]
+        return [found.pid for found in find_processes(self.out.parent) if found.part == f"rank-{rank}"]
 
     def await_commits(self, rank: int, more: int = 5, within_s: float = 20.0) -> None:
         enough = len(self.notes(rank, "commit")) + more
@@ -113,7 +113,7 @@ class Team:
 
 
 def find_part(agent: Agent, part: str) -> int:
-    return next(found.pid for found in find(agent.run.path) if found.part == part)
+    return next(found.pid for found in find_processes(agent.run.path) if found.part == part)
 
 
 def start_again(agent: Agent) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.control.processes import RunProcess, find
+from shoal.control.processes import RunProcess, find_processes
 from shoal.runs.manage import end_processes
 from tests.programs import shoal_command
 
@@ -28,7 +28,7 @@ def wait_until(happened: Callable[[], T], within_s: float = 20.0, why: Callable[
 
 def parts_of(run: Path) -> dict[str, RunProcess]:
     """The processes of a run by their part; of a rank and its own children, the rank."""
-    return {found.part: found for found in reversed(find(run))}
+    return {found.part: found for found in reversed(find_processes(run))}
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def ended_afterwards(*runs: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        end_processes([found for run in runs for found in find(run)])
+        end_processes([found for run in runs for found in find_processes(run)])
 
 
 class Front:

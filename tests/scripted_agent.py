@@ -32,7 +32,7 @@ from shoal.control.membership.types import Ballot, Lineage, State
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, Placement
 from shoal.control.rank_messages import (
     LENGTH,
-    LINE_FD,
+    MEMBERSHIP_FD,
     EnterGeneration,
     GroupFormed,
     LeaseRenewed,
@@ -258,7 +258,7 @@ class ScriptedAgent:
         our_keys, their_keys = socket.socketpair()
         placement = Placement(number, self._size, number, self._size, launcher="shoal", agent_fd=their_keys.fileno())
         env = placement.to_env() | {
-            LINE_FD: str(theirs.fileno()),
+            MEMBERSHIP_FD: str(theirs.fileno()),
             AGENT_FD: str(their_keys.fileno()),
             KEEPS_FILES: "0",
             "GLOO_SOCKET_IFNAME": "lo",

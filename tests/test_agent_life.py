@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from shoal.control.orders import END, STOP, GoOrder
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
 
@@ -44,10 +44,10 @@ def test_stop_asks_everybody_and_end_kills(tmp_path: Path) -> None:
         team[1].tell(STOP)
         wait_until(lambda: "rank-0" in team[0].ended() and "rank-2" in team[1].ended(), within_s=5)
         time.sleep(0.3)
-        assert {found.part for found in find(tmp_path)} == {"rank-1", "rank-3"}
+        assert {found.part for found in find_processes(tmp_path)} == {"rank-1", "rank-3"}
         team[1].tell(END)
         assert [agent.code(within_s=3) for agent in team] == [0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert team[0].ended() == {"rank-0": (0, False), "rank-1": (-signal.SIGKILL, True)}
     assert team[1].ended() == {"rank-2": (0, False), "rank-3": (-signal.SIGKILL, True)}
 
@@ -89,7 +89,7 @@ def test_a_wish_while_the_agents_meet_is_not_forgotten(tmp_path: Path) -> None:
         time.sleep(0.3)
         team[1].tell(STOP)
         assert {agent.code(within_s=3) for agent in team[:2]} <= {3, 130}
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert all(agent.said("started") == [] for agent in team)
 
 

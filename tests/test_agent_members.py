@@ -17,7 +17,7 @@ import pytest
 
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.orders import END, STOP
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from tests.agent_checks import Agent, agents
 from tests.member_checks import Team, start_again
 from tests.programs import shoal
@@ -232,7 +232,7 @@ def test_a_rank_that_dies_before_all_have_met_ends_the_run(tmp_path: Path) -> No
         team.await_notes(0, "enter")
         os.kill(team.pid(0), signal.SIGKILL)
         assert [agent.code(within_s=10) for agent in members] == [0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert members[0].ended() == {"rank-0": (-signal.SIGKILL, False)}
     assert members[0].said("restart") == []
 
@@ -245,7 +245,7 @@ def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
         team.await_commits(0)
         os.kill(team.pid(1), signal.SIGUSR1)
         assert [agent.code(within_s=10) for agent in members] == [0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert members[1].ended() == {"rank-1": (7, False)}
     assert members[0].ended() == {"rank-0": (-signal.SIGKILL, True)}
 
@@ -277,7 +277,7 @@ def test_what_is_started_again_while_all_stop_is_not(tmp_path: Path) -> None:
         members[1].first("restart")
         members[0].tell(END)
         assert [agent.code(within_s=5) for agent in members] == [0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
 
 
 @pytest.mark.long
@@ -302,7 +302,7 @@ def test_a_dead_agent_is_started_again_by_hand(tmp_path: Path) -> None:
         assert "knows no node node7 that could come back" in nobody.stderr
         members[0].tell(STOP)
         assert members[0].code(within_s=10) == 0
-        wait_until(lambda: find(tmp_path) == [], within_s=10)
+        wait_until(lambda: find_processes(tmp_path) == [], within_s=10)
     left = shoal("join", tmp_path)
     assert left.returncode == 2
     assert f"error: nothing of {tmp_path} can come back on this machine" in left.stderr
@@ -320,7 +320,7 @@ def test_one_machine_goes_on_with_the_ranks_it_has_left(tmp_path: Path) -> None:
         team.await_size(0, 3)
         freeze(tuple(map(team.pid, range(3))), signal.SIGKILL)
         assert members[0].code(within_s=10) == 0
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert members[0].said("done")[-1]["finished"] is False
     assert [event["code"] for event in members[0].said("ended")] == [-signal.SIGKILL] * 4
 
@@ -336,5 +336,5 @@ def test_a_rank_that_still_waits_when_its_siblings_finish_is_ended(tmp_path: Pat
         waiting = wait_until(lambda: team.pids(1))[0]
         os.kill(waiting, signal.SIGSTOP)
         assert members[0].code(within_s=30) == 0
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert members[0].said("done")[-1]["finished"] is True

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from shoal.control.membership.settings import FAILURE_GRACE_S
 from shoal.control.orders import END, STOP, GoOrder, StartProcess
-from shoal.control.processes import find, is_alive, marks
+from shoal.control.processes import find_processes, is_alive, make_marks
 from tests.agent_checks import Agent, agents, go, python, roster, shell, sleeper
 from tests.runs_checks import wait_until
 
@@ -51,8 +51,8 @@ def test_agents_meet_start_and_report(tmp_path: Path) -> None:
     assert all(event["launch"] == "this" for agent in team for event in agent.said("ready") + agent.said("done"))
     environments = [json.loads(log_of(team[node], rank)) for node, rank in ((0, 0), (1, 2), (2, 3))]
     assert all(environments[0][name] == value for name, value in long.items())
-    assert environments[0].items() >= marks(shared, "rank-0").items()
-    assert environments[2].items() >= marks(own, "rank-3").items()
+    assert environments[0].items() >= make_marks(shared, "rank-0").items()
+    assert environments[2].items() >= make_marks(own, "rank-3").items()
     # Of those that share a folder, the first keeps its files.
     assert [each["SHOAL_KEEPS_FILES"] for each in environments] == ["1", "0", "1"]
 
@@ -66,7 +66,7 @@ def test_a_failure_ends_everybody_within_seconds(tmp_path: Path) -> None:
         assert [list(processes) for processes in began] == [["rank-0"], ["rank-1"], ["rank-2"]]
         team[1].first("ended")
         assert [agent.code(within_s=5) for agent in team] == [0, 0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert [agent.ended() for agent in team] == [
         {"rank-0": (-signal.SIGKILL, True)},
         {"rank-1": (7, False)},
@@ -99,7 +99,7 @@ def test_a_rank_that_ignores_the_request_to_stop_is_ended(tmp_path: Path) -> Non
         wait_until(lambda: "deaf" in log_of(team[0], 0))
         team[1].tell(STOP)
         assert [agent.code() for agent in team] == [0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert [agent.ended() for agent in team] == [
         {"rank-0": (-signal.SIGKILL, True)},
         {"rank-1": (-signal.SIGINT, False)},
@@ -115,10 +115,10 @@ def test_a_killed_agent_is_lost_to_the_others_and_takes_its_ranks_along(tmp_path
         go(team, *([sleeper(rank)] for rank in range(3)))
         pids = [agent.first("started")["processes"][f"rank-{rank}"] for rank, agent in enumerate(team)]
         team[victim].process.kill()
-        wait_until(lambda: pids[victim] not in {found.pid for found in find(tmp_path)}, within_s=1)
+        wait_until(lambda: pids[victim] not in {found.pid for found in find_processes(tmp_path)}, within_s=1)
         others = [agent for agent in team if agent is not team[victim]]
         assert [agent.code(within_s=6) for agent in others] == [0, 0]
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     for agent in others:
         (lost,) = agent.said("lost")
         assert (lost["member"], lost["node"]) == (victim, f"node{victim + 1}")
@@ -207,7 +207,7 @@ print(store.get("key").decode())
 def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> None:
     with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
         port = agent.first("ready")["script_port"]
-        (store,) = [found for found in find(tmp_path) if found.part == "store"]
+        (store,) = [found for found in find_processes(tmp_path) if found.part == "store"]
         go([agent], [StartProcess("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
         assert agent.code(60) == 0
     assert log_of(agent, 0) == "value\n"
@@ -221,7 +221,7 @@ def test_a_store_that_ends_before_the_ranks_is_noted_once(tmp_path: Path) -> Non
     """torch's clients retry for minutes without a word."""
     with agents(tmp_path, changes=[{"script_port": 0}]) as (agent,):
         agent.first("ready")
-        (store,) = [found for found in find(tmp_path) if found.part == "store"]
+        (store,) = [found for found in find_processes(tmp_path) if found.part == "store"]
         go([agent], [sleeper(0)])
         agent.first("started")
         os.kill(store.pid, signal.SIGKILL)
@@ -248,6 +248,6 @@ def test_what_cannot_be_started_is_said_and_ends_the_others(tmp_path: Path) -> N
         go(team, [sleeper(0)], [sleeper(1), nothing])
         assert team[1].code() == 3
         assert team[0].code(within_s=6) == 0
-        assert find(tmp_path) == []
+        assert find_processes(tmp_path) == []
     assert team[1].first("refused")["seen"] == "cannot start rank-2 on node2: No such file or directory"
     assert team[0].first("lost")["node"] == "node2"

@@ -14,7 +14,7 @@ from shoal.config.load import build_config, load_config, write_profile
 from shoal.config.profile import Profile
 from shoal.config.schema import Config
 from shoal.cost.select_sync import pick
-from shoal.cost.strategy import lever_of
+from shoal.cost.strategy import strategy_of_config
 from shoal.data.prepare import create_run
 from shoal.run_folder import RunFolder
 from shoal.tools.plan.compare import config_as_run, sync_options
@@ -144,7 +144,7 @@ def test_what_ran_is_what_is_learned_from(here: tuple[Path, dict[str, Any]], tmp
     shutil.copytree(here[0], folder)
     as_if_chosen(folder, sync="diloco", wire="fp16", round_steps=5)
     ran = config_as_run(load_config(folder / "config.toml"), summarize(RunFolder.open(folder).read_all_events()))
-    assert str(lever_of(ran.sync)) == "diloco every 5 steps, fp16"
+    assert str(strategy_of_config(ran.sync)) == "diloco every 5 steps, fp16"
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from shoal.errors import DataError
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import collect
+from shoal.tools.report.rank_log import read_rank_logs
 from shoal.tools.report.replicas import judge_replicas
 from shoal.tools.report.summary import summarize
 from tests.member_samples import entered, killed_and_back, parted, steps, time_of
@@ -20,7 +20,7 @@ from tests.run_samples import TOKENS, end, make_run, rank_events, start
 
 
 def members(events: list[Event]) -> tuple[int, ...]:
-    return last_members(collect(events))
+    return last_members(read_rank_logs(events))
 
 
 def test_figures_are_of_the_last_worlds_size() -> None:

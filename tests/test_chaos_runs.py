@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.lab import state
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from tests.lab_checks import need_lab, new_labs
 from tests.programs import read_jsonl, shoal, shoal_command
 from tests.runs_checks import ended_afterwards, wait_until
@@ -55,14 +55,14 @@ def test_what_holds_passes_and_what_does_not_is_named(tmp_path: Path) -> None:
     assert [(event["event"], event["scenario"], event["do"]) for event in injected] == [
         ("injected", "interrupt", "signal-supervisor")
     ]
-    assert find(out / "interrupt-1") == find(out / "wrong-1") == []
+    assert find_processes(out / "interrupt-1") == find_processes(out / "wrong-1") == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
     need_lab()
-    before = set(state.names())
+    before = set(state.list_labs())
     words = ("one-way-doctor", "--on", "lab:2", "--json", "--out", tmp_path / "out")
     done = shoal("chaos", "run", *words, timeout_s=180)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,14 +74,14 @@ def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     need_lab()
-    before, out = set(state.names()), tmp_path / "out"
+    before, out = set(state.list_labs()), tmp_path / "out"
     run = out / "lid-1"
     with ended_afterwards(run), (tmp_path / "said").open("wb") as said:
         chaos = subprocess.Popen(shoal_command("chaos", "run", "lid", "--on", "lab:3", "--out", out), stderr=said)
         wait_until(lambda: (run / "chaos.jsonl").exists(), 200)
         os.kill(chaos.pid, signal.SIGINT)
         assert chaos.wait(60) == 130
-        assert find(run) == []
+        assert find_processes(run) == []
     wait_until(lambda: not new_labs(before), 20)
 
 
@@ -110,7 +110,7 @@ def test_a_soak_of_two_modes_in_turn(tmp_path: Path) -> None:
     """Faster than a user would, and over too soon to find a leak, which it says. One mode that exchanges gradients, one
     whose replicas part. This seed draws seven kinds of faults in ten."""
     need_lab()
-    before, out = set(state.names()), tmp_path / "out"
+    before, out = set(state.list_labs()), tmp_path / "out"
     words = ("--minutes", "1", "--every", "6s", "--sync", "ddp+int8", "--sync", "local", "--seed", "4")
     done = shoal("chaos", "soak", *words, "--on", "lab:3", "--out", out, timeout_s=1400)
     figures = json.loads((out / "soak.json").read_text())
@@ -127,4 +127,4 @@ def test_a_soak_of_two_modes_in_turn(tmp_path: Path) -> None:
     assert new_labs(before) == set()
     for mode in figures["modes"]:
         assert mode["compared_faults"] > 0
-        assert [find(Path(run)) for run in mode["runs"]] == [[], []]
+        assert [find_processes(Path(run)) for run in mode["runs"]] == [[], []]

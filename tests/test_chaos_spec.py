@@ -10,9 +10,9 @@ import pytest
 from shoal.cli.chaos import list_document, rows_without_scenario
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
-from shoal.tools.chaos.run import chosen
+from shoal.tools.chaos.run import choose_scenarios
 from shoal.tools.chaos.scenario import (
-    ROWS,
+    FAULT_ROWS,
     SCENARIOS,
     all_scenarios,
     find_scenario,
@@ -38,11 +38,11 @@ def test_every_file_is_a_scenario_that_bears_its_name() -> None:
 
 
 def test_every_row_of_the_table_is_played_or_tested_somewhere() -> None:
-    assert [row.number for row in ROWS] == list(range(1, 29))
+    assert [row.number for row in FAULT_ROWS] == list(range(1, 29))
     alone = rows_without_scenario(all_scenarios())
     assert {row.number for row in alone} == {17, 20, 21, 25, 28}
     assert all(row.why for row in alone)
-    assert all((ROOT / test).is_file() for row in ROWS for test in row.tests)
+    assert all((ROOT / test).is_file() for row in FAULT_ROWS for test in row.tests)
 
 
 def test_the_list_says_what_is_done_and_what_must_hold() -> None:
@@ -113,10 +113,10 @@ def test_what_cannot_be_played_is_refused_before_anything_is_started() -> None:
         (["kill-rank"], "join:3", "made for them"),
     ):
         with pytest.raises(UsageError) as refused:
-            chosen(words, on)
+            choose_scenarios(words, on)
         assert why in refused.value.why
     with pytest.raises(UsageError, match="no scenario 'kil-rank'"):
-        chosen(["kil-rank"], "lab:3")
+        choose_scenarios(["kil-rank"], "lab:3")
     assert "did you mean 'kill-rank'?" in _refusal("kil-rank")
 
 
@@ -127,7 +127,7 @@ def _refusal(name: str) -> str:
 
 
 def test_all_is_whatever_the_cluster_can_bear() -> None:
-    names = {scenario.name for scenario in chosen(["all"], "local:2")}
+    names = {scenario.name for scenario in choose_scenarios(["all"], "local:2")}
     assert {"interrupt", "checkpoint-flip", "terminal-closed"} <= names
     assert not names & {"kill-node", "kill-rank", "lid"}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import AUTO_WIRES, SyncChoice, choice_in, parse_choice
+from shoal.config.sync_choice import AUTO_WIRES, SyncChoice, choice_of_event, parse_choice
 from shoal.cost.select_sync import (
     LEAST_GAIN,
     LEAST_GAIN_OTHER_TRAINING,
@@ -209,12 +209,12 @@ def test_what_costs_accuracy_pays(times: list[float]) -> None:
 def test_a_choice_is_read_as_it_was_written(mode: str, wire: str, every: int) -> None:
     choice = parse_choice(f"{mode}:{every},{wire}")
     assert parse_choice(choice.text) == choice
-    assert choice_in({"sync": mode, "wire": wire, "round_steps": every}) == choice
+    assert choice_of_event({"sync": mode, "wire": wire, "round_steps": every}) == choice
 
 
 @pytest.mark.parametrize("record", [{}, {"sync": "stock", "wire": "fp32", "round_steps": 1}, {"sync": "ddp"}])
 def test_an_event_that_says_nothing(record: dict[str, object]) -> None:
-    assert choice_in(record) is None
+    assert choice_of_event(record) is None
 
 
 def test_settings_before_and_after_the_choice() -> None:

@@ -18,7 +18,7 @@ from shoal.config.schema import Config
 from shoal.data.prepare import create_run
 from shoal.errors import RunFailed
 from shoal.run_folder import RunFolder
-from shoal.sync.replicas import combined, tensor_digests
+from shoal.sync.replicas import combine_digests, tensor_digests
 from shoal.sync.world import World
 from shoal.tools.report.commit_log import check_ledger
 from shoal.train.build import build_trainer
@@ -67,7 +67,7 @@ def train(world: World, run: Path, config: Config, flips: Sequence[Flip]) -> tup
         return 0, str(error)
     finally:
         recorder.close()
-    return combined(tensor_digests(replica_state(trainer))), None
+    return combine_digests(tensor_digests(replica_state(trainer))), None
 
 
 def change(trainer: Trainer, flip: Flip) -> None:

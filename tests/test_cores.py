@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.cluster.node import Rendezvous, local_node
 from shoal.config.schema import RunConfig
-from shoal.host.facts import Core, deal_cores, usable_cores
+from shoal.host.facts import Core, cores_for_rank, usable_cores
 from shoal.host.proc import parse_cpu_list
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
 from shoal.sync.world import World
@@ -51,13 +51,13 @@ BIG_LITTLE = [Core((0,), 400), Core((1,), 400), Core((2,), 1024), Core((3,), 102
 def test_ranks_get_cores_of_their_own_fast_ones_first(
     cores: list[Core], slot: int, ranks: int, threads: int, mine: tuple[int, ...] | None
 ) -> None:
-    assert deal_cores(cores, slot, ranks, threads) == mine
+    assert cores_for_rank(cores, slot, ranks, threads) == mine
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_no_two_ranks_share_a_core(count: int, ranks: int, threads: int) -> None:
     cores = [Core((number, number + 100), number % 3) for number in range(count)]
-    dealt = [deal_cores(cores, slot, ranks, threads) for slot in range(ranks)]
+    dealt = [cores_for_rank(cores, slot, ranks, threads) for slot in range(ranks)]
     if any(each is None for each in dealt):
         assert dealt == [None] * ranks
         return

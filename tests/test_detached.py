@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.control.processes import SUPERVISOR, find, find_supervisor
+from shoal.control.processes import SUPERVISOR, find_processes, find_supervisor
 from tests.lab_checks import Traces, assert_gone, need_lab
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of
@@ -99,7 +99,7 @@ def test_a_run_whose_folder_is_removed_ends_and_says_why(
                 os.kill(pid, signal.SIGCONT)
             for each in (started, attached, followed):
                 assert (each.code(60), REMOVED in each.err) == (3, True), each.err
-        assert find(run) == []
+        assert find_processes(run) == []
 
 
 def test_a_run_without_a_folder_can_be_stopped(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_without_a_folder_can_be_stopped(tmp_path: Path) -> None:
         shutil.rmtree(run)
         stopped = shoal("stop", "--now", run)
         assert (stopped.returncode, "was removed" in stopped.stdout) == (0, True), stopped.stdout + stopped.stderr
-        assert find(run) == []
+        assert find_processes(run) == []
         again = shoal("stop", run)
         assert (again.returncode, "is not a run folder" in again.stderr) == (2, True)
 
@@ -133,7 +133,7 @@ def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path
         assert all(psutil.pid_exists(each["pid"]) for each in state["processes"])
         listing = shoal("ps", "--all").stdout
         assert any(line.split()[:4] == [str(run), "mine.py", "local:2", "running"] for line in listing.splitlines())
-        assert str(find(run)[0].pid) in listing
+        assert str(find_processes(run)[0].pid) in listing
         with front(tmp_path, "logs", "-f", run) as follower, front(tmp_path, "attach", run) as watcher:
             for each in (follower, watcher):
                 each.await_words(f"[1] err {LINES - 1}")
@@ -144,7 +144,7 @@ def test_a_script_goes_on_by_itself_and_nothing_it_prints_is_lost(tmp_path: Path
             enough.touch()
             assert follower.code() == 0
             check_whole(follower.out)
-        wait_until(lambda: not find(run), within_s=5)
+        wait_until(lambda: not find_processes(run), within_s=5)
     check_whole(shoal("logs", run).stdout)
     assert shoal("logs", run, "--rank", "1").stdout.splitlines() == lines_of(1)
     attached = shoal("attach", run)
@@ -220,7 +220,7 @@ def test_a_lost_terminal_loses_nothing(tmp_path: Path) -> None:
         with terminal("attach", run) as (process, screen):
             wait_until(lambda: "tokens/s" in screen.read(), why=screen.read)
             stopped = shoal("stop", run)
-            assert find(run) == []
+            assert find_processes(run) == []
             assert process.wait(5) == 130
             wait_until(lambda: "error: interrupted: saved what was done" in screen.read(), why=screen.read)
             assert screen.read().count("2 ranks") == 1
@@ -274,7 +274,7 @@ def test_a_killed_front_is_no_loss_and_a_stubborn_run_is_ended(tmp_path: Path) -
             watcher.await_words("[1] ready")
             stopped = shoal("stop", run, "--wait", "1", "--json")
             assert json.loads(stopped.stdout) == {"run": str(run), "outcome": "ended"}
-            assert find(run) == []
+            assert find_processes(run) == []
             assert watcher.code(within_s=2) == 130
 
 
@@ -293,7 +293,7 @@ def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) 
         assert shoal("attach", run).returncode == 3
         stopped = shoal("stop", run)
         assert (stopped.returncode, stopped.stdout) == (0, f"{run} stopped when it was asked to\n")
-        assert find(run) == []
+        assert find_processes(run) == []
     assert shoal("logs", run).stdout.count("good night\n") == 2
 
 
@@ -329,7 +329,7 @@ def test_a_stopped_run_takes_its_lab_along(tmp_path: Path) -> None:
         wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
         stopped = shoal("stop", run)
         assert "finished its step and stopped" in stopped.stdout
-        assert find(run) == []
+        assert find_processes(run) == []
         assert_gone(lab)
 
 
@@ -341,7 +341,7 @@ def test_an_interrupt_at_the_very_beginning_is_answered_in_words(tmp_path: Path)
         first.process.send_signal(signal.SIGINT)
         assert first.code() == 130
         assert first.err.endswith("error: interrupted before the ranks were started\n  next: start anew\n")
-        assert find(run) == []
+        assert find_processes(run) == []
 
 
 def test_what_keeps_a_run_from_starting_is_said_before_it_is_let_go(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_what_keeps_a_run_from_starting_is_said_before_it_is_let_go(tmp_path: Pa
     assert done.returncode == 3
     assert f"error: port {port} of 127.0.0.1 cannot be used: Address already in use" in done.stderr
     assert f"why:  process {os.getpid()} has it, for " in done.stderr
-    assert find(tmp_path / "run") == []
+    assert find_processes(tmp_path / "run") == []
 
 
 def test_a_rank_that_says_it_was_interrupted_is_believed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.sync.replicas import combined, tensor_digests
+from shoal.sync.replicas import combine_digests, tensor_digests
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
@@ -38,7 +38,7 @@ def test_one_flipped_bit_anywhere_is_seen_and_found(state: dict[str, Tensor], da
     flip(state[name], data.draw(st.integers(0, 8 * state[name].nbytes - 1)))
     after = tensor_digests(state)
     assert [each for each in state if before[each] != after[each]] == [name]
-    assert combined(before) != combined(after)
+    assert combine_digests(before) != combine_digests(after)
 
 
 @given(state=states())
@@ -46,8 +46,8 @@ def test_equal_states_have_equal_digests_in_any_order(state: dict[str, Tensor]) 
     backwards = {name: state[name].clone() for name in reversed(state)}
     assert tensor_digests(backwards) == tensor_digests(state)
     assert list(tensor_digests(backwards)) == list(backwards)
-    assert combined(tensor_digests(backwards)) == combined(tensor_digests(state))
-    assert -(2**63) <= combined(tensor_digests(state)) < 2**63
+    assert combine_digests(tensor_digests(backwards)) == combine_digests(tensor_digests(state))
+    assert -(2**63) <= combine_digests(tensor_digests(state)) < 2**63
 
 
 def test_a_name_or_a_shape_counts_too() -> None:
@@ -59,7 +59,7 @@ def test_a_name_or_a_shape_counts_too() -> None:
         {"a": tensor.view(torch.int32)},
         {},
     ]
-    assert len({combined(tensor_digests(state)) for state in others}) == len(others)
+    assert len({combine_digests(tensor_digests(state)) for state in others}) == len(others)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

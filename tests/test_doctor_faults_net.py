@@ -209,8 +209,8 @@ def test_the_command_for_those_who_may_not_look_finds_every_chain(lab: Lab, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lab_lab.stop_or_go("node2", frozen=True), "node2 is frozen"),
-        (lab_lab.kill("node2", silent=False), "is not running"),
+        (lab_lab.set_frozen("node2", frozen=True), "node2 is frozen"),
+        (lab_lab.kill_node("node2", silent=False), "is not running"),
     ],
 )
 def test_a_node_that_is_away(lab: Lab, change: lab_lab.Change, words: str) -> None:
@@ -229,12 +229,12 @@ def test_a_node_that_freezes_meanwhile(lab: Lab) -> None:
     began = time.monotonic()
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         wait_for(lambda: any("doctor.collect" in command for _, command in lab.processes("node2")))
-        lab.perform(lab_lab.stop_or_go("node2", frozen=True))
+        lab.perform(lab_lab.set_frozen("node2", frozen=True))
         try:
             printed, errors = running.communicate(timeout=60)
             took_s = time.monotonic() - began
         finally:
-            lab.perform(lab_lab.stop_or_go("node2", frozen=False))
+            lab.perform(lab_lab.set_frozen("node2", frozen=False))
     found = verdict(subprocess.CompletedProcess(words, running.returncode, printed, errors))
     assert_sick(found, ("reach.host", "node2"))
     assert "gave no answer" in found.one("reach.host", "node2")["evidence"]
@@ -328,11 +328,11 @@ def test_a_host_without_a_server(site: Site) -> None:
 @pytest.mark.long
 def test_a_host_that_sleeps(site: Site) -> None:
     hosts = site.host("node1"), site.host("node2")
-    site.lab.perform(lab_lab.stop_or_go("node2", frozen=True))
+    site.lab.perform(lab_lab.set_frozen("node2", frozen=True))
     began = time.monotonic()
     try:
         found = over_ssh(site, *hosts)
     finally:
-        site.lab.perform(lab_lab.stop_or_go("node2", frozen=False))
+        site.lab.perform(lab_lab.set_frozen("node2", frozen=False))
     assert_sick(found, ("reach.host", "node2"))
     assert time.monotonic() - began < 30, "the stated seconds, and what a start takes"

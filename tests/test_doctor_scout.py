@@ -114,9 +114,9 @@ def test_a_free_port_has_no_holder() -> None:
 def test_a_child_is_no_orphan() -> None:
     with child() as (pid, _):
         assert not proc.is_orphan(pid)
-        assert proc.describe(pid)["command"].startswith(f"{sys.executable} -c ")
+        assert proc.describe_process(pid)["command"].startswith(f"{sys.executable} -c ")
     with pytest.raises(ProcessLookupError):
-        proc.describe(pid)
+        proc.describe_process(pid)
 
 
 def test_our_own_variables_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +136,10 @@ def test_what_a_lid_does() -> None:
 
 
 def test_small_files_that_may_be_missing(tmp_path: Path) -> None:
-    assert proc.read(tmp_path / "none") == ""
+    assert proc.read_text(tmp_path / "none") == ""
     assert proc.read_number(tmp_path / "none") is None
     (tmp_path / "cpus").write_text("0-2,5\n")
-    assert proc.read_list(tmp_path / "cpus") == {0, 1, 2, 5}
+    assert proc.read_cpu_list(tmp_path / "cpus") == {0, 1, 2, 5}
     (tmp_path / "limit").write_text("max\n")
     assert proc.read_number(tmp_path / "limit") is None
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.sync.interruptible import close_listeners
-from shoal.sync.process_groups import GroupForming, form_main_group, unform
+from shoal.sync.process_groups import GroupForming, drop_groups, form_main_group
 from shoal.sync.world import World
 from tests.harness import run_ranks
 from tests.sockets_of import listening, open_files
@@ -54,7 +54,7 @@ def test_a_later_group_forms_all_the_same(tmp_path: Path) -> None:
 
 def strangers_at_the_ports_of_a_group_of_one(world: World, _: None) -> int:
     """Files that are open since strangers connected to the ports of that group; -1 where it has none."""
-    unform()
+    drop_groups()
     earlier = listening(os.getpid())
     store = dist.PrefixStore("alone", world.store)
     form_main_group(GroupForming(store=store, rank=0, size=1, key=b"", label="alone", connect_s=10.0), timeout_s=10.0)

@@ -14,8 +14,8 @@ from shoal.cluster.agent_link import AgentLink, PipeLink
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Node, Rendezvous
 from shoal.config.schema import MembersConfig
-from shoal.control.orders import membership
-from shoal.control.processes import find
+from shoal.control.orders import make_membership_order
+from shoal.control.processes import find_processes
 from shoal.events import EventLog, read_events
 from shoal.launch.failure import ProcessEnd, diagnose, drop_survived
 from shoal.launch.launcher import Launch
@@ -52,7 +52,10 @@ class RunningLaunch:
     def _work(self) -> None:
         with self.world:
             self.world.launch(
-                self._plan, config="c", data="d", members=lambda ranks, above: membership(MembersConfig(), above, 16)
+                self._plan,
+                config="c",
+                data="d",
+                members=lambda ranks, above: make_membership_order(MembersConfig(), above, 16),
             )
             self.world.wait()
 
@@ -85,7 +88,7 @@ class RunningLaunch:
     def end(self) -> list[ProcessEnd]:
         self._thread.join(60)
         assert not self._thread.is_alive(), self.notes()
-        assert find(self.run.path) == []
+        assert find_processes(self.run.path) == []
         return self.world.ends
 
 
@@ -105,7 +108,7 @@ def test_a_lost_agent_is_no_failure_when_the_others_finish(tmp_path: Path) -> No
 def test_a_killed_rank_that_was_started_again_is_history(tmp_path: Path) -> None:
     launch = RunningLaunch(tmp_path / "run", steps=1000)
     launch.await_commits(0)
-    os.kill(next(found.pid for found in find(launch.run.path) if found.part == "rank-0"), signal.SIGKILL)
+    os.kill(next(found.pid for found in find_processes(launch.run.path) if found.part == "rank-0"), signal.SIGKILL)
     assert {ending.name: ending.code for ending in launch.end()} == {"rank-0": 0, "rank-1": 0}
     told = launch.notes()
     assert len(told) == len(set(told)) >= 2, "each sentence once, although two agents say it"

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from shoal.tools.doctor import checks
-from shoal.tools.doctor.checks import CHECK_IDS_CHECKS
+from shoal.tools.doctor.checks import CHECK_MEANINGS
 from shoal.tools.explain.explain import (
     Findings,
     explain,
@@ -88,7 +88,7 @@ def test_every_pattern_was_provoked_and_every_log_has_one() -> None:
 
 def test_patterns_name_what_there_is() -> None:
     for pattern in PATTERNS:
-        assert pattern.check in ("", *CHECK_IDS_CHECKS), pattern.id
+        assert pattern.check in ("", *CHECK_MEANINGS), pattern.id
         assert set(pattern.covers) | set(pattern.only_with) <= BY_ID.keys(), pattern.id
         said = fill_in(pattern.cause + pattern.fix, {})
         assert "GLOO_PORT_RANGE" not in said or "does not exist" in said
@@ -98,11 +98,11 @@ def test_the_list_of_checks_is_what_doctor_can_find() -> None:
     """By reading the checks: nothing else in them is written like an id."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(checks.__file__).parent.glob("*.py")]
     words = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    assert {word for word in words if re.fullmatch(r"[a-z]+\.[a-z-]+", str(word))} == CHECK_IDS_CHECKS.keys()
+    assert {word for word in words if re.fullmatch(r"[a-z]+\.[a-z-]+", str(word))} == CHECK_MEANINGS.keys()
     table = Path(__file__).parent.parent / "docs" / "doctor.md"
     assert {
-        name for name in CHECK_IDS_CHECKS if f"| `{name}` | {CHECK_IDS_CHECKS[name]} |" in table.read_text()
-    } == CHECK_IDS_CHECKS.keys()
+        name for name in CHECK_MEANINGS if f"| `{name}` | {CHECK_MEANINGS[name]} |" in table.read_text()
+    } == CHECK_MEANINGS.keys()
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, "prose"])

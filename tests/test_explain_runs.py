@@ -14,7 +14,7 @@ from shoal.errors import RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.failure import diagnose
 from shoal.run_folder import RunFolder
-from shoal.tools.explain.explain import Findings, explain_run, put_into_words
+from shoal.tools.explain.explain import Findings, add_explanation, explain_run
 from tests.failures.bench import HERE, WRONG
 from tests.programs import shoal, shoal_command
 from tests.test_failing_ranks import ending, fault
@@ -27,7 +27,7 @@ def stored(name: str) -> str:
 def in_words(*names: str, why: str = "", fix: str = "") -> RunFailed:
     error = RunFailed("rank 1 on here ended with exit code 1", why=why, fix=fix)
     error.logs = tuple(stored(name) for name in names)
-    put_into_words(error)
+    add_explanation(error)
     return error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.control.processes import AGENT, find
+from shoal.control.processes import AGENT, find_processes
 from shoal.launch.failure import ProcessEnd, diagnose
 from shoal.runs.manage import end_processes
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
@@ -112,7 +112,7 @@ class Training:
         return ranks
 
     def _started(self) -> list[int]:
-        return [found.pid for found in find(self.out) if found.part.startswith("rank-")]
+        return [found.pid for found in find_processes(self.out) if found.part.startswith("rank-")]
 
     def pids(self) -> list[int]:
         """The ranks, once all of them train."""
@@ -144,7 +144,7 @@ def training(out: Path, *words: str) -> Iterator[Training]:
         if started.process.poll() is None:
             started.process.kill()
             started.process.wait()
-        end_processes(find(out))
+        end_processes(find_processes(out))
 
 
 def wait_gone(pids: list[int], within_s: float) -> None:
@@ -224,7 +224,7 @@ def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
     """Ranks need seconds to import torch, and could then find themselves alone without ever having had a parent."""
     with training(tmp_path / "run", *LONG) as run:
         ranks = run.starting()
-        agent = next(found for found in find(run.out) if found.part == AGENT)
+        agent = next(found for found in find_processes(run.out) if found.part == AGENT)
         os.kill(agent.pid, signal.SIGKILL)
         assert run.end(within_s=5) == 3
         wait_gone(ranks, within_s=0.5)
@@ -236,7 +236,7 @@ def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
 def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: Path) -> None:
     with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
         run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
-        end_processes(find(run.out))
+        end_processes(find_processes(run.out))
         assert run.end(within_s=5) == 3
     newest = max(int(path.name[5:13]) for path in (run.out / "checkpoints").glob("step-*"))
     assert max(commit["step"] for commit in read_jsonl(run.out / "commits.jsonl")) >= newest

@@ -14,8 +14,8 @@ from shoal.control.membership.types import Ballot, Lineage, State
 from shoal.control.rank_messages import EnterGeneration
 from shoal.sync import process_groups
 from shoal.sync.interruptible import GroupInterrupt
-from shoal.sync.process_groups import GroupForming, unform
-from shoal.sync.world import RankIdentity, World, barrier, form, form_group, is_lost_peer
+from shoal.sync.process_groups import GroupForming, drop_groups
+from shoal.sync.world import RankIdentity, World, barrier, form_group, form_world, is_lost_peer
 from tests.harness import run_ranks
 
 
@@ -51,13 +51,13 @@ def one_tries_alone(world: World) -> int:
     """Rank 0 gets as far as gloo with nobody there; then both come."""
     store, place = world.store, RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt())
     barrier(world)
-    unform()
+    drop_groups()
     if world.rank == 0:
         alone = dist.PrefixStore("nobody", store)
         with hasty(), pytest.raises(RuntimeError):
             form_group(GroupForming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
-        unform()
-    again = form(order(world), store, place, meet_s=20, timeout_s=10)
+        drop_groups()
+    again = form_world(order(world), store, place, meet_s=20, timeout_s=10)
     numbers = torch.tensor([again.rank + 1])
     dist.all_reduce(numbers, group=again.group)
     return int(numbers[0])

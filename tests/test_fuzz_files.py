@@ -25,7 +25,7 @@ from shoal.cluster.node import Node
 from shoal.cluster.target import parse_on
 from shoal.config.load import build_config, load_config, read_profile, to_toml
 from shoal.control.membership.vote_store import VoteFile
-from shoal.data.prepare import DataFacts, read_facts
+from shoal.data.prepare import DataFacts, read_data_facts
 from shoal.data.sampling import TokenHeader, _pack, open_tokens
 from shoal.data.tokenizer import load_tokenizer
 from shoal.errors import ShoalError
@@ -35,7 +35,7 @@ from shoal.launch.launcher import AgentHandle, Launch, _faults
 from shoal.launch.plan import RankCommand
 from shoal.run_folder import RunFolder
 from shoal.runs.follow import RunEvents, SupervisorLog
-from shoal.runs.manage import describe, opening
+from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import read_job
 from shoal.tools.bench.levers import parse_lever
 from shoal.tools.explain.explain import explain_text
@@ -122,7 +122,7 @@ def watch_all(content: bytes, folder: Path) -> None:
     for path in (run.events(0), run.journal("node1"), run.supervisor):
         path.write_bytes(content)
     display([*keeping.poll(), *news.poll()])
-    display(opening(run))
+    display(read_opening(run))
     with contextlib.suppress(ShoalError):
         keeping.raise_error()
     with contextlib.closing(world.log), contextlib.suppress(ShoalError):
@@ -251,7 +251,7 @@ READERS = {
         | around(asdict(TOKEN_HEADER)).map(lambda text: TOKENS[:12] + len(text).to_bytes(4, "little") + text),
         file_of("a.tokens", open_tokens),
     ),
-    "facts": Reader(around(asdict(DataFacts("a", "b", "c", "d"))), run_file("data.json", read_facts)),
+    "facts": Reader(around(asdict(DataFacts("a", "b", "c", "d"))), run_file("data.json", read_data_facts)),
     "promises": Reader(around({}), file_of("promises.json", lambda path: VoteFile(path).load())),
     "run manifest": Reader(around({"shoal_manifest": 1}), run_file("manifest.json", read_manifest)),
     "prediction": Reader(around({"step_s": 1.0}), run_file("prediction.json", read_prediction)),

@@ -16,16 +16,25 @@ from shoal.agent.kv_store import KvStore
 from shoal.cluster.agent_link import FileReceiver
 from shoal.cluster.join import Invitation, make_code, parse_invitation
 from shoal.control.channel import Channel, accept, unseal
-from shoal.control.handshake import Hello, introduce, refusal, remark
+from shoal.control.handshake import Hello, describe_cpu_difference, find_mismatch, make_hello
 from shoal.control.membership.messages import Heartbeat, Promise, decode, encode
 from shoal.control.membership.types import Ballot, State
-from shoal.control.orders import GoOrder, MeetOrder, RosterEntry, StartProcess, read_go, read_meet, read_wish, to_line
+from shoal.control.orders import (
+    GoOrder,
+    MeetOrder,
+    RosterEntry,
+    StartProcess,
+    read_go,
+    read_meet,
+    read_request_line,
+    to_line,
+)
 from shoal.control.rank_messages import LeaveGeneration, RankReady, read_to_agent, read_to_rank
 from shoal.errors import ShoalError
 from tests.fuzzing import JSON, MANY, NOISE, ODD_TEXTS, QUICK, TEXT, Reader, around, bent, torn
 
 TOKEN = "t" * 64
-ME = introduce(0, "node1", "m", "c", "d")
+ME = make_hello(0, "node1", "m", "c", "d")
 MEET = MeetOrder("/run", "node1", 0, "127.0.0.1", "lo", TOKEN, "this", 1.0, "c", "d")
 GO = GoOrder((RosterEntry("node1", "127.0.0.1", 9, "m"),), (StartProcess("rank-0", (0,), ("true",), {"A": "b"}),))
 BEAT = Heartbeat(
@@ -78,8 +87,8 @@ def receive(data: bytes, _: Path) -> None:
 
 def meet_hello(said: Any, _: Path) -> None:
     theirs = Hello.from_dict(said)
-    refusal(ME, theirs)
-    remark(ME, theirs)
+    find_mismatch(ME, theirs)
+    describe_cpu_difference(ME, theirs)
     assert type(theirs.member) is int
 
 
@@ -150,7 +159,7 @@ READERS = {
     "store": Reader(bent(REQUEST) | st.dictionaries(st.text(), JSON), ask_store),
     "meet": Reader(around(json.loads(to_line(MEET))), lambda line, _: read_meet(line)),
     "go": Reader(around(json.loads(to_line(GO))), lambda line, _: read_go(line)),
-    "wish": Reader(around({"wish": "stop"}), lambda line, _: read_wish(line)),
+    "wish": Reader(around({"wish": "stop"}), lambda line, _: read_request_line(line)),
     "invitation": Reader(
         TEXT | torn(INVITATION.encode()).map(lambda text: text.decode(errors="replace")),
         lambda text, _: parse_invitation(text),

@@ -20,7 +20,7 @@ from shoal.cost.buckets import gradients as cost_gradients
 from shoal.model.gpt import GPT
 from shoal.sync.compression.base import Bucket, NoState
 from shoal.sync.gradients import HookedDDP, make_gradient_sync
-from shoal.sync.replicas import all_agree, copy_from, tell_all
+from shoal.sync.replicas import broadcast_integers, broadcast_tensors, have_equal_digests
 from shoal.sync.step_stats import CommTimes, StepGather, sum_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.checkpoint import digest, weights
@@ -247,10 +247,10 @@ def test_ranks_share_loss_waiting_and_the_wish_to_stop(where: str, tmp_path: Pat
 def make_unequal_then_equal(world: World) -> tuple[bool, bool, list[int], list[float]]:
     torch.manual_seed(world.rank)
     model = GPT(SHAPE)
-    before = all_agree(world, digest(weights(model)))
-    copy_from(world, 0, weights(model).values())
-    after = all_agree(world, digest(weights(model)))
-    return before, after, tell_all(world, 1, [world.rank, 7]), sum_over_world(world, [1.5, world.rank])
+    before = have_equal_digests(world, digest(weights(model)))
+    broadcast_tensors(world, 0, weights(model).values())
+    after = have_equal_digests(world, digest(weights(model)))
+    return before, after, broadcast_integers(world, 1, [world.rank, 7]), sum_over_world(world, [1.5, world.rank])
 
 
 def test_replicas_are_compared_and_copied(tmp_path: Path) -> None:

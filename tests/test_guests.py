@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shoal.agent.agent import read_orders, save_orders
-from shoal.agent.invite import ID, WHO, InviteReply, InviteServer, ask
+from shoal.agent.invite import ID, WHO, InviteReply, InviteServer, ask_agent
 from shoal.agent.mesh import AgentAddresses
 from shoal.cluster.hosts.messenger import FileSender
 from shoal.control.channel import make_token
@@ -118,8 +118,8 @@ def test_ids_are_never_given_twice(tmp_path: Path) -> None:
         team.go()
         team.await_commits(0)
         doors = [agent.run.door(agent.node) for agent in members]
-        given = [ask(door, ID).member for door in doors for _ in range(2)]
-        who = ask(doors[0], WHO)
+        given = [ask_agent(door, ID).member for door in doors for _ in range(2)]
+        who = ask_agent(doors[0], WHO)
         assert who.member is None
         assert {place.node for place in who.places.values()} == {"node1", "node2"}
         members[1].process.kill()
@@ -132,7 +132,7 @@ def test_ids_are_never_given_twice(tmp_path: Path) -> None:
 
 def answered(door: Path) -> int | None:
     with contextlib.suppress(OSError, UsageError):
-        return ask(door, ID).member
+        return ask_agent(door, ID).member
     return None
 
 
@@ -143,7 +143,7 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         team = Team(members, (1, 1))
         team.go(rules=MembershipSettings(max_nodes=2))
         team.await_commits(0)
-        assert ask(members[0].run.door("node1"), WHO).full
+        assert ask_agent(members[0].run.door("node1"), WHO).full
         rank = team.let_come(guest, members[0])
         team.await_notes(rank, "here")
         team.await_commits(0, more=200)
@@ -229,7 +229,7 @@ def asked(path: Path, host: Host, question: str) -> InviteReply:
         server = InviteServer(path, host, AgentAddresses())
         await server.open()
         try:
-            return await asyncio.to_thread(ask, path, question)
+            return await asyncio.to_thread(ask_agent, path, question)
         finally:
             server.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.cluster.lab.lab import Lab
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
 from tests.lab_checks import standing_lab
 from tests.programs import TINY, read_jsonl, set_flags, shoal, shoal_command
@@ -62,7 +62,7 @@ def typing(lab: Lab, folder: Path, *runs: Path) -> Iterator[Any]:
     try:
         yield type_at
     finally:
-        end_processes([found for run in runs for found in find(run)])
+        end_processes([found for run in runs for found in find_processes(run)])
         for each in typed:
             each.process.kill()
             each.process.wait()

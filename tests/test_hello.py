@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.control.channel import PROTOCOL, make_token
-from shoal.control.handshake import Hello, introduce, refusal, remark
+from shoal.control.handshake import Hello, describe_cpu_difference, find_mismatch, make_hello
 from shoal.errors import ControlError, UsageError
 from shoal.host.facts import interface_for, interface_of
 
@@ -36,8 +36,8 @@ CELLAR = replace(ATTIC, member=1, node="cellar", mark="n" * 32)
 
 
 def test_equal_machines_train_together() -> None:
-    assert refusal(ATTIC, CELLAR) is None
-    assert remark(ATTIC, CELLAR) == ""
+    assert find_mismatch(ATTIC, CELLAR) is None
+    assert describe_cpu_difference(ATTIC, CELLAR) == ""
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_differs_is_named_on_both_sides(field: str, value: Any, mine: str, 
     """From either side, so that it does not matter which machine's message a person reads."""
     stranger = replace(CELLAR, **{field: value})
     for ours, theirs in ((ATTIC, stranger), (stranger, ATTIC)):
-        error = refusal(ours, theirs)
+        error = find_mismatch(ours, theirs)
         assert error is not None
         assert error.seen.startswith(f"{ours.node} and {theirs.node} cannot train together: {mine.rpartition(' ')[0]}")
         assert f" {mine.rpartition(' ')[2]} on attic" in error.seen
@@ -69,12 +69,14 @@ def test_what_differs_is_named_on_both_sides(field: str, value: Any, mine: str, 
 
 def test_another_processor_is_only_remarked() -> None:
     slower = replace(CELLAR, cpu="a slow one")
-    assert refusal(ATTIC, slower) is None
-    assert remark(ATTIC, slower) == ("attic has a quick one, cellar has a slow one: they compute at different speeds")
+    assert find_mismatch(ATTIC, slower) is None
+    assert describe_cpu_difference(ATTIC, slower) == (
+        "attic has a quick one, cellar has a slow one: they compute at different speeds"
+    )
 
 
 def test_a_machine_introduces_itself_and_is_understood() -> None:
-    me = introduce(1, "here", "m", "c", "d")
+    me = make_hello(1, "here", "m", "c", "d")
     assert Hello.from_dict(me.as_dict()) == me
     assert me.protocol == PROTOCOL
     assert me.torch.split(".")[0].isdigit()

@@ -118,7 +118,7 @@ def test_links_within_stay_links_and_others_are_left_out(project: Path, tmp_path
         assert not {"outside", "outside.txt", "chain.txt"} & pieces.keys()
         assert b"from afar" not in b"".join(stream({}, bundle.pieces))
         assert {"outside.txt", "chain.txt"} <= set(bundle.left_out)
-        assert "outside.txt" in copy.say_left_out(bundle)
+        assert "outside.txt" in copy.describe_left_out(bundle)
     with pytest.raises(UsageError, match="leads outside"):
         make_piece(project / "outside.txt", "outside.txt", project)
 

@@ -349,7 +349,7 @@ def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
     """Before it answers, and in the middle of something: noticed by ssh, long before any deadline of ours."""
     mark = site.folder / "begun"
     words = [sys.executable, "-c", _SLEEP, str(site.hosts_file(site.host("node2"))), str(mark)]
-    freeze = lab_lab.stop_or_go("node2", frozen=True)
+    freeze = lab_lab.set_frozen("node2", frozen=True)
     if not begun:
         site.lab.perform(freeze)
     with subprocess.Popen(site.lab.command("switch", words), stderr=subprocess.PIPE, text=True) as process:
@@ -360,5 +360,5 @@ def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
         try:
             said = error_in(process.communicate(timeout=40)[1])
         finally:
-            site.lab.perform(lab_lab.stop_or_go("node2", frozen=False))
+            site.lab.perform(lab_lab.set_frozen("node2", frozen=False))
     assert ("the connection to node2 was lost" if begun else "node2 did not answer within 10 s") in said

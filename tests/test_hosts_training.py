@@ -21,7 +21,7 @@ import pytest
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Lab
 from shoal.config.load import load_config
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
 from tests.lab_checks import standing_lab
 from tests.needs import need_tool
@@ -51,7 +51,7 @@ def hosts(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "hosts.toml"
     file.write_text(f'ssh_config = "{lab.folder}/ssh/config"\n' + "".join(tables))
     yield file
-    end_processes([found for found in find() if found.run.is_relative_to(tmp_path)])
+    end_processes([found for found in find_processes() if found.run.is_relative_to(tmp_path)])
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def ended(process: subprocess.Popen[str], run: Path) -> Iterator[subprocess.Pope
     try:
         yield process
     finally:
-        end_processes(find(run))
+        end_processes(find_processes(run))
         process.communicate(timeout=20)
 
 
@@ -136,13 +136,13 @@ def test_a_lost_connection_ends_nothing_and_a_stop_ends_all(lab: Lab, hosts: Pat
     }
     stopped = done(lab, "stop", run)
     assert "finished its step and stopped" in stopped.stdout, stopped.stderr
-    assert not [found for found in find() if found.run.is_relative_to(tmp_path)]
+    assert not [found for found in find_processes() if found.run.is_relative_to(tmp_path)]
     assert list((run / "checkpoints").iterdir()), "the last checkpoint came home"
 
 
 def connection_to(node: str, run: Path) -> int:
     """The SSH client of this run's launcher: another run may have hosts of the same names."""
-    for found in find(run):
+    for found in find_processes(run):
         for process in psutil.Process(found.pid).children():
             words = process.cmdline()
             if words[:1] == ["ssh"] and words[-3:] == [node, "sh", "-s"]:
@@ -156,14 +156,14 @@ def test_a_host_that_is_lost_ends_the_run_within_seconds(lab: Lab, hosts: Path, 
     words = at(lab, "switch", "train", "--on", hosts, "--out", run, *LONG, *set_flags(*TINY, "members.on_loss=end"))
     with ended(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), run) as training:
         wait_until(lambda: (run / "events/rank-1.jsonl").exists() and steps_of(run, 1))
-        lab.perform(lab_lab.kill("node2", silent=False))
+        lab.perform(lab_lab.kill_node("node2", silent=False))
         try:
             _, stderr = training.communicate(timeout=15)
         finally:
-            lab.perform(lab_lab.restart("node2"))
+            lab.perform(lab_lab.restart_node("node2"))
     assert training.returncode == 3
     assert "error: node2 is gone, and rank 1 with it" in stderr
-    assert not [found for found in find() if found.run.is_relative_to(tmp_path)]
+    assert not [found for found in find_processes() if found.run.is_relative_to(tmp_path)]
 
 
 @pytest.mark.long
@@ -174,7 +174,7 @@ def test_a_host_that_was_killed_comes_back_by_the_command_that_lies_there(
     run, disk = tmp_path / "run", tmp_path / "disk2"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
     wait_until(lambda: (run / "events/rank-1.jsonl").exists() and len(steps_of(run, 1)) > 2)
-    end_processes([found for found in find() if found.run.is_relative_to(disk)])
+    end_processes([found for found in find_processes() if found.run.is_relative_to(disk)])
     wait_until(lambda: len(members_of(run)) == 1)
     [theirs] = disk.glob("runs/run-*")
     words = lab.command("node2", [str(disk / "bin/shoal"), "join", str(theirs)])
@@ -195,11 +195,13 @@ def members_of(run: Path) -> list[int]:
 def test_stop_reaches_hosts_when_nobody_keeps_the_run(lab: Lab, hosts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert done(lab, "train", "--on", hosts, "--out", run, "--detach", *LONG, *set_flags(*TINY)).returncode == 0
-    end_processes([found for found in find(run) if found.part == "supervisor"])
-    wait_until(lambda: "messenger" not in [found.part for found in find() if found.run.is_relative_to(tmp_path)])
+    end_processes([found for found in find_processes(run) if found.part == "supervisor"])
+    wait_until(
+        lambda: "messenger" not in [found.part for found in find_processes() if found.run.is_relative_to(tmp_path)]
+    )
     stopped = done(lab, "stop", run)
     assert stopped.returncode == 0, stopped.stderr
-    assert not [found for found in find() if found.run.is_relative_to(tmp_path)]
+    assert not [found for found in find_processes() if found.run.is_relative_to(tmp_path)]
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from shoal.host.facts import boot_clock
 from shoal.run_folder import RunFolder
 from shoal.sync import replicas
 from shoal.sync.membership_client import AgentConnection, MembershipClient
-from shoal.sync.process_groups import unform
-from shoal.sync.replicas import combined, tensor_digests
-from shoal.sync.world import RankIdentity, World, nowhere
+from shoal.sync.process_groups import drop_groups
+from shoal.sync.replicas import combine_digests, tensor_digests
+from shoal.sync.world import RankIdentity, World, unjoined_world
 from shoal.tools.report.commit_log import check_ledger
 from shoal.train import worker
 from shoal.train.auto_sync import SyncChooser
@@ -152,9 +152,9 @@ def standing(membership: GenerationChanger) -> dict[str, Any]:
     return {
         "held": position is not None and position.step,
         "has_state": membership.has_state,
-        "weights": combined(tensor_digests(weights(trainer.model))),
-        "lasting": combined(tensor_digests(membership._outer_momentum)),
-        "moments": combined(tensor_digests(moments(trainer.model, trainer.optimizer))),
+        "weights": combine_digests(tensor_digests(weights(trainer.model))),
+        "lasting": combine_digests(tensor_digests(membership._outer_momentum)),
+        "moments": combine_digests(tensor_digests(moments(trainer.model, trainer.optimizer))),
         "counted": sorted({float(state["step"]) for state in trainer.optimizer.state.values()}),
         "progress": (trainer.progress.step, trainer.progress.cursor, membership._state_step),
         "history": trainer.history,
@@ -168,12 +168,12 @@ def standing(membership: GenerationChanger) -> dict[str, Any]:
 def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     """One rank's life: it trains, then regroups until it is its turn to die or it is one of the last two."""
     me, size = world.rank, world.size
-    unform()
+    drop_groups()
     replicas._CHUNK_BYTES = PIECE_BYTES
     run = RunFolder(folder)
     config = load_config(run.config)
     agent = Agent(folder)
-    here = nowhere(Placement(me, size, me, size, launcher="shoal"), world.device)
+    here = unjoined_world(Placement(me, size, me, size, launcher="shoal"), world.device)
     recorder = Recorder(run, here, agent.member)
     trainer = make_trainer(config, run, here, recorder, StopRequest(), agent.member.fence)
     store = dist.FileStore(str(folder / "keys"), size)
@@ -212,7 +212,7 @@ def live(world: World, folder: Path, deaths: list[int]) -> dict[str, Any]:
     trainer.settle()
     recorder.commit(trainer.outer.common_step(trainer.progress.step))
     with trainer.outer.common():
-        ended = combined(tensor_digests(weights(trainer.model)))
+        ended = combine_digests(tensor_digests(weights(trainer.model)))
     return {"seen": seen, "ended": ended, "step": trainer.progress.step}
 
 
@@ -262,7 +262,7 @@ def named(prefix: str, value: int) -> dict[str, torch.Tensor]:
 
 
 def digest_of(replica: Replica) -> int:
-    return combined(tensor_digests({**replica.weights, **replica.moments}))
+    return combine_digests(tensor_digests({**replica.weights, **replica.moments}))
 
 
 @pytest.mark.parametrize("has_memory", [True, False])

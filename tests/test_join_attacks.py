@@ -25,7 +25,7 @@ from shoal.cluster.hosts.messenger import FileSender
 from shoal.cluster.join import JoinedLink, JoinServer
 from shoal.cluster.node import RunFiles
 from shoal.config.load import build_config, merge, parse_set
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.data.prepare import create_run
 from shoal.data.sampling import open_tokens, write_tokens
 from shoal.errors import ControlError, UsageError
@@ -84,7 +84,7 @@ def attack(machine: Machine, host: LyingHost) -> subprocess.CompletedProcess[str
         try:
             out, err = process.communicate(timeout=60)
         finally:
-            end_processes([found for found in find() if found.run.is_relative_to(machine.folder)])
+            end_processes([found for found in find_processes() if found.run.is_relative_to(machine.folder)])
     assert machine.outside() == before, "something was written outside the run folder"
     assert not host.heard(KEY), "the host got the key"
     assert "Traceback" not in err
@@ -688,7 +688,7 @@ def typed(way: str, port: int, machine: Machine) -> Iterator[subprocess.Popen[by
         process.kill()
         process.wait(20)
         os.close(ours)
-        end_processes([found for found in find() if found.run.is_relative_to(machine.folder)])
+        end_processes([found for found in find_processes() if found.run.is_relative_to(machine.folder)])
 
 
 @pytest.mark.long
@@ -714,7 +714,7 @@ def test_no_process_of_the_run_inherits_the_code(tmp_path: Path, training: RunFo
     with LyingHost(training, {}, hold_s=1.0) as host, typed("environment", host.port, machine) as process:
         wait_until(host.greeted.is_set, 60)
         root = Looker(0)
-        agents = wait_until(lambda: [found for found in find(machine.out) if found.part == "agent"], 60)
+        agents = wait_until(lambda: [found for found in find_processes(machine.out) if found.part == "agent"], 60)
         variables = (
             Path(f"/proc/{agents[0].pid}/environ").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
         )
@@ -788,7 +788,7 @@ def test_the_owner_is_asked_at_the_terminal_of_shoal_host(tmp_path: Path) -> Non
         assert (run / "supervisor.jsonl").stat().st_mode & 0o777 == 0o600
     finally:
         process.send_signal(signal.SIGINT)
-        end_processes(find(run))
+        end_processes(find_processes(run))
         process.kill()
         process.wait(20)
         os.close(ours)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shoal.agent.unjoined_ranks import JoinWatch, Socket, is_at, lonely, observe, read_table, who_is_alone
+from shoal.agent.unjoined_ranks import JoinWatch, Socket, is_at, no_rank_joined, observe, read_table, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
@@ -106,8 +106,10 @@ def test_who_is_alone(met: dict[int, bool | None], world_size: int, alone: list[
 
 
 def test_the_warning_names_ranks_and_place() -> None:
-    assert lonely([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
-    assert lonely([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
+    assert (
+        no_rank_joined([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
+    )
+    assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
 
 
 class Silent(AgentLink):

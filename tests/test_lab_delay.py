@@ -11,8 +11,8 @@ import pytest
 
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab import state
-from shoal.cluster.lab.kernel import Features, observe
-from shoal.cluster.lab.lab import Lab, kill, restart, set_link
+from shoal.cluster.lab.kernel import Features, find_features
+from shoal.cluster.lab.lab import Lab, kill_node, restart_node, set_link
 from shoal.cluster.lab.processes import first_process
 from shoal.cluster.lab.spec import make_spec
 from shoal.errors import LabError
@@ -23,7 +23,7 @@ from tests.needs import need_tool
 @pytest.fixture
 def no_netem(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
-    without = replace(observe(), netem=False, delay_line=True)
+    without = replace(find_features(), netem=False, delay_line=True)
     monkeypatch.setattr(lab_lab, "observe", lambda: without)
 
 
@@ -52,8 +52,8 @@ def test_a_delay_is_felt_changed_removed_and_kept_over_a_restart(lab: Lab) -> No
     assert shortest_ms(lab) < 8
     assert first_process(lab.folder, "node2-delay") is None
     lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.02})))
-    lab.perform(kill("node2", silent=True))
-    lab.perform(restart("node2"))
+    lab.perform(kill_node("node2", silent=True))
+    lab.perform(restart_node("node2"))
     assert 20 <= shortest_ms(lab) < 35
 
 
@@ -80,10 +80,10 @@ def test_a_delayed_link_carries_large_frames_and_what_is_sent_arrives_whole(lab:
 
 def test_a_lab_of_a_run_is_built_as_asked_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
-    poor: Features = replace(observe(), netem=False, delay_line=False)
+    poor: Features = replace(find_features(), netem=False, delay_line=False)
     monkeypatch.setattr(lab_lab, "observe", lambda: poor)
     spec = make_spec(2, name=new_name(), delay="5ms")
     with pytest.raises(LabError, match="cannot build that lab: no delay") as refused:
-        lab_lab.up(spec, owner=os.getpid())
+        lab_lab.build_lab(spec, owner=os.getpid())
     assert "--on" in refused.value.render()
     assert not state.lab_folder(spec.name).exists()

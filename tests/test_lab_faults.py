@@ -98,14 +98,14 @@ def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Pat
 def check_freezing(lab: Lab, log: Path, node: str) -> None:
     process = lab.start(node, [sys.executable, "-c", _COUNT], {}, log)
     wait_for(lambda: log.stat().st_size > 5)
-    lab.perform(lab_lab.stop_or_go(node, frozen=True))
+    lab.perform(lab_lab.set_frozen(node, frozen=True))
     time.sleep(0.1)
     stood_at = log.stat().st_size
     time.sleep(0.3)
     assert log.stat().st_size == stood_at
     with pytest.raises(UsageError, match="frozen"):
         lab.command(node, ["true"])
-    lab.perform(lab_lab.stop_or_go(node, frozen=False))
+    lab.perform(lab_lab.set_frozen(node, frozen=False))
     wait_for(lambda: log.stat().st_size > stood_at + 5)
     process.kill()
     process.wait(5)
@@ -122,7 +122,7 @@ def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with standing_lab(1) as lab:
         assert lab.state.groups == groups
         check_freezing(lab, tmp_path / "count", "node1")
-        lab.perform(lab_lab.stop_or_go("node1", frozen=True))
+        lab.perform(lab_lab.set_frozen("node1", frozen=True))
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -131,14 +131,14 @@ def test_a_killed_node_is_gone_and_comes_back_as_it_was(lab: Lab, tmp_path: Path
     process = lab.start("node2", ["sleep", "60"], {}, tmp_path / "log")
     wait_for(lambda: any("sleep" in command for _, command in lab.processes("node2")))
     if frozen:
-        lab.perform(lab_lab.stop_or_go("node2", frozen=True))
-    lab.perform(lab_lab.kill("node2", silent))
+        lab.perform(lab_lab.set_frozen("node2", frozen=True))
+    lab.perform(lab_lab.kill_node("node2", silent))
     assert process.wait(5) != 0
     assert not lab.is_alive("node2")
     assert not hears(lab, "node1", "node2")
     with pytest.raises(UsageError, match="not running"):
-        lab.perform(lab_lab.kill("node2", silent))
-    lab.perform(lab_lab.restart("node2"))
+        lab.perform(lab_lab.kill_node("node2", silent))
+    lab.perform(lab_lab.restart_node("node2"))
     assert hears(lab, "node1", "node2")
     assert "tbf" in said(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
 
@@ -163,9 +163,9 @@ def end_seen(lab: Lab, silent: bool) -> bool:
         with subprocess.Popen(next(commands), stdout=subprocess.PIPE, text=True) as watcher:
             assert watcher.stdout is not None
             watcher.stdout.readline()
-            lab.perform(lab_lab.kill("node2", silent))
+            lab.perform(lab_lab.kill_node("node2", silent))
             seen = watcher.stdout.readline().strip()
-    lab.perform(lab_lab.restart("node2"))
+    lab.perform(lab_lab.restart_node("node2"))
     return seen == "end"
 
 

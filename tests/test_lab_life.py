@@ -16,7 +16,7 @@ from shoal.cli import lab as lab_cli
 from shoal.cluster.lab import lab as lab_module
 from shoal.cluster.lab import state as lab_state
 from shoal.cluster.lab.commands import ControlGroups
-from shoal.cluster.lab.lab import Lab, choose, remove, up
+from shoal.cluster.lab.lab import Lab, build_lab, choose_lab, remove_lab
 from shoal.cluster.lab.processes import first_process
 from shoal.cluster.lab.spec import make_spec
 from shoal.cluster.lab.state import LabOwner, LabState
@@ -38,13 +38,13 @@ def test_two_labs_live_side_by_side_with_the_same_addresses() -> None:
         assert one.nodes[0].address == other.nodes[0].address
         one.close()
         assert hears(other, "node1", "node2")
-        assert one.name not in lab_state.names()
+        assert one.name not in lab_state.list_labs()
 
 
 def test_a_name_is_taken_once() -> None:
     with standing_lab(1) as lab:
         with pytest.raises(UsageError, match="already up"):
-            up(make_spec(1, name=lab.name))
+            build_lab(make_spec(1, name=lab.name))
         assert lab.is_alive("node1")
 
 
@@ -60,9 +60,9 @@ def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
     traces.note()
     with pytest.raises(LabError, match="broken"):
         Lab.open(name)
-    remove(name)
+    remove_lab(name)
     assert_gone(traces)
-    remove(name)
+    remove_lab(name)
 
 
 def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
@@ -72,7 +72,7 @@ def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
     wait_for(lambda: (lab_state.lab_folder(name) / "node1.pid").exists(), seconds=20)
     builder.send_signal(signal.SIGKILL)
     builder.wait(5)
-    lab = up(make_spec(2, name=name))
+    lab = build_lab(make_spec(2, name=name))
     assert hears(lab, "node1", "node2")
     lab.close()
     assert_gone(Traces(name))
@@ -86,7 +86,7 @@ def test_a_step_that_fails_takes_everything_back(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     name = new_name()
     with pytest.raises(LabError, match="no such luck"):
-        up(make_spec(2, name=name))
+        build_lab(make_spec(2, name=name))
     assert_gone(Traces(name))
 
 
@@ -144,16 +144,16 @@ def no_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_lab_of_a_run_is_never_taken_without_its_name() -> None:
     note_lab("run-77", owner=os.getpid())
     with pytest.raises(UsageError, match="no lab is up") as none:
-        choose(lab_state.names())
+        choose_lab(lab_state.list_labs())
     assert "belong to runs: run-77" in none.value.why
     note_lab("mine")
-    assert choose(lab_state.names()) == "mine"
+    assert choose_lab(lab_state.list_labs()) == "mine"
     note_lab("other")
     with pytest.raises(UsageError, match="which lab") as two:
-        choose(lab_state.names())
+        choose_lab(lab_state.list_labs())
     assert two.value.why == "up are: mine, other"
     note_lab("default")
-    assert choose(lab_state.names()) == "default"
+    assert choose_lab(lab_state.list_labs()) == "default"
 
 
 @pytest.mark.usefixtures("no_labs")
@@ -205,7 +205,7 @@ def test_the_printed_commands_build_a_lab_by_hand() -> None:
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         assert run("nsenter", "--target", node1, *user, "--net", "ping", "-c", "1", "10.77.0.2").returncode == 0
     finally:
-        remove(name)
+        remove_lab(name)
     assert_gone(Traces(name))
 
 
@@ -300,7 +300,7 @@ def test_an_up_killed_at_any_moment_is_cleaned() -> None:
         builder.wait(5)
         traces = Traces(name)
         traces.note()
-        remove(name)
+        remove_lab(name)
         assert_gone(traces)
 
 
@@ -314,7 +314,7 @@ def test_a_gigabit_link_carries_a_gigabit() -> None:
 @pytest.mark.long
 def test_lost_packets_are_lost() -> None:
     need_lab()
-    lab = up(make_spec(2, name=new_name(), loss="20%"))
+    lab = build_lab(make_spec(2, name=new_name(), loss="20%"))
     try:
         text = on(lab, "node1", "ping", "-q", "-c", "200", "-i", "0.01", "-W", "1", "node2").stdout
         lost = float(text.split("% packet loss")[0].split()[-1])

@@ -156,7 +156,7 @@ def test_rules_replace_each_other_in_one_transaction() -> None:
 
 def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None:
     here = scene(make_spec(2), site(), frozen=frozenset({"node1"}))
-    after, steps = lab.kill("node1", silent=True)(here)
+    after, steps = lab.kill_node("node1", silent=True)(here)
     unplug, thaw, end = render(steps).splitlines()
     assert "ip link del node1" in unplug
     assert thaw == "echo THAWED > /cg/freezer/shoal-default/node1/freezer.state"
@@ -166,7 +166,7 @@ def test_a_silent_kill_pulls_the_cable_first_and_thaws_before_it_kills() -> None
 
 def test_freezing_without_a_freezer_is_a_signal_to_all() -> None:
     here = scene(make_spec(1), site(groups=ControlGroups()))
-    assert "kill -STOP -1" in render(lab.stop_or_go("node1", frozen=True)(here)[1])
+    assert "kill -STOP -1" in render(lab.set_frozen("node1", frozen=True)(here)[1])
 
 
 def test_tools_are_found_where_an_ordinary_path_does_not_lead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab import state
 from shoal.cluster.node import Rendezvous
-from shoal.cluster.target import LocalSpec, StandingLab, parse_on, rank_count
+from shoal.cluster.target import ExistingLab, LocalSpec, parse_on, rank_count
 from shoal.config.schema import RunConfig
-from shoal.control.processes import find, find_supervisor
+from shoal.control.processes import find_processes, find_supervisor
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.runs.manage import end_processes
@@ -28,8 +28,8 @@ MEETING = Rendezvous("10.77.0.1", 4242)
 
 def test_on_names_a_cluster() -> None:
     assert parse_on("local:3") == LocalSpec(3)
-    assert parse_on("lab") == StandingLab(None)
-    assert parse_on("lab:attic") == StandingLab("attic")
+    assert parse_on("lab") == ExistingLab(None)
+    assert parse_on("lab:attic") == ExistingLab("attic")
     assert rank_count(parse_on("lab:3,link=100mbit")) == 3
     for wrong in ("moon:3", "local:x", "lab:0", "lab:3,speed=1"):
         with pytest.raises(UsageError):
@@ -57,7 +57,7 @@ def test_other_launchers_stay_on_one_machine() -> None:
 @pytest.fixture
 def no_lab_left() -> Iterator[None]:
     need_lab()
-    before = set(state.names())
+    before = set(state.list_labs())
     yield
     deadline = time.monotonic() + 30
     while left := new_labs(before):
@@ -108,7 +108,7 @@ def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None
             seen = "error: node2 is gone, and rank 1 with it"
         assert training.wait(30) == 3
     finally:
-        end_processes(find(run))
+        end_processes(find_processes(run))
         if training.poll() is None:
             training.kill()
             training.wait()

@@ -16,15 +16,15 @@ from shoal.config.load import build_config, change_settings, load_config
 from shoal.control.rank_env import Placement
 from shoal.data.prepare import create_run, reopen_run
 from shoal.run_folder import RunFolder
-from shoal.sync.world import nowhere
+from shoal.sync.world import unjoined_world
 from shoal.tools.report.commit_log import check_ledger
-from shoal.tools.report.manifest import finish
+from shoal.tools.report.manifest import write_derived_files
 from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import collect
+from shoal.tools.report.rank_log import read_rank_logs
 from shoal.tools.report.summary import summarize
 from shoal.tools.report.verify import verify_run
 from shoal.train.recorder import Recorder
-from shoal.units import format_spans, spans_of, subtract_spans
+from shoal.units import format_spans, subtract_spans, to_spans
 from tests.member_samples import commit_records, entered, steps
 from tests.programs import TINY, read_jsonl
 from tests.run_samples import all_events, make_run, start
@@ -193,7 +193,7 @@ def test_a_huge_number_in_a_damaged_line_costs_no_memory() -> None:
     assert report.missing[-1][1] < HUGE
     hole = check_ledger([*commits(1, 3), {"hole": [5, HUGE]}, *commits(6, 7)])
     assert (hole.missing, hole.holes) == ([(4, 4)], [(5, 5), (8, HUGE)])
-    assert len(last_members(collect([start(0, world_size=HUGE)]))) <= 1
+    assert len(last_members(read_rank_logs([start(0, world_size=HUGE)]))) <= 1
 
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
@@ -203,13 +203,13 @@ spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 def test_spans_are_sets_of_numbers(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     numbers = {number for first, last in some for number in range(first, last + 1)}
     taken = {number for first, last in others for number in range(first, last + 1)}
-    assert subtract_spans(some, others) == spans_of(numbers - taken)
-    assert {number for first, last in spans_of(numbers) for number in range(first, last + 1)} == numbers
+    assert subtract_spans(some, others) == to_spans(numbers - taken)
+    assert {number for first, last in to_spans(numbers) for number in range(first, last + 1)} == numbers
 
 
 def test_spans_are_written_as_people_do() -> None:
-    assert format_spans(spans_of([9, 3, 7, 8])) == "3, 7 to 9"
-    assert format_spans(spans_of(range(0, 20, 2))) == "0, 2, 4, 6, …"
+    assert format_spans(to_spans([9, 3, 7, 8])) == "3, 7 to 9"
+    assert format_spans(to_spans(range(0, 20, 2))) == "0, 2, 4, 6, …"
 
 
 # `shoal verify` on run folders written by hand; tests/test_verify.py damages real ones.
@@ -276,7 +276,7 @@ def test_the_loss_is_compared_only_with_the_events_of_all(tmp_path: Path) -> Non
 
 def test_a_rank_records_the_loss_that_it_is_told_after_a_break(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    recorder = Recorder(run, nowhere(Placement(0, 1, 0, 1), torch.device("cpu")))
+    recorder = Recorder(run, unjoined_world(Placement(0, 1, 0, 1), torch.device("cpu")))
     told = [recorder.describe(step, step - 1, step, loss=2.0) for step in (1, 2, 3, 4)]
     recorder.propose(1, 0, 1, 2.0)
     for step in (1, 2, 3):
@@ -299,7 +299,7 @@ def finished_run(folder: Path) -> RunFolder:
     run.supervisor.write_text(
         "".join(json.dumps({"event": name, "rank": 0, "code": 0}) + "\n" for name in ("keeping", "ended"))
     )
-    finish(run)
+    write_derived_files(run)
     return run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.tools.report.page import write_report
 from tests.needs import need_tool
 from tests.programs import TINY, set_flags, shoal, shoal_command, steps_of
@@ -86,7 +86,7 @@ def kill_everything_of(run: Path) -> None:
     """As a power cut does: supervisor, agent and rank, until none is found any more."""
 
     def killed() -> bool:
-        left = find(run)
+        left = find_processes(run)
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)

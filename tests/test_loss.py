@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.config.schema import ModelConfig
 from shoal.model.gpt import GPT, head_loss
-from shoal.sync.gradients import clip
+from shoal.sync.gradients import clip_gradients
 
 SHAPE = ModelConfig(layers=2, heads=2, width=32, seq_len=8, vocab_size=50)
 
@@ -195,7 +195,7 @@ def test_clipping_gives_the_bits_of_torch(factor: float) -> None:
         return made
 
     ours, theirs = parameters(), parameters()
-    norm = clip(ours, 1.0)
+    norm = clip_gradients(ours, 1.0)
     torch.testing.assert_close(
         torch.tensor(norm), nn.utils.clip_grad_norm_(theirs, 1.0), equal_nan=True, rtol=0, atol=0
     )

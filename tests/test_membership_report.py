@@ -14,7 +14,7 @@ from shoal.cli.output import run_rows
 from shoal.errors import DataError
 from shoal.events import Event
 from shoal.run_folder import RunFolder
-from shoal.tools.report.manifest import current_manifest, finish, read_manifest
+from shoal.tools.report.manifest import current_manifest, read_manifest, write_derived_files
 from shoal.tools.report.membership import describe_changes
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import judge_replicas
@@ -62,7 +62,7 @@ def parted_run(folder: Path, *marks: Event) -> RunFolder:
 def test_every_change_is_in_the_manifest(tmp_path: Path) -> None:
     said = [tell("2-0", LEFT)]
     run = run_with(tmp_path / "run", killed_and_back(), KILLED, a=said, b=said, c=[tell("4-0", "box-3 is let in.")])
-    finish(run)
+    write_derived_files(run)
     manifest = read_manifest(run)
     assert manifest is not None
     assert (manifest.generations, manifest.lineage, manifest.members) == (3, "1-0", [0, 1, 2])
@@ -103,7 +103,7 @@ def test_a_run_in_which_nobody_came_or_went(tmp_path: Path) -> None:
 
 def test_an_older_manifest_is_read_without_the_new_fields(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    finish(run)
+    write_derived_files(run)
     stored = json.loads(run.manifest.read_text())
     for name in ("members", "generations", "lineage", "recoveries", "membership_notes"):
         del stored[name]

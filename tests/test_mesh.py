@@ -11,13 +11,13 @@ import pytest
 from shoal.agent import mesh as module
 from shoal.agent.mesh import Mesh, to_dial
 from shoal.control.channel import Message, dial
-from shoal.control.handshake import introduce
+from shoal.control.handshake import make_hello
 from shoal.control.orders import RosterEntry
 from shoal.errors import ControlError
 from shoal.host.facts import boot_clock
 
 TOKEN = "t" * 64
-ME = introduce(0, "node1", "m", "c", "d")
+ME = make_hello(0, "node1", "m", "c", "d")
 OLD = "127.0.0.2"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.control import channel as control_channel
 from shoal.control.channel import Channel, dial
-from shoal.control.connection_guard import connection_guard, receive
+from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.errors import ControlError
 from tests.test_mesh import TOKEN, Peer
 
@@ -32,11 +32,11 @@ class Port:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.met: asyncio.Queue[Channel] = asyncio.Queue()
-        self.door = connection_guard(self.notes.append)
+        self.door = make_connection_guard(self.notes.append)
         self.number = 0
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if channel := await receive(reader, writer, TOKEN, self.door):
+        if channel := await accept_connection(reader, writer, TOKEN, self.door):
             self.met.put_nowait(channel)
 
 

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema import RunConfig, TrainConfig
-from shoal.cost.batch_plan import BatchPlan, deal, deal_anew, micro_batch, rank_weights, shares, world_batch
+from shoal.cost.batch_plan import (
+    BatchPlan,
+    divide_batch,
+    micro_batch,
+    rank_weights,
+    redivide_batch,
+    shares,
+    world_batch,
+)
 from shoal.data.sampling import CursorShard, ModuloShard, make_shard, permute, sample_indices
 from shoal.errors import ConfigError, UsageError
 
@@ -48,7 +56,7 @@ def test_any_position_can_be_asked_alone(count: int, seed: int, first: int, leng
 def deals(draw: st.DrawFn) -> BatchPlan:
     world = draw(st.integers(1, 9))
     micro = draw(st.integers(1, 5))
-    return deal(micro * draw(st.integers(world, 40)), micro, equal(world))
+    return divide_batch(micro * draw(st.integers(world, 40)), micro, equal(world))
 
 
 @given(deals(), counts, seeds, st.integers(0, 200))
@@ -77,7 +85,7 @@ def test_a_modulo_shard_keeps_to_its_own(dealt: BatchPlan, count: int, seed: int
 
 
 def test_a_modulo_shard_is_used_up_before_it_repeats() -> None:
-    shard = ModuloShard(1, deal(6, 1, equal(3)), count=30, seed=1)
+    shard = ModuloShard(1, divide_batch(6, 1, equal(3)), count=30, seed=1)
     seen = np.concatenate([shard.indices(step * 6) for step in range(5)])
     assert sorted(seen.tolist()) == list(range(1, 30, 3))
 
@@ -108,7 +116,7 @@ def test_the_chosen_micro_batch_always_fits(batch: int, world: int) -> None:
     train = TrainConfig(global_batch=max(batch, world))
     size = micro_batch(train, equal(world))
     assert train.global_batch % size == 0
-    assert min(deal(train.global_batch, size, equal(world)).micro_batches) >= 1
+    assert min(divide_batch(train.global_batch, size, equal(world)).micro_batches) >= 1
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 3)])
@@ -129,18 +137,18 @@ def test_equal_work_is_preferred(world: int, expected: int) -> None:
 )
 def test_a_batch_of_twelve_is_dealt_anew(world: int, is_compiled: bool, expected: BatchPlan) -> None:
     """Evenly in micro-batches for which there was memory before; in the same shape where another must be compiled."""
-    assert deal_anew(12, 4, equal(world), is_compiled) == expected
+    assert redivide_batch(12, 4, equal(world), is_compiled) == expected
 
 
 def test_more_ranks_than_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="13 ranks cannot share"):
-        deal_anew(12, 4, equal(13))
+        redivide_batch(12, 4, equal(13))
 
 
 def test_weak_scaling_gives_every_rank_the_stated_batch() -> None:
     train = TrainConfig(global_batch=12, scaling="weak")
     assert world_batch(train, 4) == 48
-    assert deal(48, micro_batch(train, equal(4)), equal(4)).share(3) == 12
+    assert divide_batch(48, micro_batch(train, equal(4)), equal(4)).share(3) == 12
 
 
 def test_more_ranks_than_sequences_is_refused() -> None:
@@ -169,7 +177,7 @@ def test_shares_by_weight_are_whole_and_complete(weights: list[float], extra: in
 
 def test_weights_are_one_number_a_rank() -> None:
     assert rank_weights(RunConfig(weights="2/1"), 2) == (2.0, 1.0)
-    assert deal(24, 4, (2, 1)).micro_batches == (4, 2)
+    assert divide_batch(24, 4, (2, 1)).micro_batches == (4, 2)
     for wrong in ("1", "1/1/1", "0/1"):
         with pytest.raises(ConfigError, match="does not fit 2 ranks"):
             rank_weights(RunConfig(weights=wrong), 2)

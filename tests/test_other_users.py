@@ -26,7 +26,7 @@ import shoal as package
 from shoal.agent.agent import refuse_leftovers
 from shoal.cli import main
 from shoal.control.orders import StartProcess
-from shoal.control.processes import RunProcess, find, is_alive
+from shoal.control.processes import RunProcess, find_processes, is_alive
 from shoal.control.rank_env import CACHE_VARIABLES, choose_caches, find_danger, make_private
 from shoal.errors import DataError, UsageError
 from shoal.run_folder import RunFolder, user_name
@@ -408,7 +408,7 @@ def claiming(run: Path, user: int, *words: str, **variables: str) -> Iterator[su
 
 
 def listed(run: Path) -> list[RunProcess]:
-    return [found for found in find() if found.run == run]
+    return [found for found in find_processes() if found.run == run]
 
 
 @pytest.mark.usefixtures("as_root")
@@ -450,7 +450,7 @@ class TestForgedMarks:
             try:
                 if os.read(reading, 1) != b"x":
                     pytest.skip("set-user-ID programs have no effect on this disk")
-                assert find(run) == []
+                assert find_processes(run) == []
             finally:
                 process.kill()
                 os.close(reading)

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.config.load import build_config
 from shoal.control.rank_env import Placement
-from shoal.cost.memory import relief
+from shoal.cost.memory import out_of_memory_advice
 from shoal.errors import OutOfMemory
 from shoal.launch.failure import ProcessEnd, diagnose
 from shoal.train.worker import as_fault
@@ -69,7 +69,7 @@ def test_lack_of_memory_is_recognised_from_inside_a_communication_hook() -> None
 def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
     config = build_config("grammar", None, sets=("train.global_batch=24", "train.micro_batch=6"))
     ending = ProcessEnd("rank-1", "attic", (1,), -signal.SIGKILL, order=0, starved=True)
-    error = diagnose([ending], {}, {}, relief(config, 2))
+    error = diagnose([ending], {}, {}, out_of_memory_advice(config, 2))
     assert isinstance(error, OutOfMemory)
     assert error.seen == "rank 1 on attic was killed (SIGKILL) when the machine ran out of memory"
     assert error.fix == "start a new run with a smaller micro-batch: --micro-batch 3 (it was 6)"
@@ -85,4 +85,4 @@ def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
 )
 def test_the_advice_is_one_that_the_batch_can_be_dealt_in(present: int, advice: str) -> None:
     config = build_config("grammar", None, sets=("train.global_batch=20", f"train.micro_batch={present}"))
-    assert advice in relief(config, 2)
+    assert advice in out_of_memory_advice(config, 2)

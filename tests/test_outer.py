@@ -33,7 +33,7 @@ from shoal.sync.outer import (
     cut_fragments,
     cut_shards,
     is_fragment_due,
-    make_outer,
+    make_outer_sync,
 )
 from shoal.sync.step_stats import CommTimes, StepGather, StepStats
 from shoal.sync.world import World
@@ -74,7 +74,7 @@ def arrays(model: nn.Module) -> Arrays:
 def train(world: World, settings: dict[str, Any], shares: Sequence[float]) -> list[tuple[Arrays, Arrays]]:
     """After every step: what this replica has, and what is common."""
     model, optimizer = fresh()
-    outer = make_outer(SyncConfig(**settings), model, world, shares[world.rank])
+    outer = make_outer_sync(SyncConfig(**settings), model, world, shares[world.rank])
     seen = []
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, world.rank, step)
@@ -196,7 +196,7 @@ def test_fp16_is_near(tmp_path: Path) -> None:
 def one_rank(world: World, settings: dict[str, Any]) -> bool:
     model, optimizer = fresh()
     alone, plain = fresh()
-    outer = make_outer(SyncConfig(**settings), model, world, 1.0)
+    outer = make_outer_sync(SyncConfig(**settings), model, world, 1.0)
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, 0, step)
         outer.after(step, last=step == STEPS)
@@ -216,7 +216,7 @@ def interrupted(world: World, mode: str, at: int) -> bool:
     """A second training, filled with the state of the first after step `at`, goes on as the first does."""
     settings, share = SyncConfig(**MODES[mode]), SHARES[1][world.rank]
     model, optimizer = fresh()
-    outer = make_outer(settings, model, world, share)
+    outer = make_outer_sync(settings, model, world, share)
     again, other, resumed = model, optimizer, outer
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, world.rank, step)
@@ -236,7 +236,7 @@ def copied(
     again, other = fresh()
     with outer.common(), torch.no_grad():
         again.load_state_dict(model.state_dict())
-    resumed = make_outer(settings, again, world, share)
+    resumed = make_outer_sync(settings, again, world, share)
     resumed.rewind(outer.common_step(0), outer.flying)
     room, saved = resumed.state(), outer.state()
     assert room.keys() == saved.keys()
@@ -335,7 +335,7 @@ def test_an_exchange_needs_little_memory_at_a_time(tmp_path: Path) -> None:
 
 def state_bytes(world: World, settings: dict[str, Any]) -> tuple[int, int]:
     model, _ = fresh()
-    state = make_outer(SyncConfig(**settings), model, world, 0.5).state()
+    state = make_outer_sync(SyncConfig(**settings), model, world, 0.5).state()
     return sum(tensor.nbytes for tensor in state.values()), sum(p.nbytes for p in model.parameters())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.run_folder import RunFolder
-from shoal.tools.report.rank_log import collect
+from shoal.tools.report.rank_log import read_rank_logs
 from tests.programs import TINY, read_jsonl, set_flags, shoal, steps_of, train_tiny
 from tests.runs_checks import ended_afterwards, front, wait_until
 
@@ -79,7 +79,7 @@ def test_the_ledger_lags_and_misses_nothing(run: Run) -> None:
 
 
 def test_the_worlds_loss_comes_later_and_is_the_same_everywhere(run: Run) -> None:
-    logs = collect(RunFolder.open(run[1]).read_all_events())
+    logs = read_rank_logs(RunFolder.open(run[1]).read_all_events())
     ledger = [commit["loss"] for commit in read_jsonl(run[1] / "commits.jsonl")]
     assert logs[0].column("loss").tolist() == logs[1].column("loss").tolist() == ledger
     own = [[step["loss"] for step in steps_of(run[1], rank)] for rank in range(2)]

@@ -18,8 +18,8 @@ from matplotlib.image import imread
 from shoal.cli.main import run
 from shoal.config.load import build_config
 from shoal.config.sync_choice import WIRE_FORMATS
-from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_setting
-from shoal.cost.strategy import Lever
+from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
+from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
 from shoal.tools.plan.advise import make_plan
 from shoal.tools.plan.figures import draw_plan
@@ -68,10 +68,10 @@ def plan(call: Call) -> Plan:
 def test_the_picture_can_be_read(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
     """The legend lay on the bars, and the logarithmic axis had the single tick 1."""
     wired = find_link(link)
-    setting = make_setting(wired, find_machines(None, wired), 1, SheetOverrides())
+    setting = make_cluster_model(wired, find_machines(None, wired), 1, SheetOverrides())
     sequences = {"global_batch": 16}
     workload = workload_of(build_config(preset, flags={"train": sequences}), "fp32")
-    figure = draw_plan(make_plan(workload, Lever(), setting, counts))
+    figure = draw_plan(make_plan(workload, SyncStrategy(), setting, counts))
     figure.draw_without_rendering()
     split, gain = figure.axes
     assert split.get_ylabel() == f"{unit} per step"

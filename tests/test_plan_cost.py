@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config
 from shoal.config.schema import TrainConfig
-from shoal.cost.data_sheets import LINKS, MACHINES, SheetOverrides, SheetSpeed, find_link, find_machines, make_setting
+from shoal.cost.data_sheets import (
+    LINKS,
+    MACHINES,
+    SheetOverrides,
+    SheetSpeed,
+    find_link,
+    find_machines,
+    make_cluster_model,
+)
 from shoal.cost.network import LinkSpeed, NodesNetwork, RingNetwork, collective_s, payload_factor
 from shoal.cost.predict import ClusterModel, expected_max, expected_slowest, predict, speeds
-from shoal.cost.strategy import Lever
+from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import bare_workload, workload_of
 from shoal.tools.plan.advise import make_plan, make_row
 
@@ -26,7 +34,9 @@ def setting(
     link: str = "1gbe", machine: str = "laptop", ranks_per_node: int = 1, efficiency: float | None = None
 ) -> ClusterModel:
     wired = find_link(link)
-    return make_setting(wired, find_machines(machine, wired), ranks_per_node, SheetOverrides(efficiency=efficiency))
+    return make_cluster_model(
+        wired, find_machines(machine, wired), ranks_per_node, SheetOverrides(efficiency=efficiency)
+    )
 
 
 # The figures everybody knows
@@ -39,7 +49,7 @@ def test_the_payload_tends_to_twice_the_gradient() -> None:
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(2, 4.5), (3, 6.0)])
 def test_gpt2_over_a_gigabit(nodes: int, seconds: float) -> None:
-    row = make_row(GPT2, Lever(), setting(efficiency=0.9), nodes)
+    row = make_row(GPT2, SyncStrategy(), setting(efficiency=0.9), nodes)
     assert row.prediction.step.comm_s == pytest.approx(seconds, rel=0.02)
 
 
@@ -47,7 +57,7 @@ def test_gpt2_over_a_gigabit(nodes: int, seconds: float) -> None:
 @pytest.mark.parametrize("machine", ["laptop", "h100"])
 def test_760_million_halves_on_two_nodes(link: str, machine: str, seconds: float) -> None:
     model = bare_workload(760_000_000, 1024, TrainConfig(), "bf16")
-    step = predict(model, Lever(), setting(link, machine, efficiency=0.85), 2).step
+    step = predict(model, SyncStrategy(), setting(link, machine, efficiency=0.85), 2).step
     assert step.comm_s == pytest.approx(seconds, rel=0.04)
 
 
@@ -123,32 +133,35 @@ def test_the_slowest_of_one_or_of_punctual_ones_is_known() -> None:
 # Levers
 
 
-def step_s(lever: Lever, nodes: int = 4, where: ClusterModel | None = None) -> float:
+def step_s(lever: SyncStrategy, nodes: int = 4, where: ClusterModel | None = None) -> float:
     return predict(GPT2, lever, where or setting(), nodes).step.step_s
 
 
 def test_fewer_bytes_are_faster_on_a_slow_link_and_cost_on_a_fast_one() -> None:
-    assert step_s(Lever(wire="fp16")) < step_s(Lever())
+    assert step_s(SyncStrategy(wire="fp16")) < step_s(SyncStrategy())
     fast = setting("400gbe", "laptop", efficiency=1.0)
-    assert step_s(Lever(wire="int8"), where=fast) > step_s(Lever(), where=fast)
+    assert step_s(SyncStrategy(wire="int8"), where=fast) > step_s(SyncStrategy(), where=fast)
 
 
 def test_overlap_hides() -> None:
-    assert step_s(Lever()) < step_s(Lever(overlap=False))
-    barrier = predict(GPT2, Lever(overlap=False), setting(), 4).step
+    assert step_s(SyncStrategy()) < step_s(SyncStrategy(overlap=False))
+    barrier = predict(GPT2, SyncStrategy(overlap=False), setting(), 4).step
     assert barrier.exposed_s == pytest.approx(barrier.comm_s)
 
 
 def test_accumulation_pays_one_exchange_for_more_tokens() -> None:
-    once, four = (predict(GPT2, Lever(accumulation=count), setting(), 4) for count in (1, 4))
+    once, four = (predict(GPT2, SyncStrategy(accumulation=count), setting(), 4) for count in (1, 4))
     assert four.tokens == 4 * once.tokens
     assert four.step.comm_s == once.step.comm_s
     assert four.tokens_per_s > 1.4 * once.tokens_per_s
 
 
 def test_outer_steps_divide_the_exchange_and_streaming_hides_it() -> None:
-    ddp, local = predict(GPT2, Lever(), setting(), 4), predict(GPT2, Lever(sync="local", every=8), setting(), 4)
-    streaming = predict(GPT2, Lever(sync="streaming", every=8), setting(), 4)
+    ddp, local = (
+        predict(GPT2, SyncStrategy(), setting(), 4),
+        predict(GPT2, SyncStrategy(sync="local", every=8), setting(), 4),
+    )
+    streaming = predict(GPT2, SyncStrategy(sync="streaming", every=8), setting(), 4)
     assert local.step.comm_s == pytest.approx(ddp.step.comm_s / 8, rel=0.02)
     assert local.step.exposed_s == pytest.approx(local.step.comm_s)
     assert local.wire_bytes == pytest.approx(ddp.wire_bytes / 8)
@@ -156,13 +169,13 @@ def test_outer_steps_divide_the_exchange_and_streaming_hides_it() -> None:
 
 
 def test_streaming_cannot_hide_what_takes_longer_than_computing() -> None:
-    slow = predict(GPT2, Lever(sync="streaming", every=2), setting("1mbit"), 2).step
+    slow = predict(GPT2, SyncStrategy(sync="streaming", every=2), setting("1mbit"), 2).step
     busy_s = slow.compute_s + slow.optimizer_s
     assert slow.exposed_s == pytest.approx(slow.comm_s - busy_s, rel=0.01)
 
 
 def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
-    ddp, sharded = (predict(GPT2, Lever(sync=sync), setting(), 2) for sync in ("ddp", "sharded"))
+    ddp, sharded = (predict(GPT2, SyncStrategy(sync=sync), setting(), 2) for sync in ("ddp", "sharded"))
     assert sharded.deal.micro_batches == (2, 2)
     assert sharded.step.comm_s == pytest.approx(2 * 1.5 * ddp.step.comm_s, rel=0.01)
     assert sharded.wire_bytes == pytest.approx(3 * ddp.wire_bytes)
@@ -170,14 +183,14 @@ def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
 
 def test_powersgd_sends_two_messages_for_each_bucket() -> None:
     silent = ClusterModel(setting().speed, RingNetwork(1e30, 1e-3))
-    plain, low_rank = (predict(GPT2, Lever().with_(wire=wire), silent, 2).step for wire in ("fp32", "powersgd"))
+    plain, low_rank = (predict(GPT2, SyncStrategy().with_(wire=wire), silent, 2).step for wire in ("fp32", "powersgd"))
     assert low_rank.comm_s == pytest.approx(2 * plain.comm_s)
 
 
 @pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "sharded"])
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8", "powersgd"])
 def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
-    found = predict(GPT2, Lever().with_(sync=sync, wire=wire), setting(), 1)
+    found = predict(GPT2, SyncStrategy().with_(sync=sync, wire=wire), setting(), 1)
     assert (found.step.comm_s, found.step.exposed_s, found.step.wait_s, found.wire_bytes) == (0, 0, 0, 0)
 
 
@@ -189,15 +202,15 @@ def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
 )
 def test_parts_are_never_negative_and_add_up(nodes: int, sync: str, link: str, machine: str) -> None:
     workload = GPT2.with_batch(64)
-    step = predict(workload, Lever().with_(sync=sync), setting(link, machine), nodes).step
+    step = predict(workload, SyncStrategy().with_(sync=sync), setting(link, machine), nodes).step
     parts = (step.compute_s, step.exposed_s, step.wait_s, step.optimizer_s, step.other_s)
     assert min(parts) >= -1e-9
     assert sum(parts) == pytest.approx(step.step_s)
 
 
 def test_every_part_of_a_lever_is_in_the_table() -> None:
-    lever = Lever("sharded", "int8", 2, hierarchical=True, balanced=True)
-    assert Lever(wire="fp16", accumulation=4, balanced=True).is_available
+    lever = SyncStrategy("sharded", "int8", 2, hierarchical=True, balanced=True)
+    assert SyncStrategy(wire="fp16", accumulation=4, balanced=True).is_available
     assert not lever.is_available
     assert str(lever) == "sharded, int8, batch ×2, balanced, hierarchical"
 
@@ -208,7 +221,7 @@ def test_every_part_of_a_lever_is_in_the_table() -> None:
 def test_a_busier_machine_gets_less_where_shares_follow_speed() -> None:
     unequal, workload = setting(machine="desktop,laptop"), GPT2.with_batch(16)
     assert speeds(workload, unequal.speed, 2) == (1.0, 0.37)
-    equal, balanced = (make_row(workload, Lever(balanced=choice), unequal, 2) for choice in (False, True))
+    equal, balanced = (make_row(workload, SyncStrategy(balanced=choice), unequal, 2) for choice in (False, True))
     assert balanced.prediction.deal.micro_batches == (12, 4)
     assert balanced.prediction.tokens_per_s > 1.5 * equal.prediction.tokens_per_s
     ideal = equal.speedup / equal.efficiency
@@ -217,8 +230,8 @@ def test_a_busier_machine_gets_less_where_shares_follow_speed() -> None:
 
 
 def test_speed_up_is_against_the_fastest_alone() -> None:
-    slow_first = make_row(GPT2, Lever(), setting(machine="laptop,desktop"), 2)
-    fast_first = make_row(GPT2, Lever(), setting(machine="desktop,laptop"), 2)
+    slow_first = make_row(GPT2, SyncStrategy(), setting(machine="laptop,desktop"), 2)
+    fast_first = make_row(GPT2, SyncStrategy(), setting(machine="desktop,laptop"), 2)
     assert slow_first.speedup == pytest.approx(fast_first.speedup)
     assert slow_first.efficiency == pytest.approx(fast_first.efficiency)
 
@@ -253,15 +266,15 @@ def test_gloo_has_a_limit_of_its_own_unless_an_efficiency_is_stated() -> None:
 
 def test_a_bare_model_gets_a_micro_batch_that_fits() -> None:
     bare = bare_workload(760_000_000, 1024, TrainConfig(global_batch=512), "bf16")
-    found = predict(bare, Lever(), setting("400gbe", "h100"), 2)
+    found = predict(bare, SyncStrategy(), setting("400gbe", "h100"), 2)
     assert found.fits
     assert found.deal.micro_batch < 64
     ours = workload_of(build_config("gpt2-124m", sets=["train.global_batch=64", "train.micro_batch=64"]))
-    assert not predict(ours, Lever(), setting("400gbe", "rtx4070"), 1).fits, "a stated one stays"
+    assert not predict(ours, SyncStrategy(), setting("400gbe", "rtx4070"), 1).fits, "a stated one stays"
 
 
 def test_rows_of_a_plan() -> None:
-    plan = make_plan(GPT2.with_batch(8), Lever(), setting(), [1, 2, 4, 8])
+    plan = make_plan(GPT2.with_batch(8), SyncStrategy(), setting(), [1, 2, 4, 8])
     assert [row.nodes for row in plan.rows] == [1, 2, 4, 8]
     assert plan.rows[0].speedup == pytest.approx(1.0)
     assert [row.efficiency for row in plan.rows] == sorted((row.efficiency for row in plan.rows), reverse=True)
@@ -270,6 +283,6 @@ def test_rows_of_a_plan() -> None:
 
 def test_sixteen_thousand_ranks() -> None:
     bare = bare_workload(10**9, 1024, TrainConfig(global_batch=2**15), "bf16")
-    row = make_row(bare, Lever(), setting("400gbe", "h100"), 16_384)
+    row = make_row(bare, SyncStrategy(), setting("400gbe", "h100"), 16_384)
     assert row.prediction.deal.global_batch == 2**15
     assert 0.2 < row.efficiency < 1

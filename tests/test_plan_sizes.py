@@ -16,7 +16,7 @@ from shoal.config.load import build_config
 from shoal.config.schema import DataConfig, ModelConfig, TrainConfig
 from shoal.cost.memory import fits, largest_micro_batch, needed
 from shoal.cost.model_size import activation_bytes, flops_per_token, head_elements, parameter_count, saved_elements
-from shoal.cost.strategy import Lever, bytes_per_parameter, is_encoded
+from shoal.cost.strategy import SyncStrategy, bytes_per_parameter, is_encoded
 from shoal.cost.workload import Workload, assumed_shape, assumed_vocabulary, bare_workload, workload_of
 from shoal.data.prepare import prepare
 from shoal.model.gpt import GPT
@@ -124,14 +124,14 @@ def test_bare_gradients_can_be_halves() -> None:
 
 @pytest.mark.parametrize(("wire", "size"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1.015625)])
 def test_bytes_on_the_wire(wire: str, size: float) -> None:
-    assert bytes_per_parameter(Lever().with_(wire=wire), GPT2) == size
+    assert bytes_per_parameter(SyncStrategy().with_(wire=wire), GPT2) == size
 
 
 def test_halves_are_not_halved_again() -> None:
     bare = bare_workload(10**9, 1024, TrainConfig(), "bf16")
-    assert bytes_per_parameter(Lever(wire="fp16"), bare) == 2
-    assert not is_encoded(Lever(wire="fp16"), bare)
-    assert is_encoded(Lever(wire="int8"), bare)
+    assert bytes_per_parameter(SyncStrategy(wire="fp16"), bare) == 2
+    assert not is_encoded(SyncStrategy(wire="fp16"), bare)
+    assert is_encoded(SyncStrategy(wire="int8"), bare)
 
 
 def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
@@ -140,7 +140,7 @@ def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
     sizes = [tuple(parameter.shape) for parameter in GPT(shape).parameters()]
     sent = sum(min(size[0] * size[1], 2 * sum(size)) if len(size) == 2 else size[0] for size in sizes)
     workload = Workload("small", parameter_count(shape), flops_per_token(shape), shape.seq_len, TrainConfig(), shape)
-    lever = Lever(wire="powersgd", rank=2)
+    lever = SyncStrategy(wire="powersgd", rank=2)
     assert bytes_per_parameter(lever, workload) * workload.parameters == pytest.approx(4 * sent)
 
 
@@ -148,8 +148,8 @@ def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
 
 
 def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
-    alone, eight = (needed(GPT2, Lever(), 1, world) for world in (1, 8))
-    sharded = needed(GPT2, Lever(sync="sharded"), 1, 8)
+    alone, eight = (needed(GPT2, SyncStrategy(), 1, world) for world in (1, 8))
+    sharded = needed(GPT2, SyncStrategy(sync="sharded"), 1, 8)
     assert alone == eight
     assert alone.weights + alone.gradients + alone.moments == 16 * GPT2.parameters
     assert sharded.moments == alone.moments / 8
@@ -159,26 +159,26 @@ def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
 @pytest.mark.parametrize(
     ("lever", "more"),
     [
-        (Lever(wire="fp16"), 0),
-        (Lever(wire="int8"), 4),
-        (Lever(wire="powersgd"), 4),
-        (Lever(sync="local", every=8), 4),
-        (Lever(sync="diloco", every=100), 8),
-        (Lever(sync="diloco", every=100, wire="int8"), 12),
+        (SyncStrategy(wire="fp16"), 0),
+        (SyncStrategy(wire="int8"), 4),
+        (SyncStrategy(wire="powersgd"), 4),
+        (SyncStrategy(sync="local", every=8), 4),
+        (SyncStrategy(sync="diloco", every=100), 8),
+        (SyncStrategy(sync="diloco", every=100, wire="int8"), 12),
     ],
 )
-def test_what_a_lever_keeps_beside(lever: Lever, more: int) -> None:
-    plain, other = needed(GPT2, Lever(), 1, 2), needed(GPT2, lever, 1, 2)
+def test_what_a_lever_keeps_beside(lever: SyncStrategy, more: int) -> None:
+    plain, other = needed(GPT2, SyncStrategy(), 1, 2), needed(GPT2, lever, 1, 2)
     assert other.total - plain.total == more * GPT2.parameters
 
 
 def test_halves_are_trained_with_sixteen_bytes_a_parameter() -> None:
-    memory = needed(bare_workload(10**9, 1024, TrainConfig(), "bf16"), Lever(), 0, 1)
+    memory = needed(bare_workload(10**9, 1024, TrainConfig(), "bf16"), SyncStrategy(), 0, 1)
     assert memory.weights + memory.gradients + memory.moments + memory.copies == 16e9
 
 
 @pytest.mark.parametrize("available", [1e9, 4e9, 16e9, 80e9])
 def test_the_largest_micro_batch_fits_and_one_more_does_not(available: float) -> None:
-    most = largest_micro_batch(GPT2, Lever(), 2, available)
-    assert fits(needed(GPT2, Lever(), most, 2), available) == (available > 3e9)
-    assert not fits(needed(GPT2, Lever(), most + 1, 2), available)
+    most = largest_micro_batch(GPT2, SyncStrategy(), 2, available)
+    assert fits(needed(GPT2, SyncStrategy(), most, 2), available) == (available > 3e9)
+    assert not fits(needed(GPT2, SyncStrategy(), most + 1, 2), available)

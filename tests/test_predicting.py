@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config, load_config, read_profile, write_profile
 from shoal.config.manifest import PredictionRecord
-from shoal.config.profile import SMALL_GPT, ModelPace, NodeProfile, Profile
+from shoal.config.profile import SMALL_GPT, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.measured import (
     MeasuredSpeed,
+    cluster_model_of,
     contention,
     interpolate,
     measured_network,
     model_speed_of,
-    setting_of,
     spare_cores,
 )
 from shoal.cost.model_size import flops_per_token
 from shoal.cost.predict import predict
-from shoal.cost.strategy import Lever
+from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
 from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
@@ -56,13 +56,13 @@ def test_a_smaller_size_than_any_is_in_proportion() -> None:
     assert interpolate(((4, 0.8), (8, 1.6)), 1) == pytest.approx(0.2)
 
 
-def pace(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelPace]:
+def pace(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelTiming]:
     """At a constant speed, whatever the micro-batch."""
     seconds = flops_per_token(model) * model.seq_len / flops_per_s
     times = {"forward_s": seconds / 3, "backward_s": 2 * seconds / 3, "optimizer_s": 0.01, "spread": 0.0}
     scaled = [{key: size * value for key, value in times.items()} for size in (1, 4)]
     shape = {"name": name, "model": model, "threads": 1}
-    return [ModelPace(**shape, micro_batch=size, **each) for size, each in zip((1, 4), scaled, strict=True)]
+    return [ModelTiming(**shape, micro_batch=size, **each) for size, each in zip((1, 4), scaled, strict=True)]
 
 
 WIDE = ModelConfig(layers=1, heads=12, width=768, seq_len=128, vocab_size=4096)
@@ -119,20 +119,20 @@ def test_a_profile_of_one_rank_says_nothing_of_exchanges(profile: Profile) -> No
 
 def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
     workload = workload_of(build_config("grammar", None, {"train": {"micro_batch": 4}}, []))
-    found = predict(workload, Lever(bucket_mb=25), setting_of(profile), 2)
+    found = predict(workload, SyncStrategy(bucket_mb=25), cluster_model_of(profile), 2)
     assert found.deal.micro_batches == (2, 2)
     network = measured_network(profile)
     whole_s = network.all_reduce(2, 4 * workload.parameters, 4).seconds
     assert found.step.comm_s == pytest.approx(whole_s, rel=0.05)
     assert 0 < found.step.exposed_s < found.step.comm_s + 0.01
-    halves = predict(workload, Lever(wire="fp16", bucket_mb=25), setting_of(profile), 2)
+    halves = predict(workload, SyncStrategy(wire="fp16", bucket_mb=25), cluster_model_of(profile), 2)
     # gloo was twice as slow with halves in this profile, and so nothing is gained.
     assert halves.step.comm_s == pytest.approx(found.step.comm_s, rel=0.05)
 
 
 def test_an_older_profile_is_told_apart(profile: Profile) -> None:
     with pytest.raises(ConfigError, match="does not contain how fast a model trains"):
-        setting_of(with_nodes(profile, paces=()))
+        cluster_model_of(with_nodes(profile, paces=()))
 
 
 @pytest.mark.parametrize("on", ["local:2", "lab:3", "lab:2,link=100mbit"])

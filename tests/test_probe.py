@@ -29,7 +29,7 @@ from shoal.cost.network import (
     LinearFit,
     bus_gbps,
     expected_s,
-    fit,
+    fit_alpha_beta,
     held_out_size,
     is_affordable,
     repeats_for,
@@ -51,7 +51,7 @@ OTHERS = ("reduce-scatter", "all-gather", "broadcast")
 
 @given(st.floats(1e-6, 1e-1), st.floats(1e-11, 1e-6))
 def test_exact_times_give_their_alpha_and_beta_back(alpha_s: float, beta: float) -> None:
-    found = fit([(size, alpha_s + beta * size) for size in SIZES])
+    found = fit_alpha_beta([(size, alpha_s + beta * size) for size in SIZES])
     assert found.beta_s_per_byte == pytest.approx(beta, rel=1e-3)
     assert found.alpha_s == pytest.approx(alpha_s, rel=1e-3, abs=beta * SIZES[0] * 1e-3)
 
@@ -62,7 +62,7 @@ def test_one_disturbed_size_does_not_bend_the_fit(factor: float, place: int) -> 
     noise = random.Random(place)
     samples = [(size, GIGABIT.seconds(size) * noise.uniform(0.98, 1.02)) for size in SIZES]
     samples[place] = (samples[place][0], factor * samples[place][1])
-    found = fit(samples)
+    found = fit_alpha_beta(samples)
     for size in SIZES:
         assert found.seconds(size) == pytest.approx(GIGABIT.seconds(size), rel=0.1)
 
@@ -70,14 +70,14 @@ def test_one_disturbed_size_does_not_bend_the_fit(factor: float, place: int) -> 
 def test_where_small_messages_pass_early_the_smallest_says_what_the_latency_is() -> None:
     """As on a shaped link: 25 kB go at once, and only what follows is held up."""
     beta = 8 / 96e6
-    found = fit([(size, 9e-4 + beta * max(0, size - 25_000)) for size in SIZES[:7]])
+    found = fit_alpha_beta([(size, 9e-4 + beta * max(0, size - 25_000)) for size in SIZES[:7]])
     assert 0 < found.alpha_s <= 9e-4
     assert found.seconds(8 << 20) == pytest.approx(9e-4 + beta * ((8 << 20) - 25_000), rel=0.05)
 
 
 def test_one_size_is_not_enough_for_two_parameters() -> None:
     with pytest.raises(ValueError, match="two sizes"):
-        fit([(4096, 1e-3), (4096, 1.1e-3)])
+        fit_alpha_beta([(4096, 1e-3), (4096, 1.1e-3)])
 
 
 def test_bus_bandwidth_is_what_nccl_tests_calls_so() -> None:

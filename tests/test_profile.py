@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.probe import picture_of, print_profile, verdicts
 from shoal.cluster.node import Node
-from shoal.config.load import check_writable, profile_to_toml, read_profile, write_profile
+from shoal.config.load import check_profile_writable, profile_to_toml, read_profile, write_profile
 from shoal.config.profile import SMALL_GPT, ConnectionTrial, LinkProfile, Profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.machines import Roofline
@@ -246,7 +246,7 @@ def test_a_profile_comes_back_as_it_was_written(profile: Profile, tmp_path: Path
     file = tmp_path / "profile.toml"
     write_profile(profile, file)
     assert read_profile(file) == profile
-    check_writable(file)
+    check_profile_writable(file)
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shoal.events import Event
-from shoal.tools.report.manifest import finish
+from shoal.tools.report.manifest import write_derived_files
 from shoal.tools.report.page import MAX_POINTS, embed_json, thin_by_mean, thin_keeping_extremes, write_report
 from tests.run_samples import all_events, demo_points, make_run, start, step
 
@@ -59,7 +59,7 @@ def page_of(folder: Path, events: list[Event] | None = None, *sets: str) -> Page
 
 def test_the_page_shows_what_a_finished_run_has(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    finish(run, scaling=demo_points())
+    write_derived_files(run, scaling=demo_points())
     page = Page(write_report(run).read_text(encoding="utf-8"))
     assert set(page.figures) == {"loss", "medians", "steps-0", "steps-1", "speed", "split"}
     places = {attrs.get("data-figure") for _, attrs in page.tags} - {None}
@@ -127,7 +127,7 @@ def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
 
 def test_the_verdict_on_replicas_is_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    manifest = finish(run)
+    manifest = write_derived_files(run)
     for verdict, words in ((True, "identical"), (False, "The replicas differ; the largest difference is at most 0.25")):
         changed = manifest.model_copy(update={"byte_equivalent": verdict, "max_abs_diff": 0.0 if verdict else 0.25})
         run.manifest.write_text(changed.model_dump_json())

@@ -17,7 +17,7 @@ from shoal.errors import DataError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.runs import start
-from shoal.runs.start import rate_note, refuse_finished, train_on
+from shoal.runs.start import rate_note, refuse_finished, resume_training
 from tests.run_samples import all_events, make_run
 
 
@@ -40,7 +40,7 @@ def test_the_owner_of_a_read_only_folder_is_told_to_change_its_permissions(
 ) -> None:
     run = make_run(tmp_path / "run")
     # Root may write everywhere.
-    monkeypatch.setattr("shoal.run_folder.may", lambda path, mode: path != run.path)
+    monkeypatch.setattr("shoal.run_folder.is_accessible", lambda path, mode: path != run.path)
     with pytest.raises(UsageError) as caught:
         run.refuse_unwritable()
     assert caught.value.why.startswith("its permissions forbid it")
@@ -54,7 +54,7 @@ def test_the_owner_of_a_read_only_folder_is_told_to_change_its_permissions(
 
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
-    monkeypatch.setattr("shoal.run_folder.may", lambda path, mode: False)
+    monkeypatch.setattr("shoal.run_folder.is_accessible", lambda path, mode: False)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(UsageError) as caught:
         run.refuse_unwritable()
@@ -64,7 +64,7 @@ def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_finished_run_is_refused_before_its_cluster_is_looked_at(finished: RunFolder) -> None:
     with pytest.raises(UsageError, match="is finished: it has done its 100 steps"):
-        train_on(finished.path, never)
+        resume_training(finished.path, never)
 
 
 def test_another_lineage_of_a_finished_run_may_go_on(
@@ -74,9 +74,9 @@ def test_another_lineage_of_a_finished_run_may_go_on(
     run = make_run(tmp_path / "here", None, "train.steps=100", "run.on=local:2")
     monkeypatch.setattr(start, "reopen_run", never)
     with pytest.raises(UsageError, match="is finished"):
-        train_on(run.path, never)
+        resume_training(run.path, never)
     with pytest.raises(AssertionError, match="nothing may be"):
-        train_on(run.path, never, lineage="1-0")
+        resume_training(run.path, never, lineage="1-0")
 
 
 def test_a_long_check_is_announced(

@@ -21,9 +21,9 @@ from shoal.tools.report.figures import (
     ScalingPoint,
     draw_scaling,
     log_ticks,
+    make_scaling_point,
     plot_scaling,
     read_scaling,
-    scaling_point,
     step_parts,
     to_json,
 )
@@ -207,7 +207,7 @@ def test_stock_ddp_claims_nothing_of_its_all_reduce() -> None:
     text = explain_step_time(summary)
     assert "hidden" not in text
     assert "How long stock DDP's all-reduces took is not measured" in text
-    assert "hidden" not in explain_scaling([ONE, replace_ranks(scaling_point(summary), exposed=0.2)])
+    assert "hidden" not in explain_scaling([ONE, replace_ranks(make_scaling_point(summary), exposed=0.2)])
 
 
 def replace_ranks(found: ScalingPoint, **phases: float) -> ScalingPoint:
@@ -223,11 +223,11 @@ def test_one_rank_has_no_all_reduce_to_explain() -> None:
 def test_a_run_without_steps_has_nothing_to_explain() -> None:
     assert "recorded no step" in explain_step_time(summarize([start()]))
     with pytest.raises(DataError, match="no finished step"):
-        scaling_point(summarize([start()]))
+        make_scaling_point(summarize([start()]))
 
 
 def test_a_run_becomes_a_point() -> None:
-    found = scaling_point(summarize(all_events()))
+    found = make_scaling_point(summarize(all_events()))
     assert (found.ranks, found.threads, found.cores, found.tokens_per_step) == (2, 1, 2, TOKENS)
     assert found.compute_s == pytest.approx(0.073, abs=0.002)
     assert found.tokens_per_s == pytest.approx(TOKENS / found.step_s)
@@ -235,7 +235,7 @@ def test_a_run_becomes_a_point() -> None:
 
 def test_cores_of_all_nodes_add_up() -> None:
     events = [start(0, node="a"), start(1, node="b"), step(1, 0), step(1, 1)]
-    assert scaling_point(summarize(events)).cores == 4
+    assert make_scaling_point(summarize(events)).cores == 4
 
 
 def test_points_survive_the_file(tmp_path: Path) -> None:

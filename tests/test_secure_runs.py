@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.run_folder import RunFolder
 from tests.lab_checks import need_lab
 from tests.programs import TINY, set_flags, steps_of
@@ -58,7 +58,7 @@ def has_steps(run: Path, count: int) -> bool:
 
 def pids_of(run: Path) -> dict[int, str]:
     """Every process of the run and their children, with its part."""
-    return {found.pid: found.part for found in find(run)}
+    return {found.pid: found.part for found in find_processes(run)}
 
 
 def ports_of(run: Path) -> dict[Listening, str]:

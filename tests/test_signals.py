@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cluster.lab.processes import start_in_node
 from shoal.cluster.node import start_process
-from shoal.control.processes import find, restore_signals
+from shoal.control.processes import find_processes, restore_signals
 from shoal.runs.manage import end_processes
 from tests.programs import read_jsonl, shoal_command
 
@@ -81,7 +81,7 @@ def test_a_run_in_the_background_of_a_shell_can_be_stopped(signum: signal.Signal
         process.send_signal(signum)
         _, stderr = process.communicate(timeout=20)
     finally:
-        end_processes(find(tmp_path / "run"))
+        end_processes(find_processes(tmp_path / "run"))
         process.kill()
         process.communicate()
     assert process.returncode == 130, stderr

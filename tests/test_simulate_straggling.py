@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.tools.plan.scenario import EXACT_BELOW, Lognormal, MeasuredStraggling, Slowest, Steady, Straggling, fit
+from shoal.tools.plan.scenario import (
+    EXACT_BELOW,
+    Lognormal,
+    MeasuredStraggling,
+    Slowest,
+    Steady,
+    Straggling,
+    fit_stragglers,
+)
 
 
 def brute_force(sigma: float, ranks: int, steps: int = 20_000) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -73,7 +81,7 @@ def test_the_mean_of_many_steps_at_once_spreads_as_that_of_single_steps(straggli
 
 def test_a_fit_keeps_the_mean_and_the_quantiles_of_what_was_measured() -> None:
     seen = np.exp(0.1 * np.random.default_rng(1).normal(size=4000))
-    found = fit(seen)
+    found = fit_stragglers(seen)
     drawn = Slowest(found, 1).draw(np.random.default_rng(2), 100_000)
     assert drawn.mean() == pytest.approx(seen.mean(), rel=2e-3)
     assert np.quantile(drawn, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(seen, [0.1, 0.5, 0.9]), rel=5e-3)
@@ -83,17 +91,17 @@ def test_a_fit_foretells_the_slowest_of_more_ranks_than_were_measured() -> None:
     """From 1,000 step times to the slowest of 256 ranks, which most of them never saw."""
     seen = 1 + 0.05 * np.random.default_rng(1).exponential(size=1000)
     truth = (1 + 0.05 * np.random.default_rng(2).exponential(size=(4000, 256)).max(axis=1)).mean()
-    assert Slowest(fit(seen), 256).mean == pytest.approx(truth, rel=0.05)
+    assert Slowest(fit_stragglers(seen), 256).mean == pytest.approx(truth, rel=0.05)
 
 
 def test_equal_step_times_give_no_stragglers() -> None:
-    assert Slowest(fit([1.0] * 50), 1000).mean == pytest.approx(1.0)
+    assert Slowest(fit_stragglers([1.0] * 50), 1000).mean == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seen", [[], [1.0] * 19, [math.nan] * 100])
 def test_too_few_step_times_are_refused(seen: list[float]) -> None:
     with pytest.raises(ConfigError, match="too few") as refused:
-        fit(seen)
+        fit_stragglers(seen)
     assert "--straggler lognormal" in refused.value.fix
 
 

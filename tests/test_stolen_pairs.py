@@ -27,13 +27,13 @@ from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.process_groups import (
     FormingReport,
     GroupForming,
+    drop_groups,
     explain,
     foreign_ends,
     form_main_group,
     pair_digest,
-    unform,
 )
-from shoal.sync.world import RankIdentity, World, barrier, beside, form
+from shoal.sync.world import RankIdentity, World, barrier, form_world, with_second_group
 from shoal.tools.doctor import gloo_worker
 from tests.harness import run_ranks
 from tests.scripted_agent import ScriptedAgent
@@ -114,9 +114,9 @@ def form_attacked(world: World, name: str, times: int) -> tuple[float, float, li
     warnings: list[ShoalError] = []
     store = AttackedStore(world.store, name, times)
     barrier(world)
-    unform()
+    drop_groups()
     began = time.monotonic()
-    formed = form(order(world), store, here(warnings), meet_s=20, timeout_s=60)
+    formed = form_world(order(world), store, here(warnings), meet_s=20, timeout_s=60)
     return total(formed), time.monotonic() - began, [warning.seen for warning in warnings]
 
 
@@ -144,7 +144,7 @@ def test_no_attack_no_warning(tmp_path: Path) -> None:
 def never_form(world: World, name: str) -> tuple[str, str, str]:
     store = AttackedStore(dist.PrefixStore("again", world.store), name, 1000)
     barrier(world)
-    unform()
+    drop_groups()
     with pytest.raises(ForeignConnection) as raised:
         form_main_group(GroupForming(store, world.rank, 2, b"key", "never", 0.5, attempts=2), 60)
     dist.init_process_group("gloo", store=dist.PrefixStore("end", world.store), rank=world.rank, world_size=2)
@@ -166,10 +166,10 @@ def join_attacked(world: World, name: str) -> tuple[float, list[str]]:
     store = AttackedStore(world.store, name, 1)
     worlds._open_store = lambda placement, timeout_s: store
     barrier(world)
-    unform()
+    drop_groups()
     warnings: list[ShoalError] = []
     placement = Placement(world.rank, 2, world.rank, 2)
-    joined = worlds.join(placement, torch.device("cpu"), "gloo", warn=warnings.append)
+    joined = worlds.join_world(placement, torch.device("cpu"), "gloo", warn=warnings.append)
     return total(joined), [warning.seen for warning in warnings]
 
 
@@ -185,13 +185,13 @@ def form_second_attacked(world: World, name: str, members: list[int]) -> tuple[f
     warnings: list[ShoalError] = []
     store = AttackedStore(world.store, name, 0)
     barrier(world)
-    unform()
+    drop_groups()
     placement = Placement(world.rank, 3, world.rank, 3)
     worlds._open_store = lambda placement, timeout_s: store
-    joined = worlds.join(placement, torch.device("cpu"), "gloo", warn=warnings.append)
+    joined = worlds.join_world(placement, torch.device("cpu"), "gloo", warn=warnings.append)
     store.left = int(world.rank in members)
-    second = beside(joined, 60, members)
-    third = beside(joined, 60)
+    second = with_second_group(joined, 60, members)
+    third = with_second_group(joined, 60)
     assert total(third) == 6.0
     return total(second) if world.rank in members else 0.0, [warning.seen for warning in warnings]
 
@@ -232,7 +232,7 @@ def test_every_connection_of_a_pair_is_proved(tmp_path: Path) -> None:
 def prove_with_another_key(world: World) -> str:
     process_groups._PROOF_S = 1.0
     barrier(world)
-    unform()
+    drop_groups()
     store = dist.PrefixStore("keys", world.store)
     key = f"key {world.rank}".encode()
     with pytest.raises(ForeignConnection) as raised:
@@ -250,7 +250,7 @@ def be_released(world: World) -> float:
     """Rank 1 connects and sends nothing; rank 0's generation is over meanwhile."""
     process_groups._PROOF_S = 30.0
     barrier(world)
-    unform()
+    drop_groups()
     store, release = dist.PrefixStore("over", world.store), GroupInterrupt()
     if world.rank == 1:
         dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=5))

@@ -17,7 +17,7 @@ from shoal.cost.network import payload_factor, ring_bytes
 from shoal.events import Event
 from shoal.runs.start import command_line
 from shoal.tools.report.explain_run import explain_step_time
-from shoal.tools.report.manifest import carry_over, current_manifest, finish, main, read_manifest
+from shoal.tools.report.manifest import carry_over, current_manifest, main, read_manifest, write_derived_files
 from shoal.tools.report.replicas import ReplicaReport
 from shoal.tools.report.summary import summarize, timing_rows
 from tests.run_samples import GRAD_BYTES, TOKENS, all_events, demo_points, end, make_run, rank_events, start, step
@@ -229,11 +229,11 @@ def test_timing_rows_hold_every_recorded_time() -> None:
 def test_the_manifest_says_where_and_by_which_command(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", None, "run.on=lab:2,link=1gbit")
     run.job.write_text(json.dumps({"resume": True, "commands": ["shoal train", "shoal train --resume run"]}))
-    manifest = finish(run)
+    manifest = write_derived_files(run)
     assert (manifest.on, manifest.lab) == ("lab:2,link=1gbit", "lab:2,link=1gbit")
     assert manifest.commands == ["shoal train", "shoal train --resume run"]
     run.job.write_text("[]")
-    assert finish(run).commands == []
+    assert write_derived_files(run).commands == []
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_backend_is_what_carried_the_gradients(
     starts = [
         start(rank, node=f"n{rank}", inside=inside, hardware={"boot_id": boot}) for rank, boot in enumerate(boots)
     ]
-    manifest = finish(make_run(tmp_path / "run", [*starts, step(1, 0), step(1, 1)]))
+    manifest = write_derived_files(make_run(tmp_path / "run", [*starts, step(1, 0), step(1, 1)]))
     assert (manifest.backend, manifest.process_group) == (backend, "gloo")
 
 
@@ -284,7 +284,7 @@ def test_a_command_line_is_kept_without_secrets(words: list[str], shown: str) ->
 
 def test_finish_writes_timings_and_manifest(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    manifest = finish(run)
+    manifest = write_derived_files(run)
     assert len(run.timings.read_text().splitlines()) == 200
     stored = json.loads(run.manifest.read_text())
     assert stored["tokens_per_sec"] == {"2": pytest.approx(manifest.tokens_per_sec[2])}
@@ -307,8 +307,8 @@ def test_finish_writes_timings_and_manifest(tmp_path: Path) -> None:
 
 def test_scaling_adds_every_rank_count(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    finish(run, scaling=demo_points())
-    again = finish(run)
+    write_derived_files(run, scaling=demo_points())
+    again = write_derived_files(run)
     assert list(again.tokens_per_sec) == [1, 2, 4]
     assert again.tokens_per_sec_1proc == pytest.approx(10_240)
     assert "Two ranks were faster than one rank" in again.lesson_notes
@@ -316,23 +316,23 @@ def test_scaling_adds_every_rank_count(tmp_path: Path) -> None:
 
 def test_a_verdict_survives_finishing_again_until_the_run_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    finish(run, replicas=VERDICT)
-    assert finish(run).byte_equivalent is True
+    write_derived_files(run, replicas=VERDICT)
+    assert write_derived_files(run).byte_equivalent is True
     with run.events(0).open("a") as file:
         file.write(json.dumps(step(101)) + "\n")
-    assert finish(run).byte_equivalent is None
+    assert write_derived_files(run).byte_equivalent is None
 
 
 def test_a_new_verdict_beats_the_stored_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    stored = finish(run, replicas=VERDICT)
+    stored = write_derived_files(run, replicas=VERDICT)
     fresh = current_manifest(run, VERDICT.model_copy(update={"byte_equivalent": False, "max_abs_diff": math.inf}))
     assert carry_over(fresh, stored).byte_equivalent is False
 
 
 @pytest.mark.parametrize("events", [[], [start()], all_events(2, 1)[:4]], ids=["nothing", "started", "one step"])
 def test_a_run_that_died_early_still_gets_a_manifest(tmp_path: Path, events: list[dict[str, object]]) -> None:
-    manifest = finish(make_run(tmp_path / "run", events))
+    manifest = write_derived_files(make_run(tmp_path / "run", events))
     assert manifest.status == "unfinished"
 
 
@@ -340,12 +340,12 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with run.events(0).open("a") as file:
         file.write('{"event":"step","rank":0,"step":101,"lo')
-    assert finish(run).steps == 100
+    assert write_derived_files(run).steps == 100
 
 
 def test_a_loss_that_is_no_number_survives_the_round_trip(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [start(world_size=1), step(1, loss=math.nan)])
-    finish(run)
+    write_derived_files(run)
     json.loads(run.manifest.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     stored = read_manifest(run)
     assert stored is not None
@@ -356,11 +356,11 @@ def test_a_loss_that_is_no_number_survives_the_round_trip(tmp_path: Path) -> Non
 def test_a_broken_manifest_is_composed_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.manifest.write_text('{"seed": ')
-    assert finish(run) == read_manifest(run)
+    assert write_derived_files(run) == read_manifest(run)
 
 
 def test_a_manifest_of_the_future_is_still_read(tmp_path: Path) -> None:
-    manifest = finish(make_run(tmp_path / "run"))
+    manifest = write_derived_files(make_run(tmp_path / "run"))
     assert Manifest.model_validate({**manifest.model_dump(), "something_new": 1}) == manifest
 
 
@@ -374,7 +374,7 @@ def test_a_full_disk_is_a_message_and_loses_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert not run.manifest.exists()
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
-    assert finish(run).steps == 100
+    assert write_derived_files(run).steps == 100
 
 
 def test_finish_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

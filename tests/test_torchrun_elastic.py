@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shoal.cluster.lab.lab import Lab, kill
+from shoal.cluster.lab.lab import Lab, kill_node
 from shoal.cluster.lab.processes import NodeProcess
 from shoal.events import read_events
 from shoal.sync.world import agree_on_attempt
@@ -117,7 +117,7 @@ def test_a_killed_worker_goes_on_from_the_checkpoint(fault: str, tmp_path: Path)
         if fault == "rank":
             os.kill(rank_on(lab, "node3"), signal.SIGKILL)
         else:
-            lab.perform(kill("node3", silent=False))
+            lab.perform(kill_node("node3", silent=False))
         left = [torchruns[node] for node in ("node1", "node2")]
         wait_for(lambda: all(each.poll() is not None for each in left), "the rest of the training", tmp_path)
     assert [each.returncode for each in left] == [0, 0], (tmp_path / "node1.log").read_text()[-3000:]

@@ -18,7 +18,7 @@ from shoal.control.rank_messages import AbandonCommits
 from shoal.data.prepare import create_run
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder
-from shoal.sync.world import World, nowhere
+from shoal.sync.world import World, unjoined_world
 from shoal.tools.report.commit_log import check_ledger
 from shoal.train import recorder as train_recorder
 from shoal.train import state_transfer
@@ -200,7 +200,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
 
 
 def make_recorder(run: Path, rank: int, keeps_files: bool) -> tuple[Recorder, World]:
-    world = nowhere(Placement(rank, 2, rank, 2, launcher="shoal"), torch.device("cpu"))
+    world = unjoined_world(Placement(rank, 2, rank, 2, launcher="shoal"), torch.device("cpu"))
     world = replace(world, keeps_files=keeps_files)
     return Recorder(RunFolder(run), world), world
 

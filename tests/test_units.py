@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.network import size_text
-from shoal.units import format_count, format_duration, format_number, format_si, ms, percents
+from shoal.cost.network import format_buffer_size
+from shoal.units import format_count, format_duration, format_ms, format_number, format_si, whole_percents
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_durations_that_round_to_the_next_unit_are_in_it(seconds: float, text: s
 
 
 def test_a_step_of_seconds_is_said_in_seconds() -> None:
-    texts = [ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2)]
+    texts = [format_ms(seconds) for seconds in (6.2, 0.9996, 0.123, 0.0123, -6.2)]
     assert texts == ["6.2 s", "1 s", "123 ms", "12.3 ms", "-6.2 s"]
 
 
@@ -54,7 +54,7 @@ def test_counts_that_round_to_the_next_unit_are_in_it() -> None:
 
 @given(st.one_of(st.floats(0, 1e17), st.floats(-1e-2, 1e-2)))
 def test_no_number_has_an_exponent(value: float) -> None:
-    texts = format_si(value, "B") + format_number(value) + format_duration(value) + size_text(round(value))
+    texts = format_si(value, "B") + format_number(value) + format_duration(value) + format_buffer_size(round(value))
     assert "e+" not in texts
     assert "e-" not in texts
     assert float(format_number(value).replace(",", "")) == pytest.approx(value, rel=0.006)
@@ -66,11 +66,11 @@ def test_small_numbers_keep_their_digits() -> None:
 
 
 def test_percents_of_nothing() -> None:
-    assert percents([0.0, 0.0]) == [0, 0]
+    assert whole_percents([0.0, 0.0]) == [0, 0]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(sum))
 def test_percents_add_up(parts: list[float]) -> None:
-    found = percents(parts)
+    found = whole_percents(parts)
     assert sum(found) == 100
     assert all(abs(share - 100 * part / sum(parts)) < 1 for share, part in zip(found, parts, strict=True))

@@ -24,7 +24,7 @@ from shoal.cluster.hosts.messenger import parse_order
 from shoal.cluster.hosts.setup import ReadyHost
 from shoal.cluster.hosts.spec import Host, HostsSpec
 from shoal.cluster.node import LocalProgram, Node, RemoteProgram, closing_all, ranks_of
-from shoal.control.channel import is_same
+from shoal.control.channel import is_equal_secret
 from shoal.control.orders import read_member, read_places
 from shoal.errors import ControlError
 from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_events
@@ -355,8 +355,8 @@ def test_a_program_whose_line_has_no_end_is_given_up() -> None:
 
 @pytest.mark.parametrize("sent", ["é", "\ud800", "", "secre", "secret\0", b"\xff"])
 def test_secrets_are_compared_whatever_was_sent(sent: str | bytes) -> None:
-    assert not is_same(sent, "secret")
-    assert is_same("secret", b"secret")
+    assert not is_equal_secret(sent, "secret")
+    assert is_equal_secret("secret", b"secret")
 
 
 def test_secrets_are_compared_in_one_place() -> None:

@@ -13,7 +13,7 @@ from shoal.cli.progress import BarDisplay, PlainDisplay
 from shoal.events import Event
 from shoal.run_folder import RunFolder
 from shoal.runs.follow import RunEvents, SupervisorLog
-from shoal.runs.manage import describe, opening
+from shoal.runs.manage import describe, read_opening
 from shoal.runs.supervisor import RunJob
 from tests.member_samples import entered, killed_and_back, steps, time_of
 from tests.run_samples import make_run, start, step
@@ -95,22 +95,22 @@ def compact_run(folder: Path, events: list[Event]) -> RunFolder:
 
 
 def test_who_attaches_hears_of_those_who_take_part(tmp_path: Path) -> None:
-    events = opening(compact_run(tmp_path / "run", killed_and_back()))
+    events = read_opening(compact_run(tmp_path / "run", killed_and_back()))
     assert [(event["event"], event["rank"], event.get("generation")) for event in events if event["rank"] == 2] == [
         ("start", 2, 0),
         ("membership", 2, "4-0"),
     ]
     left = compact_run(tmp_path / "left", [start(0, 2), entered(0, "2-0", (0,), 4), step(5), start(1, 2), step(1, 1)])
-    assert {event["rank"] for event in opening(left)} == {0}
+    assert {event["rank"] for event in read_opening(left)} == {0}
 
 
 def test_who_attaches_to_a_plain_launch_hears_nothing_of_older_generations(tmp_path: Path) -> None:
     older = [start(0, 1), entered(0, "1-0", (0, 1), 0, how="first"), step(1)]
     run = compact_run(tmp_path / "run", [*older, start(0, 1, time=time_of(90)), step(2)])
-    assert [event["event"] for event in opening(run)] == ["start"]
+    assert [event["event"] for event in read_opening(run)] == ["start"]
     named_first = [entered(0, "9-0", (0,), 2, "9-0", "first"), start(0, 1, time=time_of(95))]
     again = compact_run(tmp_path / "again", [*older, *named_first, step(3)])
-    assert [event["event"] for event in opening(again)] == ["membership", "start"]
+    assert [event["event"] for event in read_opening(again)] == ["membership", "start"]
 
 
 def test_notes_of_an_earlier_launch_are_not_told_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shoal.config.load import build_config
 from shoal.config.sync_choice import WireChoice, parse_wire
 from shoal.cost.model_size import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
 from shoal.cost.network import ring_bytes
-from shoal.cost.strategy import lever_of
+from shoal.cost.strategy import strategy_of_config
 from shoal.errors import ConfigError
 from shoal.sync.compression import base, make_compressor
 from shoal.sync.compression import native as compression_native
@@ -70,7 +70,7 @@ def test_a_setting_with_a_wrong_name_is_refused() -> None:
     ("setting", "wire"), [("int8", "int8"), ("powersgd", "powersgd:4"), ("powersgd:8", "powersgd:8")]
 )
 def test_a_setting_becomes_a_lever_and_back(setting: str, wire: str) -> None:
-    assert lever_of(build_config(sets=[f"sync.wire={setting}"]).sync).wire_setting == wire
+    assert strategy_of_config(build_config(sets=[f"sync.wire={setting}"]).sync).wire_setting == wire
 
 
 # Layout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.lab.lab import Lab
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.runs.manage import end_processes
 from tests.lab_checks import standing_lab
 from tests.needs import need_tool
@@ -79,7 +79,7 @@ def test_a_training_inside_a_tunnel(lab: Lab, tmp_path: Path) -> None:
         words = shoal_command("train", "--out", run, "--on", hosts, "--steps", "5", *set_flags(*TINY))
         done(lab, "switch", *words)
     finally:
-        end_processes([found for found in find() if found.run.is_relative_to(tmp_path)])
+        end_processes([found for found in find_processes() if found.run.is_relative_to(tmp_path)])
     assert len(steps_of(run)) == 5
     for node in ("node1", "node2"):
         ready = [event for event in read_jsonl(run / "agents" / f"{node}.jsonl") if event["event"] == "ready"]

@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.control.processes import find, find_supervisor
+from shoal.control.processes import find_processes, find_supervisor
 from tests.programs import TINY, set_flags, shoal, steps_of
 from tests.runs_checks import wait_until
 
 
 def play(folder: Path) -> dict[str, Any]:
     run = folder / "run"
-    assert find() == [], "others can be seen from here"
+    assert find_processes() == [], "others can be seen from here"
     told(shoal("train", "--detach", "--out", run, "--steps", "1000000", *set_flags(*TINY, "train.compile=off")))
     wait_until(lambda: (run / "commits.jsonl").exists(), within_s=60)
     supervisor = find_supervisor(run)
@@ -29,10 +29,10 @@ def play(folder: Path) -> dict[str, Any]:
     os.kill(supervisor.pid, signal.SIGKILL)
     steps = len(steps_of(run))
     wait_until(lambda: len(steps_of(run)) > steps + 5)
-    pids = {found.part: found.pid for found in find(run)}
+    pids = {found.part: found.pid for found in find_processes(run)}
     (state,) = json.loads(told(shoal("ps", "--json")))["runs"]
     resumed = shoal("train", "--resume", run)
-    still_there = {found.part: found.pid for found in find(run)}
+    still_there = {found.part: found.pid for found in find_processes(run)}
     script = folder / "nothing.py"
     script.touch()
     warned = shoal("run", "--on", "local:1", "--out", folder / "first", script)
@@ -44,7 +44,7 @@ def play(folder: Path) -> dict[str, Any]:
         "still_there": still_there,
         "warned": (warned.returncode, warned.stderr),
         "cleaned": (cleaned.returncode, cleaned.stderr),
-        "left": [found.part for found in find(run)],
+        "left": [found.part for found in find_processes(run)],
         "ps": told(shoal("ps")),
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rivals.jobs import LEADER, Job
-from shoal.cluster.lab.lab import cut_off, kill, stop_or_go
+from shoal.cluster.lab.lab import cut_off, kill_node, set_frozen
 
 _OTHER = "node3"
 FROZEN_S = 30.0
@@ -43,7 +43,7 @@ def _kill_leader(job: Job) -> None:
 
 
 def _kill_node(job: Job) -> None:
-    job.lab.perform(kill(_OTHER, silent=False))
+    job.lab.perform(kill_node(_OTHER, silent=False))
 
 
 def _cut_node(job: Job) -> None:
@@ -51,11 +51,11 @@ def _cut_node(job: Job) -> None:
 
 
 def _freeze(job: Job) -> None:
-    job.lab.perform(stop_or_go(_OTHER, frozen=True))
+    job.lab.perform(set_frozen(_OTHER, frozen=True))
 
 
 def _thaw(job: Job) -> None:
-    job.lab.perform(stop_or_go(_OTHER, frozen=False))
+    job.lab.perform(set_frozen(_OTHER, frozen=False))
 
 
 FAULTS = {

@@ -153,7 +153,7 @@ class RunFolder:
     def refuse_unwritable(self) -> None:
         """Refuse to resume a run whose files this user cannot write, such as another user's."""
         for path in (self.path, *(path for path in (self.supervisor, self.config, self.checkpoints) if path.exists())):
-            if not may(path, os.W_OK):
+            if not is_accessible(path, os.W_OK):
                 raise self._unwritable(path)
 
     def _unwritable(self, path: Path) -> UsageError:
@@ -200,8 +200,8 @@ class RunFolder:
     def find(cls, path: Path) -> RunFolder:
         """Return the folder of any run, including a script's."""
         run = cls(path.resolve())
-        if run.path.is_dir() and not may(run.path, os.R_OK | os.X_OK):
-            raise no_access(run.path, "be read")
+        if run.path.is_dir() and not is_accessible(run.path, os.R_OK | os.X_OK):
+            raise no_access_error(run.path, "be read")
         if not run.config.is_file() and not run.job.is_file():
             raise DataError(
                 f"{path} is not a run folder: it has neither {run.config.name} nor {run.job.name}",
@@ -289,7 +289,7 @@ class RunFolder:
             yield from read_events(path)
 
 
-def no_access(path: Path, what: str = "be read or written") -> DataError:
+def no_access_error(path: Path, what: str = "be read or written") -> DataError:
     """Return the error for a file or folder that this user may not use, mostly because it is another user's."""
     place = path.absolute()
     while place != place.parent:
@@ -308,7 +308,7 @@ def no_access(path: Path, what: str = "be read or written") -> DataError:
     return DataError(f"{path} cannot {what} by user {me}", why=why, fix=fix)
 
 
-def may(path: Path, mode: int) -> bool:
+def is_accessible(path: Path, mode: int) -> bool:
     """Return whether this process may read (`os.R_OK`), write or enter a path, by its effective user."""
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 

@@ -77,7 +77,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     """Return milliseconds with three digits, which is what a median of a few dozen steps supports; seconds from 1 s."""
     value = seconds * 1e3
     if abs(value) >= 999.5:
@@ -85,7 +85,7 @@ def ms(seconds: float) -> str:
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 
 
-def percent(part: float) -> str:
+def format_percent(part: float) -> str:
     return f"{100 * part:.0f}%"
 
 
@@ -93,7 +93,7 @@ def format_share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole > 0 else "–"
 
 
-def percents(parts: Sequence[float]) -> list[int]:
+def whole_percents(parts: Sequence[float]) -> list[int]:
     """Return each part's share of the sum in whole percent that add up to 100; all 0 if the sum is 0.
 
     The largest remainders are rounded up.
@@ -165,7 +165,7 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def spans_of(numbers: Iterable[int]) -> list[Span]:
+def to_spans(numbers: Iterable[int]) -> list[Span]:
     """Return `[(1, 3), (7, 7)]` for `[3, 1, 2, 7]`."""
     return merge_spans((number, number) for number in numbers)
 
@@ -193,23 +193,23 @@ def format_spans(spans: Iterable[Span], most: int = 4) -> str:
     return ", ".join([*texts[:most], *(["…"] if len(texts) > most else [])])
 
 
-def speed(tokens_per_s: float) -> str:
+def format_speed(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f} tokens/s"
 
 
-def tokens(number: float) -> str:
+def format_tokens(number: float) -> str:
     return f"{number:,.0f} tokens"
 
 
-def count(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def times(number: int) -> str:
+def format_times(number: int) -> str:
     return {1: "once", 2: "twice"}.get(number) or f"{number} times"
 
 
-def ranks(number: int) -> str:
+def name_ranks(number: int) -> str:
     word = _NUMBER_WORDS[number] if number < len(_NUMBER_WORDS) else str(number)
     return f"{word} rank" if number == 1 else f"{word} ranks"
 
@@ -221,10 +221,10 @@ def rank_list(ids: Iterable[int]) -> str:
 
 def rank_names(ids: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0, 1 and 2`."""
-    return f"rank {ids[0]}" if len(ids) == 1 else f"ranks {join([str(rank) for rank in ids])}"
+    return f"rank {ids[0]}" if len(ids) == 1 else f"ranks {join_words([str(rank) for rank in ids])}"
 
 
-def join(items: list[str]) -> str:
+def join_words(items: list[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
@@ -244,6 +244,6 @@ def warn_of_other_programs(cores: Mapping[str, float | None]) -> str:
         ends = {where: known[where] for where in (min(known, key=known.__getitem__), max(known, key=known.__getitem__))}
         listed = " to ".join(f"{load:.1f} {where}" for where, load in ends.items())
     else:
-        listed = join([f"{load:.1f} {where}" for where, load in known.items()])
+        listed = join_words([f"{load:.1f} {where}" for where, load in known.items()])
     again = "measure again when it is quiet before you believe these figures"
     return f"Other programs kept cores busy meanwhile ({listed}, on average): {again}."

@@ -71,9 +71,9 @@ def other_error(bench: Bench) -> None:
 def node_gone(bench: Bench, lab: Lab) -> None:
     train_on(bench, lab, "1000000")
     wait_for_commit(bench)
-    lab.perform(lab_lab.kill(SECOND, silent=False))
+    lab.perform(lab_lab.kill_node(SECOND, silent=False))
     bench.wait(40)
-    lab.perform(lab_lab.restart(SECOND))
+    lab.perform(lab_lab.restart_node(SECOND))
 
 
 @on_lab("shoal.cannot-meet")

@@ -165,9 +165,9 @@ def killed_peer(bench: Bench, lab: Lab) -> None:
 def frozen_peer(bench: Bench, lab: Lab) -> None:
     bench.ranks_on(lab, [FIRST, SECOND], "work_for_ever")
     bench.wait_for("is at work", 2)
-    lab.perform(lab_lab.stop_or_go(SECOND, frozen=True))
+    lab.perform(lab_lab.set_frozen(SECOND, frozen=True))
     time.sleep(6)
-    lab.perform(lab_lab.stop_or_go(SECOND, frozen=False))
+    lab.perform(lab_lab.set_frozen(SECOND, frozen=False))
     bench.wait(20)
 
 

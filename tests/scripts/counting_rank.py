@@ -22,7 +22,7 @@ from shoal.control.membership.types import State
 from shoal.control.rank_messages import (
     LEASE_S,
     LENGTH,
-    LINE_FD,
+    MEMBERSHIP_FD,
     AbandonCommits,
     EnterGeneration,
     GenerationBroken,
@@ -51,7 +51,7 @@ class Rank:
     def __init__(self, out: Path, steps: int, step_s: float) -> None:
         self.steps, self.step_s = steps, step_s
         self.keys = socket.socket(fileno=int(os.environ["SHOAL_AGENT_FD"]))
-        self.line = socket.socket(fileno=int(os.environ[LINE_FD]))
+        self.line = socket.socket(fileno=int(os.environ[MEMBERSHIP_FD]))
         self.ledger = out.open("a", buffering=1)
         self.state: State | None = State(step=0)
         self.order: EnterGeneration | None = None

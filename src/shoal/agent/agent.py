@@ -30,7 +30,7 @@ from shoal.agent.sleep import awake, watch_for_sleep
 from shoal.agent.unjoined_ranks import UnjoinedRanks
 from shoal.cluster.node import listen_at
 from shoal.control.channel import Message
-from shoal.control.handshake import introduce
+from shoal.control.handshake import make_hello
 from shoal.control.membership.settings import AGENT_POLL_S, FAILURE_GRACE_S, FOLDER_CHECK_S
 from shoal.control.membership.vote_store import VoteFile
 from shoal.control.orders import (
@@ -41,11 +41,11 @@ from shoal.control.orders import (
     MembershipOrder,
     read_go,
     read_meet,
+    read_request_line,
     read_stdin,
-    read_wish,
     to_line,
 )
-from shoal.control.processes import MESSENGER, SUPERVISOR, find, restore_signals, unmark
+from shoal.control.processes import MESSENGER, SUPERVISOR, find_processes, remove_own_marks, restore_signals
 from shoal.control.rank_env import torch_caches
 from shoal.errors import Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
@@ -85,7 +85,7 @@ class Agent:
     async def work(self, lines: asyncio.StreamReader) -> int:
         async def begin() -> None:
             line = await lines.readline()
-            if not line or read_wish(line):
+            if not line or read_request_line(line):
                 raise LauncherGone
             self._spawn(self._read_requests(lines))
             await self._begin(read_go(line))
@@ -281,7 +281,7 @@ class Agent:
     async def _read_requests(self, lines: asyncio.StreamReader) -> None:
         """Obey the launcher. The end of the lines is the end of its connection, never of the run."""
         while line := await lines.readline():
-            request = read_wish(line)
+            request = read_request_line(line)
             if request in (STOP, END):
                 await self._stop_everywhere(at_once=request == END)
 
@@ -385,7 +385,7 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
     torch_caches()
     interface = interface_for(orders.address, orders.interface, orders.node)
     mark = secrets.token_hex(16)
-    me = introduce(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
+    me = make_hello(orders.member, orders.node, mark, orders.config, orders.data, orders.life)
     port = await mesh.listen(orders.address, me, orders.token, orders.port)
     listener = None if orders.script_port is None else listen_at(orders.address, orders.script_port)
     facts = {
@@ -408,7 +408,7 @@ def refuse_leftovers(run: Path, node: str, is_new: bool) -> None:
 
     A restarted agent (`is_new` false) ignores those of other emulated nodes, which belong to the same run.
     """
-    others = [process for process in find(run) if process.part not in (SUPERVISOR, MESSENGER)]
+    others = [process for process in find_processes(run) if process.part not in (SUPERVISOR, MESSENGER)]
     left = [process for process in others if is_new or process.node == node]
     if left:
         pids = ", ".join(str(process.pid) for process in left)
@@ -441,7 +441,7 @@ def read_orders(run: RunFolder, node: str) -> tuple[MeetOrder, GoOrder]:
 
 
 async def _main(argv: list[str]) -> int:
-    unmark()
+    remove_own_marks()
     if argv[:1] == ["--again"]:
         meet, go = read_orders(RunFolder(Path(argv[1])), argv[2])
         return await Agent(meet).work_again(go)

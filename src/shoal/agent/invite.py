@@ -105,7 +105,7 @@ class InviteServer:
             ) from error
 
 
-def ask(path: Path, question: str) -> InviteReply:
+def ask_agent(path: Path, question: str) -> InviteReply:
     """Ask the agent at this socket. Raises OSError when no agent answers, and the error that the agent replies."""
     with socket.socket(socket.AF_UNIX) as client, _short_path(path) as name:
         client.settimeout(INVITE_TIMEOUT_S)

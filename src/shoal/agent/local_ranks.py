@@ -13,7 +13,7 @@ from shoal.control.membership.settings import RESTART_BACKOFF_S, RESTART_FORGIVE
 from shoal.control.membership.types import Ballot, Ranks, State
 from shoal.control.orders import StartProcess
 from shoal.control.rank_messages import (
-    MOST_BYTES,
+    MAX_BYTES,
     EnterGeneration,
     LeaveGeneration,
     ToAgent,
@@ -48,7 +48,7 @@ class RankConnection:
         try:
             with suppress(EOFError, OSError):
                 while True:
-                    self._on_message(read_to_agent(await read_frame(reader, MOST_BYTES, "a rank's message")))
+                    self._on_message(read_to_agent(await read_frame(reader, MAX_BYTES, "a rank's message")))
         except ControlError as error:
             self._refuse(error.seen)
         finally:

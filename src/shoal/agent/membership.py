@@ -241,7 +241,7 @@ class AgentMembership:
     def invite(self) -> int:
         """Return a new member's id. OSError when it cannot be written to disk."""
         member = self._machine.invite(len(self._numbering.roster))
-        if self._numbering.number(member, MAX_RANKS_PER_MEMBER) >= rank_messages.MOST_NUMBERS:
+        if self._numbering.number(member, MAX_RANKS_PER_MEMBER) >= rank_messages.MAX_RANK_NUMBERS:
             raise UsageError(
                 "this machine can invite no other: the ranks of a new one would have no number",
                 why="it was itself invited by one that was invited, and so on",

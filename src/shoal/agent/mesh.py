@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shoal.control.channel import Channel, Message, dial
-from shoal.control.connection_guard import connection_guard, receive
-from shoal.control.handshake import Hello, refusal, remark
+from shoal.control.connection_guard import accept_connection, make_connection_guard
+from shoal.control.handshake import Hello, describe_cpu_difference, find_mismatch
 from shoal.control.membership.settings import (
     CONNECT_TIMEOUT_S,
     FIXED_HEARTBEAT_S,
@@ -26,9 +26,9 @@ from shoal.control.membership.settings import (
     REDIAL_SILENT_AFTER_S,
     REFUSED_RECONNECT_S,
 )
-from shoal.control.orders import MOST_PLACES, RosterEntry, read_places
+from shoal.control.orders import MAX_MEMBERS_LISTED, RosterEntry, read_places
 from shoal.errors import ControlError, PeerLost, ShoalError
-from shoal.host.facts import boot_clock, can_listen, dial_order
+from shoal.host.facts import boot_clock, can_listen, dial_priority
 
 # Two agents that dial each other at once make two connections, and each may take another one for the newer: keep both.
 _MAX_CHANNELS = 2
@@ -64,7 +64,7 @@ class Mesh:
         self._refused: ShoalError | None = None
         self._listeners = Listeners(self._on_connection, is_own_address)
         self._has_met = False
-        self._guard = connection_guard(note)
+        self._guard = make_connection_guard(note)
 
     # Beginning.
 
@@ -167,7 +167,7 @@ class Mesh:
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve an incoming connection; one without the token costs a task for five seconds and learns nothing."""
-        channel = await receive(reader, writer, self._token, self._guard)
+        channel = await accept_connection(reader, writer, self._token, self._guard)
         if channel is None:
             return
         try:
@@ -232,7 +232,7 @@ class Mesh:
         await channel.send(self._me.as_dict())
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = Hello.from_dict(await channel.receive())
-        if error := refusal(self._me, hello) or self._check_id(hello):
+        if error := find_mismatch(self._me, hello) or self._check_id(hello):
             # Before the run has begun this ends it; later it concerns only the other node.
             if self._has_met:
                 self._note_once(f"refused a member: {error.seen}")
@@ -240,7 +240,7 @@ class Mesh:
                 await self.give_up(error)
             channel.close()
             return
-        if text := remark(self._me, hello):
+        if text := describe_cpu_difference(self._me, hello):
             self._note_once(text)
         async with self._arrived:
             self._add(hello, channel)
@@ -397,8 +397,8 @@ class AgentAddresses:
             for member, place in received.items()
             if member not in self._known or place.life > self._known[member].life
         }
-        if len(self._known.keys() | news.keys()) > MOST_PLACES:
-            raise ControlError(f"a list with more than {MOST_PLACES} members", why="the other side is not shoal")
+        if len(self._known.keys() | news.keys()) > MAX_MEMBERS_LISTED:
+            raise ControlError(f"a list with more than {MAX_MEMBERS_LISTED} members", why="the other side is not shoal")
         self._known.update(news)
         self.version += bool(news)
         return list(news)
@@ -419,7 +419,7 @@ def to_dial(me: int, addresses: Mapping[int, str]) -> list[int]:
 
     Gloo's ranks dial in the same direction, so a firewall that lets a training pass lets its agents pass too.
     """
-    order = {member: (dial_order(address), member) for member, address in addresses.items()}
+    order = {member: (dial_priority(address), member) for member, address in addresses.items()}
     return [member for member, place in order.items() if place < order[me]]
 
 

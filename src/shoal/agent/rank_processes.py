@@ -24,10 +24,10 @@ from shoal.cluster.node import start_process
 from shoal.control.membership.settings import SCRIPT_STORE_EXIT_S
 from shoal.control.membership.types import read_ballot
 from shoal.control.orders import StartProcess
-from shoal.control.processes import marks
+from shoal.control.processes import make_marks
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, SAFE_PATH, script_store_command, torch_caches
-from shoal.control.rank_messages import LINE_FD, AbandonCommits, ToAgent
-from shoal.cost.memory import RELIEF
+from shoal.control.rank_messages import MEMBERSHIP_FD, AbandonCommits, ToAgent
+from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, read_events, read_last_events
 from shoal.run_folder import RunFolder
@@ -163,7 +163,7 @@ class RankEnvironment:
         self.write = write
 
     def start(self, start: StartProcess, has_own_folder: bool) -> None:
-        env = marks(self._run.path, start.name)
+        env = make_marks(self._run.path, start.name)
         if not has_own_folder:
             env[KEEPS_FILES] = "0"
         if start.is_script_rank:
@@ -188,8 +188,8 @@ class RankEnvironment:
         with self._starting(rank.start), ExitStack() as inherited:
             agent_end, rank_end = socket.socketpair()
             inherited.enter_context(rank_end)
-            fds = {AGENT_FD: str(self._serve_keys(inherited)), LINE_FD: str(rank_end.fileno())}
-            self._ranks.start(rank.start, {**marks(self._run.path, rank.start.name), **fds}, _inherited_fds(fds))
+            fds = {AGENT_FD: str(self._serve_keys(inherited)), MEMBERSHIP_FD: str(rank_end.fileno())}
+            self._ranks.start(rank.start, {**make_marks(self._run.path, rank.start.name), **fds}, _inherited_fds(fds))
             connection = RankConnection(agent_end, lambda message: on_message(rank, message), refuse)
             rank.begin(connection)
             self._spawn(connection.listen())
@@ -201,7 +201,7 @@ class RankEnvironment:
         """
         address, port = listener.getsockname()[:2]
         command = script_store_command(address, port, listener.fileno())
-        env = {**marks(self._run.path, "store"), **SAFE_PATH, "SHOAL_NODE": self._node}
+        env = {**make_marks(self._run.path, "store"), **SAFE_PATH, "SHOAL_NODE": self._node}
         try:
             self._store = start_process(command, env, self._store_log, (listener.fileno(),))
         except OSError as error:
@@ -261,7 +261,10 @@ class RankEnvironment:
         """
         if ended.starved:
             name = ended.start.name.replace("-", " ")
-            self.write("note", text=f"{name} was killed, and the machine ran out of memory while it ran ({RELIEF})")
+            self.write(
+                "note",
+                text=f"{name} was killed, and the machine ran out of memory while it ran ({OUT_OF_MEMORY_ADVICE})",
+            )
             return True
         if ended.code < 0:
             return False
@@ -328,7 +331,7 @@ def _take_stdin() -> int | None:
 
 
 def _inherited_fds(env: dict[str, str]) -> tuple[int, ...]:
-    return tuple(int(env[name]) for name in (AGENT_FD, LINE_FD) if name in env)
+    return tuple(int(env[name]) for name in (AGENT_FD, MEMBERSHIP_FD) if name in env)
 
 
 def pending_abandon(journal: Iterable[Event]) -> AbandonCommits | None:

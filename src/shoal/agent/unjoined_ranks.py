@@ -81,7 +81,7 @@ def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
     return sorted(rank for rank, seen in met.items() if seen is False)
 
 
-def lonely(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
+def no_rank_joined(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
     """Return the warning for a world in which no rank joined: shown, not raised, for the script may be right."""
     who = f"rank {alone[0]} has" if len(alone) == 1 else f"ranks {', '.join(map(str, alone))} have"
     return RunFailed(
@@ -91,7 +91,9 @@ def lonely(alone: list[int], address: str, port: int, after_s: float) -> RunFail
     )
 
 
-def awaited(met: list[int], missing: list[int], address: str, port: int, after_s: float, run: str) -> RunFailed:
+def ranks_wait_for_others(
+    met: list[int], missing: list[int], address: str, port: int, after_s: float, run: str
+) -> RunFailed:
     """Return the warning for ranks that wait for others in the store."""
     those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (met, missing))
     waits = "waits" if len(met) == 1 else "wait"
@@ -102,7 +104,7 @@ def awaited(met: list[int], missing: list[int], address: str, port: int, after_s
     )
 
 
-def never_met(ranks: int) -> str:
+def no_rank_ever_joined(ranks: int) -> str:
     """Return the warning for a script that ended well and left no key in the store of its ranks."""
     return (
         f"no rank joined a process group: each of the {ranks} ranks ran the whole script alone, unless they met "
@@ -110,7 +112,7 @@ def never_met(ranks: int) -> str:
     )
 
 
-def left_behind(ended: list[int], running: list[int], after_s: float, run: str) -> str:
+def ranks_still_running(ended: list[int], running: list[int], after_s: float, run: str) -> str:
     """Return the warning for ranks that still run long after others have ended well."""
     those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (ended, running))
     return (

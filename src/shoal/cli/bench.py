@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shoal.cli.output import given_settings, print_json, print_scaling, shown, stdout_console
 from shoal.cli.progress import make_display
-from shoal.config.load import build_config, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.load import build_config, refuse_duplicate_settings, refuse_without_effect, typed_settings
 from shoal.config.presets import Overrides
 from shoal.config.schema import Config
 from shoal.config.sync_choice import OUTER_METHODS, WIRE_FORMATS, WireChoice
@@ -19,7 +19,7 @@ from shoal.runs.start import default_out
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.report.explain_run import explain_scaling, is_plausible, warn_of_load
 from shoal.tools.report.figures import efficiency
-from shoal.units import format_count, format_duration, format_share, format_si, join, warn_of_other_programs
+from shoal.units import format_count, format_duration, format_share, format_si, join_words, warn_of_other_programs
 
 if TYPE_CHECKING:
     from shoal.tools.bench.levers import LeverRow, LeversResult, LeverTable
@@ -86,7 +86,7 @@ def levers(
 
     flags: dict[str, dict[str, Any]] = {"train": {"steps": steps, "eval_every": max(1, steps // 10)}, "run": {"on": on}}
     sets = set_ or []
-    refuse_twice(given_settings(context, {"steps": "train.steps", "on": "run.on"}), sets)
+    refuse_duplicate_settings(given_settings(context, {"steps": "train.steps", "on": "run.on"}), sets)
     config = build_config(preset, flags=flags, sets=sets)
     result = measure_levers(config, levers, out or default_out("levers"), make_display, repeat)
     if json:
@@ -98,7 +98,7 @@ def levers(
 
 def scaling_config(context: typer.Context, preset: str, flags: Overrides, sets: list[str]) -> Config:
     """Build the settings of a comparison of rank counts. Refuse settings that it would ignore."""
-    refuse_twice(given_settings(context, {"steps": "train.steps"}), sets)
+    refuse_duplicate_settings(given_settings(context, {"steps": "train.steps"}), sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
             f"--set run.on has no effect on {context.command_path}",
@@ -169,18 +169,20 @@ def explain_levers(table: LeverTable) -> list[str]:
     rated = [row for row in table.rows if row.of_ceiling is not None and row.point.evaluations]
     near = [row.point.name for row in rated if (row.of_ceiling or 0) >= _NEAR_CEILING and not row.is_above_ceiling]
     if near:
-        lines.append(f"{join(near)}: within 5% of what these nodes compute without any exchange.")
+        lines.append(f"{join_words(near)}: within 5% of what these nodes compute without any exchange.")
     above = [row for row in table.rows if row.is_above_ceiling]
     if fewer := [row.point.name for row in above if row.is_plausible]:
-        lines.append(f"{join(fewer)}: faster than no exchange, because larger batches update the weights less often.")
+        lines.append(
+            f"{join_words(fewer)}: faster than no exchange, because larger batches update the weights less often."
+        )
     if wrong := [f"{row.point.name} ({row.of_ceiling:.2f}×)" for row in above if not row.is_plausible]:
         lines.append(
-            f"! {join(wrong)}: not plausible. An exchange takes time, so the run without any was slowed down by "
+            f"! {join_words(wrong)}: not plausible. An exchange takes time, so the run without any was slowed down by "
             "something. Measure again with --repeat 3."
         )
     slower = [row.point.name for row in rated if row.of_one_node is not None and row.of_one_node < 1]
     if slower:
-        lines.append(f"{join(slower)}: slower than one node alone.")
+        lines.append(f"{join_words(slower)}: slower than one node alone.")
     best = min(
         (row for row in table.rows if row.loss_at_time is not None),
         key=lambda row: row.loss_at_time or 0.0,
@@ -188,7 +190,7 @@ def explain_levers(table: LeverTable) -> list[str]:
     )
     if best is not None:
         late = [row.point.name for row in table.rows if row.point.evaluations and row.loss_at_time is None]
-        others = f" (not compared, since not evaluated by then: {join(late)})" if late else ""
+        others = f" (not compared, since not evaluated by then: {join_words(late)})" if late else ""
         lines.append(f"Most learned in the same time: {best.point.name}{others}.")
     return [*lines, *([warning] if (warning := _warn_of_lever_load(table)) else [])]
 

@@ -20,8 +20,8 @@ from shoal.cli.output import make_console, print_json, shown, stdout_console
 from shoal.config.sync_choice import TRAINED_METHODS
 from shoal.errors import UsageError
 from shoal.runs.start import default_out
-from shoal.tools.chaos.run import Percentiles, spreads
-from shoal.tools.chaos.scenario import ROWS, ChaosScenario, FaultRow
+from shoal.tools.chaos.run import Percentiles, percentiles_by_time
+from shoal.tools.chaos.scenario import FAULT_ROWS, ChaosScenario, FaultRow
 from shoal.units import format_duration
 
 if TYPE_CHECKING:
@@ -93,16 +93,16 @@ def run(
 
     Exit code 0: all assertions held. Exit code 1: at least one did not.
     """
-    from shoal.tools.chaos.run import FIGURES, chosen, document, left_out, play_all
+    from shoal.tools.chaos.run import FIGURES, choose_scenarios, figures_document, play_all, scenarios_left_out
 
     folder = (out or default_out("chaos")).absolute()
-    wanted = chosen(scenarios, on)
-    for name, reason in left_out(scenarios, on).items():
+    wanted = choose_scenarios(scenarios, on)
+    for name, reason in scenarios_left_out(scenarios, on).items():
         typer.echo(f"left out: {name} ({reason})", err=True)
     with _scenario_progress() as (show, done):
         results = play_all(wanted, on, times, seed, folder, show, done)
     if json:
-        print_json(document(results, on, seed))
+        print_json(figures_document(results, on, seed))
     else:
         _print_results(results)
         typer.echo(f"\nfigures: {shown(folder / FIGURES)}")
@@ -218,7 +218,7 @@ def _where(scenario: ChaosScenario) -> str:
 
 def rows_without_scenario(scenarios: Sequence[ChaosScenario]) -> list[FaultRow]:
     covered = {scenario.row for scenario in scenarios}
-    return [row for row in ROWS if row.number not in covered]
+    return [row for row in FAULT_ROWS if row.number not in covered]
 
 
 def list_document(scenarios: Sequence[ChaosScenario]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def list_document(scenarios: Sequence[ChaosScenario]) -> dict[str, Any]:
             }
             for scenario in scenarios
         ],
-        "rows": [asdict(row) for row in ROWS],
+        "rows": [asdict(row) for row in FAULT_ROWS],
         "by_tests_alone": [row.number for row in rows_without_scenario(scenarios)],
     }
 
@@ -266,7 +266,7 @@ def _print_results(results: Sequence[ScenarioResult]) -> None:
 
 def _scenario_rows(runs: Sequence[ScenarioResult]) -> Iterator[tuple[str, ...]]:
     """Yield one line for a single run, and p50, p95 and worst for several. Counts are always the worst."""
-    stats = spreads(runs)
+    stats = percentiles_by_time(runs)
     first = runs[0]
     passed = sum(run.ok for run in runs)
     replicas = [check.ok for run in runs for check in run.assertions if check.name.startswith("replicas")]

@@ -14,7 +14,7 @@ from rich.markup import escape
 from shoal.cli.output import make_console, print_json, stdout_console
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
-from shoal.tools.doctor.checks import CHECK_IDS_CHECKS
+from shoal.tools.doctor.checks import CHECK_MEANINGS
 from shoal.tools.doctor.facts import Finding, Severity
 from shoal.tools.doctor.run import Diagnosis, examine
 from shoal.tools.explain.explain import Evidence, Findings, explain_file, explain_run, explain_stream
@@ -162,7 +162,7 @@ def as_lines(findings: Findings) -> Iterator[str]:
         yield f"  seen:   {place}{times}: {explanation.evidence.text}"
         yield f"  fix:    {explanation.fix}"
         if explanation.check:
-            yield f"  before: shoal doctor checks this as {explanation.check}: {CHECK_IDS_CHECKS[explanation.check]}"
+            yield f"  before: shoal doctor checks this as {explanation.check}: {CHECK_MEANINGS[explanation.check]}"
 
 
 def _unknown_error(findings: Findings) -> Evidence | None:

@@ -30,12 +30,18 @@ from shoal.cli.output import (
 )
 from shoal.cli.progress import make_display
 from shoal.cli.train import DEFAULT_PRESET, clear_leftovers
-from shoal.cluster.hosts.copy import project_of, say_left_out
+from shoal.cluster.hosts.copy import describe_left_out, project_of
 from shoal.cluster.hosts.setup import SetupResult, make_order, set_up
 from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
 from shoal.cluster.hosts.ssh import on_each, values_or_raise
 from shoal.cluster.join import parse_invitation
-from shoal.config.load import build_config, load_config, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.load import (
+    build_config,
+    load_config,
+    refuse_duplicate_settings,
+    refuse_without_effect,
+    typed_settings,
+)
 from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
@@ -43,7 +49,7 @@ from shoal.run_folder import RunFolder
 from shoal.runs.invite import invite
 from shoal.runs.join import join as take_part
 from shoal.runs.join import rejoin
-from shoal.runs.start import TrainDisplay, default_out, refuse_confirm, train_new
+from shoal.runs.start import TrainDisplay, default_out, refuse_confirm, start_training
 
 app = typer.Typer(add_completion=False)
 
@@ -103,7 +109,7 @@ def host(
     sets = set_ or []
     pairs = (("train.steps", "--steps", steps), ("data.path", "--data", data))
     named = {key: flag for key, flag, value in pairs if value is not None}
-    refuse_twice(named, sets)
+    refuse_duplicate_settings(named, sets)
     if "run.on" in typed_settings(None, sets):
         raise UsageError(
             "--set run.on does not go with shoal host",
@@ -116,7 +122,7 @@ def host(
         refuse_confirm(on)
     clear_leftovers(clean=False)
     with advising_flags(named):
-        run, manifest = train_new(settings, out or default_out(name), make_display, confirm=confirm)
+        run, manifest = start_training(settings, out or default_out(name), make_display, confirm=confirm)
     if manifest is not None:
         print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
 
@@ -324,7 +330,7 @@ def setup(
         )
     spec = read_hosts(hosts)
     order = make_order(None if no_project else project or project_of(Path.cwd()), wheels)
-    if order.project is not None and (left_out := say_left_out(order.project)):
+    if order.project is not None and (left_out := describe_left_out(order.project)):
         print_note(left_out)
     with _setup_progress(spec) as show:
         results = on_each(spec.hosts, lambda host: set_up(host, spec, order, lambda text: show(host, text)))

@@ -17,17 +17,17 @@ from shoal.cli.output import print_json, stdout_console
 from shoal.cluster.lab import lab as lab_changes
 from shoal.cluster.lab import state
 from shoal.cluster.lab.commands import Step, parse_ports, render
-from shoal.cluster.lab.kernel import need_tools, observe, path_line
+from shoal.cluster.lab.kernel import find_features, need_tools, path_line
 from shoal.cluster.lab.lab import (
     Change,
     Lab,
+    build_lab,
     build_steps,
-    choose,
+    choose_lab,
     has_owner,
     plan_state,
     removal_steps,
-    remove,
-    up,
+    remove_lab,
     why_stale,
 )
 from shoal.cluster.lab.spec import (
@@ -41,7 +41,7 @@ from shoal.cluster.lab.spec import (
     parse_loss,
 )
 from shoal.cluster.lab.state import LabState
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.errors import UsageError
 from shoal.terminal import printable_line
 from shoal.units import parse_delay, parse_rate
@@ -81,9 +81,9 @@ def up_(
     if dry_run and json:
         raise UsageError("--json does not go with --dry-run", why="it prints commands for a shell", fix="leave one out")
     if dry_run:
-        _print_script(build_steps(plan_state(spec, observe())))
+        _print_script(build_steps(plan_state(spec, find_features())))
         return
-    _show(up(spec), json)
+    _show(build_lab(spec), json)
 
 
 @app.command()
@@ -92,7 +92,7 @@ def status(name: Name = None, json: Json = False) -> None:
     if name is not None:
         _show(Lab.open(name), json)
         return
-    documents = [_any_lab_document(lab_name) for lab_name in state.names()]
+    documents = [_any_lab_document(lab_name) for lab_name in state.list_labs()]
     if json:
         print_json({"labs": documents})
     elif documents:
@@ -169,25 +169,25 @@ def kill(
     dry_run: DryRun = False,
 ) -> None:
     """End every process of a node and take it off the network."""
-    _perform(name, lab_changes.kill(node, silent), dry_run)
+    _perform(name, lab_changes.kill_node(node, silent), dry_run)
 
 
 @app.command()
 def start(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Start a killed node again, without processes, with the link and limits it had."""
-    _perform(name, lab_changes.restart(node), dry_run)
+    _perform(name, lab_changes.restart_node(node), dry_run)
 
 
 @app.command()
 def freeze(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Pause all processes of a node, as closing a laptop's lid does."""
-    _perform(name, lab_changes.stop_or_go(node, frozen=True), dry_run)
+    _perform(name, lab_changes.set_frozen(node, frozen=True), dry_run)
 
 
 @app.command()
 def thaw(node: NodeName, name: Name = None, dry_run: DryRun = False) -> None:
     """Continue a frozen node."""
-    _perform(name, lab_changes.stop_or_go(node, frozen=False), dry_run)
+    _perform(name, lab_changes.set_frozen(node, frozen=False), dry_run)
 
 
 @app.command()
@@ -242,7 +242,7 @@ def down(
     """Remove a lab and all its processes; also the remains of a crashed one."""
     if all_ and name:
         raise UsageError("--all and --name contradict each other", fix="shoal lab down --all")
-    chosen = state.names() if all_ else [check_name(name) if name else _lab_to_remove()]
+    chosen = state.list_labs() if all_ else [check_name(name) if name else _lab_to_remove()]
     for lab_name in chosen:
         if all_ and has_owner(lab_name) and not why_stale(state.lab_folder(lab_name), state.read_state(lab_name)):
             typer.echo(f"lab {lab_name!r} is kept: it belongs to a running run, which will remove it", err=True)
@@ -250,15 +250,15 @@ def down(
         if dry_run:
             _print_script(removal_steps(lab_name))
         else:
-            existed = lab_name in state.names()
-            remove(lab_name)
+            existed = lab_name in state.list_labs()
+            remove_lab(lab_name)
             typer.echo(f"lab {lab_name!r} is down" if existed else f"there was no lab {lab_name!r}")
 
 
 def _lab_to_remove() -> str:
     """Return the only lab without an owner, or the default name: remains of the default lab are removed too."""
-    names = state.names()
-    return choose(names) if any(not has_owner(name) for name in names) else DEFAULT_NAME
+    names = state.list_labs()
+    return choose_lab(names) if any(not has_owner(name) for name in names) else DEFAULT_NAME
 
 
 def _perform(name: str | None, change: Change, dry_run: bool) -> None:
@@ -313,7 +313,7 @@ def _belongs_to(state: LabState) -> str | None:
     if state.owner is None:
         return None
     pid = state.owner.pid
-    run = next((process.run for process in find() if process.pid == pid), None)
+    run = next((process.run for process in find_processes() if process.pid == pid), None)
     if run is not None:
         return f"the run {run}"
     return f"process {pid}{_command_of(pid)}"

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from shoal.config.presets import did_you_mean
 from shoal.control.processes import restore_signals
 from shoal.errors import Interrupted, ShoalError, UsageError
-from shoal.run_folder import no_access
+from shoal.run_folder import no_access_error
 from shoal.terminal import protect_terminal, styled_output
 
 VERBS = {
@@ -172,7 +172,7 @@ def _print_error(error: Exception) -> int:
             sys.stderr.write(UsageError(message, fix=fix).render())
         return UsageError.exit_code
     if isinstance(error, PermissionError) and error.errno == errno.EACCES and isinstance(error.filename, str):
-        return _print_error(no_access(Path(error.filename)))
+        return _print_error(no_access_error(Path(error.filename)))
     bug = ShoalError(
         f"shoal failed unexpectedly: {type(error).__name__}: {error}",
         why="this is a bug in shoal, or this machine differs from what shoal expects",

@@ -25,7 +25,7 @@ from rich.text import Text
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable, printable_json, printable_line, raw_stream
-from shoal.units import format_duration, format_si, percent
+from shoal.units import format_duration, format_percent, format_si
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
@@ -188,7 +188,7 @@ def print_scaling(points: list[ScalingPoint]) -> None:
             str(point.threads or "–"),
             f"{point.tokens_per_s:,.0f}",
             f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
-            percent(efficiency(point, base)),
+            format_percent(efficiency(point, base)),
             f"{1e3 * point.step_s:.0f} ms",
             f"{1e3 * point.allreduce_s:.1f} ms" if point.ranks > 1 and point.allreduce_s is not None else "–",
             f"{1e3 * waiting_s:.1f} ms" if point.ranks > 1 else "–",

@@ -21,10 +21,10 @@ from shoal.config.presets import PRESET_NAMES
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
 from shoal.cost.data_sheets import LINKS, MACHINES
 from shoal.cost.predict import ClusterModel, Prediction, predict
-from shoal.cost.strategy import Lever, bytes_per_parameter
+from shoal.cost.strategy import SyncStrategy, bytes_per_parameter
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
-from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain, make_plan
+from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain_plan, make_plan
 from shoal.units import format_count, format_duration, format_si
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-Commands = Mapping[Lever, str | None]
+Commands = Mapping[SyncStrategy, str | None]
 
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
 _OPTION_TITLES = ("lever", "tokens/s", "speed-up", "what it costs")
@@ -191,7 +191,7 @@ def _refuse_without_effect(context: typer.Context, calibrate: bool, simulate: bo
 
 
 def _simulate_options(
-    given: dict[str, Any], workload: Workload, lever: Lever, setting: ClusterModel, nodes: int
+    given: dict[str, Any], workload: Workload, lever: SyncStrategy, setting: ClusterModel, nodes: int
 ) -> options.SimulateOptions:
     """Return the simulator's options, with the plan's prediction for every number of remaining nodes."""
     own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
@@ -214,9 +214,9 @@ def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
             fix="write for example: shoal plan --calibrate runs/one runs/two --profile profile.toml",
         )
     from shoal.config.load import write_profile
-    from shoal.tools.plan.compare import calibrated
+    from shoal.tools.plan.compare import calibrate_profile
 
-    fitted, results = calibrated(profile, [Path(run) for run in runs])
+    fitted, results = calibrate_profile(profile, [Path(run) for run in runs])
     write_profile(fitted, profile)
     if json:
         print_json(_calibration_document(fitted, results))
@@ -259,7 +259,7 @@ def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comm
     if has_options:
         console.print(_options(advice))
         console.print()
-    for number, line in enumerate(explain(plan, advice)):
+    for number, line in enumerate(explain_plan(plan, advice)):
         console.print(escape(line), style="bold" if number == 0 else None)
     if has_options and any(not option.lever.is_available for option in advice.options):
         console.print("* not in shoal yet", style="dim")
@@ -288,13 +288,13 @@ def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: C
             "distribute": advice.best is not None,
             "recommended": None if advice.best is None else _option_document(advice.best, commands),
             "other_training": advice.other_training and _option_document(advice.other_training, commands),
-            "sentences": explain(plan, advice),
+            "sentences": explain_plan(plan, advice),
             "levers": [_option_document(option, commands) for option in advice.options],
         },
     }
 
 
-def _describe(workload: Workload, lever: Lever, last: PlanRow) -> str:
+def _describe(workload: Workload, lever: SyncStrategy, last: PlanRow) -> str:
     """Return for example `gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
     sent = bytes_per_parameter(lever, workload) * workload.parameters
     sequences = last.prediction.deal.global_batch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.output import flag_of
-from shoal.config.load import build_config, parse_set, refuse_twice, refuse_without_effect, typed_settings
+from shoal.config.load import build_config, parse_set, refuse_duplicate_settings, refuse_without_effect, typed_settings
 from shoal.config.presets import PRESETS, Overrides, depth_overrides, did_you_mean
 from shoal.config.schema import Config, TrainConfig
 from shoal.config.sync_choice import PLAN_METHODS, SYNC_METHODS, WIRE_FORMATS
@@ -21,13 +21,13 @@ from shoal.cost.data_sheets import (
     describe,
     find_link,
     find_machines,
-    make_setting,
+    make_cluster_model,
     positive,
     ring,
     stack_of,
 )
 from shoal.cost.predict import ClusterModel, speeds
-from shoal.cost.strategy import Lever, lever_of
+from shoal.cost.strategy import SyncStrategy, strategy_of_config
 from shoal.cost.workload import GRADIENT_BYTES, Workload, bare_workload, workload_of
 from shoal.errors import UsageError
 from shoal.tools.plan.advise import Plan, PlanOption
@@ -103,7 +103,7 @@ def one_preset(words: list[str] | None) -> str | None:
     return words[0] if words else None
 
 
-def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Lever, list[str]]:
+def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, SyncStrategy, list[str]]:
     """Return the workload, the sync method and notes for the user."""
     requested = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
     lever = parse_lever(given)
@@ -122,7 +122,7 @@ def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
     sets = given["set_"] or []
     if ":" in (given["sync"] or ""):
         flags = flags | {"sync.every": f"--sync {given['sync']}"}
-    refuse_twice(flags, sets)
+    refuse_duplicate_settings(flags, sets)
     if "run.weights" in typed_settings(None, sets):
         raise UsageError(
             "run.weights has no effect here",
@@ -201,7 +201,7 @@ def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
     return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
 
 
-def parse_lever(given: dict[str, Any]) -> Lever:
+def parse_lever(given: dict[str, Any]) -> SyncStrategy:
     """Return the sync method of all settings together; `sharded` is one that shoal cannot train with yet."""
     if given["params"] is None:
         config = make_config(given)
@@ -209,7 +209,7 @@ def parse_lever(given: dict[str, Any]) -> Lever:
         overrides: Overrides = {"sync": _sync_overrides(given)}
         config = build_config(flags=overrides)
         refuse_without_effect(config, typed_settings(overrides, ()))
-    lever = lever_of(config.sync)
+    lever = strategy_of_config(config.sync)
     return lever.with_(sync="sharded") if _is_sharded(given) else lever
 
 
@@ -312,7 +312,7 @@ def basis(given: dict[str, Any]) -> Basis:
     if given["profile"] is None:
         link = find_link(given["link"] or LINK)
         machines = find_machines(given["machine"], link)
-        setting = make_setting(link, machines, given["ranks_per_node"], overrides)
+        setting = make_cluster_model(link, machines, given["ranks_per_node"], overrides)
         note = f"{describe(link, machines, setting)}; measure yours with shoal probe"
         named = len(machines) if len(machines) > 1 else 0
         return Basis(setting, note, f"1..{named}" if named else NODES, given["on"] or HOSTS, named, "named")
@@ -323,10 +323,10 @@ def basis(given: dict[str, Any]) -> Basis:
 def _measured(path: Path, link: str | None, on: str | None, overrides: SheetOverrides) -> Basis:
     # Imported here: a plan without a profile would spend a tenth of its time on importing the schema.
     from shoal.config.load import read_profile
-    from shoal.cost.measured import setting_of
+    from shoal.cost.measured import cluster_model_of
 
     profile = read_profile(path)
-    setting = replace(setting_of(profile), ranks_per_node=_ranks_per_node(profile))
+    setting = replace(cluster_model_of(profile), ranks_per_node=_ranks_per_node(profile))
     note = f"as measured by {path} on {profile.on}, {profile.created}"
     if link is not None:
         other_link = find_link(link)

@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.output import make_console, print_json, shown, stdout_console
-from shoal.config.load import build_config, check_writable, write_profile
+from shoal.config.load import build_config, check_profile_writable, write_profile
 from shoal.config.presets import depth_overrides
 from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
-from shoal.cost.machines import explain
-from shoal.cost.network import size_text
+from shoal.cost.machines import explain_roofline
+from shoal.cost.network import format_buffer_size
 from shoal.cost.workload import workload_of
 from shoal.errors import DataError, UsageError
 from shoal.tools.probe.figure import plot_probe
@@ -41,7 +41,7 @@ def probe(
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
     """Measure links, gloo and machines. Writes a profile, and a figure of the same name beside it."""
-    check_writable(output)
+    check_profile_writable(output)
     picture = picture_of(output)
     models = {name: _find_model(name) for name in model or []}
     console = make_console(stderr=True)
@@ -126,7 +126,7 @@ def verdicts(profile: Profile) -> list[str]:
         tried = ", ".join(f"{trial.connections}: {format_duration(trial.seconds)}" for trial in profile.connections)
         enough = f"{summary.connections} {'is' if summary.connections == 1 else 'are'} enough"
         lines.append(f"parallel gloo connections: {enough} (four all-reduces at once over {tried})")
-    lines += [explain(node.name, node.compute) for node in profile.nodes]
+    lines += [explain_roofline(node.name, node.compute) for node in profile.nodes]
     return lines
 
 
@@ -139,8 +139,8 @@ def _fit_line(entry: CollectiveProfile) -> str:
     if (test := entry.held_out) is None:
         return line
     return (
-        f"{line}; test on another size: {size_text(test.bytes)} should take {format_duration(test.predicted_s)}, "
-        f"took {format_duration(test.measured_s)} ({test.error:+.1%})"
+        f"{line}; test on another size: {format_buffer_size(test.bytes)} "
+        f"should take {format_duration(test.predicted_s)}, took {format_duration(test.measured_s)} ({test.error:+.1%})"
     )
 
 
@@ -156,7 +156,7 @@ def _collective_rows(entry: CollectiveProfile) -> list[tuple[str, ...]]:
     return [
         (
             "" if number else entry.label,
-            size_text(point.bytes),
+            format_buffer_size(point.bytes),
             format_duration(point.seconds),
             _gbps(point.algorithm_gbps),
             _gbps(point.bus_gbps),

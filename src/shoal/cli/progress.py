@@ -15,7 +15,7 @@ from shoal.control.membership.types import NEVER
 from shoal.events import Event
 from shoal.runs.start import TrainDisplay
 from shoal.tools.report.rank_log import read_entered
-from shoal.units import count, format_count, format_duration, format_share
+from shoal.units import format_count, format_duration, format_share, pluralize
 
 _PLAIN_EVERY_S = 10.0
 
@@ -168,7 +168,7 @@ class EventPrinter:
 def _start_line(event: Event, title: str) -> str:
     return (
         f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
-        f"{count(event['world_size'], 'rank')} × {count(event['threads'], 'thread')} "
+        f"{pluralize(event['world_size'], 'rank')} × {pluralize(event['threads'], 'thread')} "
         f"({event['device']}, {event['backend']}); "
         f"{event['tokens_per_step']:,} tokens a step in micro-batches of {event['micro_batch']}"
     )

@@ -14,15 +14,15 @@ from rich.markup import escape
 
 from shoal.cli.output import command, print_json, shown, stdout_console
 from shoal.config.load import load_config
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.commit_log import LedgerReport
-from shoal.tools.report.manifest import finish
+from shoal.tools.report.manifest import write_derived_files
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import ReplicaReport
 from shoal.tools.report.verify import VerifyResult, verify_run
-from shoal.units import count, format_spans, join
+from shoal.units import format_spans, join_words, pluralize
 
 app = typer.Typer(add_completion=False)
 
@@ -56,7 +56,7 @@ def verify(
     if not any(finding.file == folder.manifest.name for finding in verdict.findings):
         with contextlib.suppress(ShoalError):
             # In a read-only folder the verdict is only printed.
-            finish(folder, verdict.replicas)
+            write_derived_files(folder, verdict.replicas)
     if json:
         replicas = verdict.replicas.model_dump(mode="json") if verdict.replicas else {}
         print_json({**replicas, **verdict.model_dump(mode="json", exclude={"replicas"})})
@@ -100,7 +100,7 @@ def _replicas_verdict(replicas: ReplicaReport) -> Iterator[str]:
     tensors = " by their digests" if replicas.tensors is None else f", {replicas.tensors} tensors each"
     if replicas.byte_equivalent:
         yield (
-            f"[green]identical[/]: {count(replicas.ranks, 'replica')}{tensors}, equal to the bit "
+            f"[green]identical[/]: {pluralize(replicas.ranks, 'replica')}{tensors}, equal to the bit "
             f"(weights and moments, SHA-256 {next(iter(replicas.digests.values()))[:12]})"
         )
     elif replicas.tensors is None:
@@ -130,7 +130,7 @@ def _replicas_verdict(replicas: ReplicaReport) -> Iterator[str]:
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {join([str(rank) for rank in ranks])}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {join_words([str(rank) for rank in ranks])}"
 
 
 def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
@@ -143,7 +143,7 @@ def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:
         return f"[green]complete[/]: {ledger.steps} steps, {samples}{_history(ledger)}"
     return (
         f"[red]incomplete[/]: {len(ledger.gaps)} gaps, {len(ledger.overlaps)} overlaps, {len(ledger.doubles)} steps "
-        f"twice, {count(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
+        f"twice, {pluralize(len(ledger.forked), 'fork')}, {ledger.unreadable} unreadable lines in {ledger.steps} steps"
         f"{_lost_steps(ledger)}{_history(ledger)}"
     )
 
@@ -161,9 +161,9 @@ def _lost_steps(ledger: LedgerReport) -> str:
 def _history(ledger: LedgerReport) -> str:
     """Name repeated and abandoned steps and generations; empty for a run without interruption."""
     parts = [
-        f"{count(ledger.redone, 'step')} redone" if ledger.redone else "",
-        f"{count(ledger.abandoned, 'step')} abandoned" if ledger.abandoned else "",
-        f"{count(ledger.generations, 'generation')} in {count(ledger.lineages, 'lineage')}"
+        f"{pluralize(ledger.redone, 'step')} redone" if ledger.redone else "",
+        f"{pluralize(ledger.abandoned, 'step')} abandoned" if ledger.abandoned else "",
+        f"{pluralize(ledger.generations, 'generation')} in {pluralize(ledger.lineages, 'lineage')}"
         if ledger.generations > 1
         else "",
     ]
@@ -191,7 +191,7 @@ def sample(
 
 def refuse_without_checkpoint(run: RunFolder) -> None:
     """Refuse a running training that has no checkpoint yet."""
-    if any(run.checkpoints.glob("step-*")) or not find(run.path):
+    if any(run.checkpoints.glob("step-*")) or not find_processes(run.path):
         return
     train = load_config(run.config).train
     first = min(train.checkpoint_every, train.steps)

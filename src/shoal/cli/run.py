@@ -34,7 +34,7 @@ from shoal.launch.emit import (
 )
 from shoal.launch.launcher import GRACE_S
 from shoal.run_folder import RunFolder
-from shoal.runs.start import default_out, run_anything
+from shoal.runs.start import default_out, start_script
 from shoal.runs.supervisor import RunJob
 
 app = typer.Typer(add_completion=False)
@@ -80,7 +80,7 @@ def run(
     clear_leftovers(clean)
     out = out or default_out(name)
     job = RunJob(script=tuple(argv), on=on, threads=threads, port=port, grace_s=grace, python=python)
-    folder = run_anything(job, out, detach, LineDisplay(make_console(soft_wrap=True)))
+    folder = start_script(job, out, detach, LineDisplay(make_console(soft_wrap=True)))
     if detach:
         print_detached(folder, json=False)
 

@@ -29,7 +29,7 @@ from shoal.cli.output import (
 from shoal.cli.progress import make_display, make_plain_display
 from shoal.cluster.hosts.spec import HostsSpec, read_hosts
 from shoal.config.load import load_config
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.logs import LogFollower
 from shoal.run_folder import RunFolder, user_name
@@ -41,14 +41,14 @@ from shoal.runs.manage import (
     as_json,
     attach_script,
     attach_training,
-    opening,
+    cluster_of,
+    read_opening,
     running_runs,
     runs_on,
     stop_on,
-    where,
 )
-from shoal.runs.manage import stop as stop_run
-from shoal.runs.start import the_manifest
+from shoal.runs.manage import stop_run as stop_run
+from shoal.runs.start import require_manifest
 from shoal.units import format_duration
 
 app = typer.Typer(add_completion=False)
@@ -141,7 +141,7 @@ def logs(
     count = 0
     with contextlib.closing(display):
         while True:
-            is_over = not follow or not find(folder.path)
+            is_over = not follow or not find_processes(folder.path)
             lines = follower.poll()
             count += len(lines)
             display.lines(lines, follower.current() if follow else ())
@@ -177,7 +177,7 @@ class RunEventPrinter:
         if with_progress and run.config.is_file():
             self._display = make_plain_display(load_config(run.config))
             # Without `shard`: each rank prints its own part of the data.
-            self._display([event for event in opening(run) if event["event"] != "shard"])
+            self._display([event for event in read_opening(run) if event["event"] != "shard"])
 
     def show(self) -> None:
         notes, progress = self._keeping.poll(), self._display
@@ -218,7 +218,7 @@ def attach(
     except KeyboardInterrupt:
         sys.stderr.write(f"\nthe run continues; to stop it: {command('stop', shown(folder.path))}\n")
         return
-    manifest = the_manifest(folder)
+    manifest = require_manifest(folder)
     if json:
         print_json(manifest.model_dump(mode="json"))
     else:
@@ -245,9 +245,9 @@ def stop(
     """Ask a run to finish its step and save. If it does not, end its own processes and no others."""
     if now and is_given(context, "wait_s"):
         raise UsageError("--wait has no effect with --now", why="--now waits for nothing", fix="leave one of them out")
-    folder = RunFolder(run.resolve()) if find(run.resolve()) else RunFolder.find(run)
+    folder = RunFolder(run.resolve()) if find_processes(run.resolve()) else RunFolder.find(run)
     outcome = stop_run(folder, 0.0 if now else wait_s)
-    if not here and outcome is StopResult.NOT_RUNNING and isinstance(hosts := where(folder), HostsSpec):
+    if not here and outcome is StopResult.NOT_RUNNING and isinstance(hosts := cluster_of(folder), HostsSpec):
         # It has no supervisor here, but its agents may still run on the hosts.
         outcome = StopResult[max(stop_on(hosts, folder, now).values(), key=_STOP_ORDER.index).upper()]
     if outcome is StopResult.NOT_RUNNING and folder.path.stat().st_uid != os.geteuid() and folder.is_held():

@@ -232,7 +232,7 @@ def _straggling(text: str) -> Straggling:
 
 
 def _fitted(folder: Path) -> Straggling:
-    from shoal.tools.plan.scenario import fit
+    from shoal.tools.plan.scenario import fit_stragglers
     from shoal.tools.report.rank_log import step_time_factors
 
     try:
@@ -243,7 +243,7 @@ def _fitted(folder: Path) -> Straggling:
             why=error.seen,
             fix="write for example: --straggler lognormal:0.05, or name a folder of: ls runs/",
         ) from None
-    return fit(step_time_factors(run.read_all_events()))
+    return fit_stragglers(step_time_factors(run.read_all_events()))
 
 
 def print_simulation(forecasts: dict[Policy, Forecast], options: SimulateOptions, picture: str | None) -> None:

@@ -33,8 +33,8 @@ from shoal.config.load import (
     build_config,
     merge,
     parse_set,
+    refuse_duplicate_settings,
     refuse_fixed,
-    refuse_twice,
     refuse_without_effect,
     typed_settings,
 )
@@ -45,7 +45,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.launch.plan import plan_ranks
 from shoal.run_folder import RunFolder
 from shoal.runs.manage import end_processes, leftovers, running_runs
-from shoal.runs.start import default_out, refuse_confirm, train_new, train_on
+from shoal.runs.start import default_out, refuse_confirm, resume_training, start_training
 from shoal.tools.bench.scaling import ScalingResult, measure_scaling
 from shoal.tools.plan.compare import NO_PLAN, store_prediction, store_sync_plan
 from shoal.tools.report.explain_run import prediction_line
@@ -166,7 +166,7 @@ def train(
         refuse_with_resume(given)
         changes = resume_changes(given)
         clear_leftovers(clean)
-        run, manifest = train_on(resume, make_display, changes, detach, lineage or "", confirm)
+        run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
         name = preset or DEFAULT_PRESET
         settings = new_run_config(given, name)
@@ -179,7 +179,7 @@ def train(
         clear_leftovers(clean)
         before = before_start(settings, profile, plan)
         with advising_flags(named_flags(given)):
-            run, manifest = train_new(settings, out or default_out(name), make_display, detach, before, confirm)
+            run, manifest = start_training(settings, out or default_out(name), make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
     elif json:
@@ -191,7 +191,7 @@ def train(
 def new_run_config(given: dict[str, Any], preset: str) -> Config:
     """Build the settings of a new run. Refuse a given setting that would have no effect."""
     flags, sets = flags_to_overrides(given), given["set_"] or []
-    refuse_twice(named_flags(given), sets)
+    refuse_duplicate_settings(named_flags(given), sets)
     with advising_flags(named_flags(given)):
         settings = build_config(preset, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
@@ -206,7 +206,7 @@ def named_flags(given: dict[str, Any]) -> dict[str, str]:
 def resume_changes(given: dict[str, Any]) -> Overrides:
     """Return the settings that change with a resume. Refuse those that cannot change."""
     sets, flags = given["set_"] or [], named_flags(given)
-    refuse_twice(flags, sets)
+    refuse_duplicate_settings(flags, sets)
     refuse_fixed({key: key for key in typed_settings(None, sets)} | flags)
     return merge([flags_to_overrides(given), *map(parse_set, sets)])
 

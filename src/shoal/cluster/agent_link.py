@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.cluster.node import Note
-from shoal.control.processes import marks
+from shoal.control.processes import make_marks
 from shoal.errors import ControlError
 from shoal.run_folder import RunFolder, check_name, check_rank, open_below
 
@@ -43,7 +43,7 @@ _MOST_NOTES = 8
 def agent_command(run: Path | str, node: str, python: str = sys.executable) -> tuple[str, ...]:
     """Return the command of an agent. `env` sets its marks: on an emulated node the process that we start is only a
     helper, and must not have them."""
-    variables = {**marks(run, "agent"), "SHOAL_NODE": check_name(node)}
+    variables = {**make_marks(run, "agent"), "SHOAL_NODE": check_name(node)}
     words = (f"{name}={value}" for name, value in variables.items())
     return ("env", *words, python, "-P", "-m", "shoal.agent.agent")
 

@@ -14,7 +14,7 @@ from shoal.cluster.hosts.cluster import HostsCluster, hosts_as_nodes, planned_no
 from shoal.cluster.hosts.cluster import visit as visit_hosts
 from shoal.cluster.hosts.spec import HostsSpec
 from shoal.cluster.join import Confirm, JoinCluster
-from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, up
+from shoal.cluster.lab.lab import Lab, LabCluster, as_nodes, build_lab
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.node import (
     LocalProgram,
@@ -26,7 +26,7 @@ from shoal.cluster.node import (
     local_node,
     module_command,
 )
-from shoal.cluster.target import JoinSpec, LocalSpec, StandingLab, parse_on
+from shoal.cluster.target import ExistingLab, JoinSpec, LocalSpec, parse_on
 from shoal.errors import ShoalError, UsageError
 
 
@@ -70,7 +70,7 @@ def open_cluster(
     match parse_on(on):
         case LocalSpec(ranks=ranks):
             yield LocalCluster(ranks, stdin)
-        case StandingLab(name=name):
+        case ExistingLab(name=name):
             yield LabCluster(Lab.open(name))
         case LabSpec() as spec:
             with _own_lab(spec) as lab:
@@ -85,7 +85,7 @@ def open_cluster(
 @contextmanager
 def _own_lab(spec: LabSpec) -> Iterator[Lab]:
     """Build a lab that is removed when this process ends, however that happens."""
-    lab = up(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
+    lab = build_lab(spec.model_copy(update={"name": f"run-{os.getpid()}"}), owner=os.getpid())
     try:
         yield lab
     finally:
@@ -97,7 +97,7 @@ def planned_nodes(on: str) -> list[Node]:
     match parse_on(on):
         case LocalSpec(ranks=ranks):
             return [local_node(ranks)]
-        case StandingLab(name=name):
+        case ExistingLab(name=name):
             return Lab.open(name).nodes
         case LabSpec() as spec:
             return as_nodes(spec)
@@ -118,14 +118,14 @@ class NodePrograms:
 
 
 @contextmanager
-def visit(on: str, module: str) -> Iterator[NodePrograms]:
+def start_on_nodes(on: str, module: str) -> Iterator[NodePrograms]:
     """Start a torch-free module of shoal, which reads JSON lines, on every node at once; for checks before a run."""
     with ExitStack() as stack:
         started: Mapping[str, RemoteProgram | ShoalError]
         match parse_on(on):
             case HostsSpec() as hosts:
                 nodes, started = hosts_as_nodes(hosts), visit_hosts(hosts, module)
-            case StandingLab(name=name):
+            case ExistingLab(name=name):
                 lab = Lab.open(name)
                 nodes, started = lab.nodes, _visit_lab(lab, module)
             case LabSpec() as spec:

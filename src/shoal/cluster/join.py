@@ -33,8 +33,8 @@ from shoal.cluster.agent_link import (
 from shoal.cluster.node import Node, Note, RunFiles, ranks_of
 from shoal.cluster.target import JoinSpec
 from shoal.control.channel import Channel, Message, seal
-from shoal.control.connection_guard import connection_guard, receive
-from shoal.control.handshake import Hello, introduce, refusal
+from shoal.control.connection_guard import accept_connection, make_connection_guard
+from shoal.control.handshake import Hello, find_mismatch, make_hello
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
 from shoal.host.facts import interface_addresses, interface_for, physical_cores, source_address
 
@@ -309,7 +309,7 @@ class JoinServer:
         self._late = late
         self._confirm = confirm
         self._confirming = asyncio.Lock()
-        self._guard = connection_guard(note)
+        self._guard = make_connection_guard(note)
         self._code = ""
 
     async def receive_one(self, taken: TakenNames, look: Callable[[], None]) -> JoinedLink:
@@ -318,7 +318,7 @@ class JoinServer:
 
         async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             code = self._code
-            channel = await receive(reader, writer, code, self._guard)
+            channel = await accept_connection(reader, writer, code, self._guard)
             if channel is None:
                 return
             peer = writer.get_extra_info("peername")[0]
@@ -371,8 +371,8 @@ class JoinServer:
         if type(cores) is not int or not 0 < cores < 1 << 16 or not _is_address(address):
             raise ControlError(f"a machine that joins says that it has {cores!r:.40} cores at {address!r:.60}")
         # Versions and kind of machine; the agents compare the run's own digests when they connect.
-        own_hello = introduce(0, safe_name(socket.gethostname()), "", "", "")
-        if error := refusal(own_hello, hello):
+        own_hello = make_hello(0, safe_name(socket.gethostname()), "", "", "")
+        if error := find_mismatch(own_hello, hello):
             await channel.send({"type": "refused", **error.as_dict()})
             raise error
         name = free_name(safe_name(str(facts.get("name"))[:256]), taken())

@@ -33,7 +33,7 @@ class LocalSpec:
 
 
 @dataclass(frozen=True)
-class StandingLab:
+class ExistingLab:
     """A lab that was made with `shoal lab up`, and that stays when the run ends."""
 
     name: str | None
@@ -48,7 +48,7 @@ class JoinSpec:
     port: int = 0
 
 
-On = LocalSpec | LabSpec | StandingLab | HostsSpec | JoinSpec
+On = LocalSpec | LabSpec | ExistingLab | HostsSpec | JoinSpec
 
 
 def parse_on(text: str) -> On:
@@ -61,7 +61,7 @@ def parse_on(text: str) -> On:
             )
         return LocalSpec(ranks)
     if match := _STANDING.fullmatch(text):
-        return StandingLab(match[1])
+        return ExistingLab(match[1])
     if text.startswith("lab:"):
         return parse_lab(text)
     if text.startswith("join:"):
@@ -86,7 +86,7 @@ def parse_join(text: str) -> JoinSpec:
     return JoinSpec(int(match["machines"]), match["address"], int(match["port"] or 0))
 
 
-def settled(on: str) -> str:
+def absolute_on(on: str) -> str:
     """Return `on` such that it names the same cluster from every folder."""
     spec = parse_on(on)
     return str(spec.path.absolute()) if isinstance(spec, HostsSpec) else on
@@ -104,7 +104,7 @@ def rank_count(on: On) -> int:
     match on:
         case LocalSpec():
             return on.ranks
-        case StandingLab():
+        case ExistingLab():
             return len(Lab.open(on.name).nodes)
         case LabSpec():
             return len(on.nodes)
@@ -122,7 +122,7 @@ def first_node(on: On, folder: Path) -> str | None:
     match on:
         case LocalSpec():
             return "local:1"
-        case StandingLab():
+        case ExistingLab():
             return _single_node_lab(Lab.open(on.name).state.spec.nodes[0])
         case HostsSpec():
             return str(_write_first_host(on, folder / "first-host.toml"))

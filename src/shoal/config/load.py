@@ -139,7 +139,7 @@ def typed_settings(flags: Overrides | None, sets: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(f"{section}.{key}" for layer in layers for section in layer for key in layer[section]))
 
 
-def refuse_twice(flags: Mapping[str, str], sets: Iterable[str]) -> None:
+def refuse_duplicate_settings(flags: Mapping[str, str], sets: Iterable[str]) -> None:
     """Refuse a setting that is given by a flag and with `--set`; `flags` maps settings to the flags that were used."""
     for key in typed_settings(None, sets):
         if key in flags:
@@ -245,7 +245,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         raise DataError(f"cannot write {path}: {error.strerror}", fix="choose another file: -o FILE") from None
 
 
-def check_writable(path: Path) -> None:
+def check_profile_writable(path: Path) -> None:
     """Check, before a minute of measuring, that the folder exists and that only an older profile would be replaced."""
     if not path.parent.is_dir():
         raise DataError(f"there is no folder {path.parent}", fix=f"make it: mkdir -p {shlex.quote(str(path.parent))}")

@@ -272,7 +272,7 @@ def parse_choice(text: str) -> SyncChoice:
     return SyncChoice(match[1], match[3], int(match[2]))
 
 
-def choice_in(record: Mapping[str, Any]) -> SyncChoice | None:
+def choice_of_event(record: Mapping[str, Any]) -> SyncChoice | None:
     """Return the choice that an event records; None where it records none that can be read."""
     try:
         return parse_choice(f"{record.get('sync')}:{record.get('round_steps')},{record.get('wire')}")

@@ -65,7 +65,7 @@ def make_token(path: Path) -> str:
     return token
 
 
-def is_same(sent: str | bytes, secret: str | bytes) -> bool:
+def is_equal_secret(sent: str | bytes, secret: str | bytes) -> bool:
     """Compare a received value with a secret in constant time.
 
     `hmac.compare_digest` raises TypeError for text that is not ASCII, and a received value may be any text.
@@ -156,7 +156,7 @@ class Channel:
             raise ControlError(f"a message of {size} bytes on the control channel", why="the stream is broken")
         tag = await self._reader.readexactly(_TAG)
         payload = await self._reader.readexactly(size)
-        if not is_same(tag, _tag(self._receive_key, self._received, payload)):
+        if not is_equal_secret(tag, _tag(self._receive_key, self._received, payload)):
             self._is_forged = True
             raise ControlError(
                 "a message on the control channel does not carry the run's tag",
@@ -255,7 +255,7 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def _check_proof(answer: Message, nonces: Nonces, token: str, purpose: str) -> None:
-    if not is_same(str(answer.get("proof", "")), nonces.sign(token, purpose).hex()):
+    if not is_equal_secret(str(answer.get("proof", "")), nonces.sign(token, purpose).hex()):
         raise UnknownSender(
             "an unknown process on the control channel: it does not know this run's token",
             why="it belongs to another run, or to none",

@@ -128,11 +128,11 @@ class ConnectionGuard:
             self._unlogged[address] += 1
 
 
-def connection_guard(note: Callable[[str], None]) -> ConnectionGuard:
+def make_connection_guard(note: Callable[[str], None]) -> ConnectionGuard:
     return ConnectionGuard(note, boot_clock)
 
 
-async def receive(
+async def accept_connection(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, guard: ConnectionGuard
 ) -> Channel | None:
     """Return a channel to a peer that knows the token; close, count and log any other connection."""

@@ -9,7 +9,7 @@ from typing import Any
 import shoal
 from shoal.control.channel import PROTOCOL, SAME_VERSIONS
 from shoal.errors import ControlError
-from shoal.host.facts import cpu_name, has_avx2, installed
+from shoal.host.facts import cpu_name, has_avx2, installed_release
 from shoal.run_folder import is_plain_name
 
 # The limit of every number. Member ids grow with every node that joins, since none is used twice.
@@ -84,7 +84,7 @@ def _invalid(seen: str) -> ControlError:
     return ControlError(seen, why="the other side has another version of shoal", fix=SAME_VERSIONS)
 
 
-def introduce(member: int, node: str, mark: str, config: str, data: str, life: int = 0) -> Hello:
+def make_hello(member: int, node: str, mark: str, config: str, data: str, life: int = 0) -> Hello:
     """Return the hello of this machine."""
     return Hello(
         member=member,
@@ -94,7 +94,7 @@ def introduce(member: int, node: str, mark: str, config: str, data: str, life: i
         data=data,
         protocol=PROTOCOL,
         shoal=shoal.__version__,
-        torch=installed("torch"),
+        torch=installed_release("torch"),
         python=".".join(platform.python_version_tuple()[:2]),
         system=platform.system(),
         arch=platform.machine(),
@@ -104,7 +104,7 @@ def introduce(member: int, node: str, mark: str, config: str, data: str, life: i
     )
 
 
-def refusal(own: Hello, peer: Hello) -> ControlError | None:
+def find_mismatch(own: Hello, peer: Hello) -> ControlError | None:
     """Return why these two nodes may not train together."""
     for field, name, fix in _MUST_AGREE:
         own_value, peer_value = getattr(own, field), getattr(peer, field)
@@ -118,7 +118,7 @@ def refusal(own: Hello, peer: Hello) -> ControlError | None:
     return None
 
 
-def remark(own: Hello, peer: Hello) -> str:
+def describe_cpu_difference(own: Hello, peer: Hello) -> str:
     """Return a harmless difference that explains a difference in speed."""
     if own.cpu == peer.cpu:
         return ""

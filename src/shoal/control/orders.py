@@ -45,7 +45,7 @@ PlainName = Annotated[str, AfterValidator(_plain)]
 Word = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 Number = Annotated[int, Field(ge=0, lt=RANK_LIMIT)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
-MOST_PLACES = 4096
+MAX_MEMBERS_LISTED = 4096
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class RosterEntry:
     address: Word
     port: Port
     mark: Word  # see `Hello.mark`
-    ranks: Annotated[tuple[Number, ...], Field(max_length=MOST_PLACES)] = ()  # the numbers of its ranks in the launch
+    ranks: Annotated[
+        tuple[Number, ...], Field(max_length=MAX_MEMBERS_LISTED)
+    ] = ()  # the numbers of its ranks in the launch
     life: Number = 0  # how often its agent was restarted: the address of a later life replaces an earlier one
 
 
@@ -121,7 +123,7 @@ class GoOrder:
         return replace(self, roster=roster, guests=guests)
 
 
-def membership(config: MembersConfig, above: int, most_ranks: int) -> MembershipOrder:
+def make_membership_order(config: MembersConfig, above: int, most_ranks: int) -> MembershipOrder:
     rules = MembershipSettings(
         silent_after_s=config.silent_after_s,
         on_silent_tie=config.on_silent_tie,
@@ -145,7 +147,7 @@ def read_go(line: bytes) -> GoOrder:
     return _read(GoOrder, line)
 
 
-def read_wish(line: bytes) -> str:
+def read_request_line(line: bytes) -> str:
     """Return the request of a line; empty for an order."""
     try:
         document = json.loads(line)
@@ -161,8 +163,8 @@ def read_member(document: dict[str, Any]) -> RosterEntry:
 
 def read_places(document: Mapping[str, Any]) -> dict[int, RosterEntry]:
     """Validate a table of members by id, which JSON writes as text; ValueError for an invalid one."""
-    if not isinstance(document, dict) or len(document) > MOST_PLACES:
-        raise ValueError(f"no table of at most {MOST_PLACES} members")
+    if not isinstance(document, dict) or len(document) > MAX_MEMBERS_LISTED:
+        raise ValueError(f"no table of at most {MAX_MEMBERS_LISTED} members")
     if wrong := [key for key in document if not (key.isascii() and key.isdecimal() and len(key) <= 10)]:
         raise ValueError(f"{wrong[0][:20]!a} is no id of a member")
     places = {int(key): read_member(entry) for key, entry in document.items()}

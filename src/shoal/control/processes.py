@@ -35,13 +35,13 @@ _LAUNCHER_COMMANDS = {"join", "doctor", "probe"}
 _MAX_NAME, _MAX_COMMAND = 100, 2_000
 
 
-def unmark() -> None:
+def remove_own_marks() -> None:
     """Remove our own marks, so that children do not inherit them: they are no part of the run in their own right."""
     for name in (RUN_MARK, PART_MARK):
         os.environ.pop(name, None)
 
 
-def marks(run: Path | str, part: str) -> dict[str, str]:
+def make_marks(run: Path | str, part: str) -> dict[str, str]:
     """Return the variables by which a process is later identified, whatever its pid and parent are by then."""
     return {RUN_MARK: str(run), PART_MARK: part}
 
@@ -112,17 +112,17 @@ class RunProcess:
         return max(0.0, time.time() - self.started_at)
 
 
-def find(run: Path | None = None) -> list[RunProcess]:
+def find_processes(run: Path | None = None) -> list[RunProcess]:
     """Return the processes of one run, or of all runs: of this user, and for root also of other users' own runs."""
     processes = (_inspect(pid, run) for pid in psutil.pids() if pid != os.getpid())
     return [process for process in processes if process is not None]
 
 
 def find_supervisor(run: Path) -> RunProcess | None:
-    return next((process for process in find(run) if process.part == SUPERVISOR), None)
+    return next((process for process in find_processes(run) if process.part == SUPERVISOR), None)
 
 
-def is_kept(processes: Iterable[RunProcess]) -> bool:
+def has_supervisor(processes: Iterable[RunProcess]) -> bool:
     """Return whether a supervisor, the messenger of a remote one, or the command that started the agent still runs."""
     return any(
         process.part in (SUPERVISOR, MESSENGER) or (process.part == AGENT and _has_launcher(process.pid))
@@ -154,16 +154,16 @@ def is_alive(process: RunProcess) -> bool:
     return now is not None and now.started_at == process.started_at
 
 
-def ask(processes: Iterable[RunProcess]) -> None:
+def ask_to_stop(processes: Iterable[RunProcess]) -> None:
     """Ask them to finish the step and save. Asked a second time, they end at once."""
     _signal(processes, signal.SIGINT)
 
 
-def end(processes: Iterable[RunProcess]) -> None:
+def kill_processes(processes: Iterable[RunProcess]) -> None:
     _signal(processes, signal.SIGKILL)
 
 
-def await_end(still_there: Callable[[], Iterable[RunProcess]], within_s: float) -> bool:
+def wait_until_ended(still_there: Callable[[], Iterable[RunProcess]], within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     while any(True for _ in still_there()):
         if time.monotonic() > deadline:

@@ -17,10 +17,10 @@ from shoal.control.membership.types import Ballot, Count, Lineage, State, Strict
 from shoal.errors import ControlError
 
 # A rank of an elastic run inherits this descriptor from its agent, beside that of the store.
-LINE_FD = "SHOAL_LINE_FD"
-MOST_BYTES = 1 << 20
-MOST_NUMBERS = 2**31
-Number = Annotated[int, Field(ge=0, lt=MOST_NUMBERS)]
+MEMBERSHIP_FD = "SHOAL_LINE_FD"
+MAX_BYTES = 1 << 20
+MAX_RANK_NUMBERS = 2**31
+Number = Annotated[int, Field(ge=0, lt=MAX_RANK_NUMBERS)]
 
 
 class EnterGeneration(StrictModel):

@@ -94,12 +94,12 @@ def shares(count: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def deal(global_batch: int, micro_batch: int, weights: Sequence[float]) -> BatchPlan:
+def divide_batch(global_batch: int, micro_batch: int, weights: Sequence[float]) -> BatchPlan:
     """Divide by weight, as nearly as whole micro-batches allow; with equal weights the first ranks take the rest."""
     return BatchPlan(micro_batch, shares(global_batch // micro_batch, weights))
 
 
-def deal_anew(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> BatchPlan:
+def redivide_batch(global_batch: int, most: int, weights: Sequence[float], is_compiled: bool = False) -> BatchPlan:
     """Divide the same global batch among other ranks, in micro-batches of at most `most` sequences that leave the
     busiest rank the least work. Compiled code keeps the largest that fits: compiling takes longer than many steps."""
     sizes = [size for size in _divisors(global_batch, most) if global_batch // size >= len(weights)]
@@ -110,7 +110,7 @@ def deal_anew(global_batch: int, most: int, weights: Sequence[float], is_compile
             fix=f"let fewer machines in: --set members.max_nodes={max(1, len(weights) - 1)}",
         )
     size = max(sizes) if is_compiled else _least_work(global_batch, sizes, weights)
-    return deal(global_batch, size, weights)
+    return divide_batch(global_batch, size, weights)
 
 
 def micro_batch(train: TrainConfig, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> int:

@@ -14,7 +14,7 @@ from typing import Literal
 from shoal.config.presets import did_you_mean
 from shoal.cost.network import NodesNetwork, RingNetwork
 from shoal.cost.predict import ClusterModel
-from shoal.cost.strategy import Lever, cpu_encode_s
+from shoal.cost.strategy import SyncStrategy, cpu_encode_s
 from shoal.cost.workload import RankWork, Workload
 from shoal.errors import UsageError
 from shoal.units import format_duration, format_rate, format_si, parse_delay, parse_rate
@@ -183,7 +183,7 @@ class SheetSpeed:
             spread=machine.spread,
         )
 
-    def encode_s(self, strategy: Lever, rank: int, parameters: int) -> float:
+    def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
         machine, share = self.machine(rank), self._share(rank)
         moving_s = strategy.format.memory_bytes * parameters / (share * machine.memory_bytes_per_s)
         if machine.kind == "gpu":
@@ -244,7 +244,7 @@ def _unknown_name(what: str, name: str, known: Iterable[str], more: str) -> Usag
     )
 
 
-def make_setting(
+def make_cluster_model(
     link: LinkSheet, machines: tuple[MachineSheet, ...], ranks_per_node: int, given: SheetOverrides
 ) -> ClusterModel:
     machines = tuple(_override(machine, given) for machine in machines)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shoal.config.profile import Bound, ComputeProfile
-from shoal.cost.strategy import Lever
+from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import RankWork, Workload
 from shoal.units import format_number
 
@@ -23,7 +23,7 @@ class Speed(Protocol):
         """Return what `rank` computes in a step of `micro_batches`, each of `micro_batch` sequences."""
         ...
 
-    def encode_s(self, strategy: Lever, rank: int, parameters: int) -> float:
+    def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
         """Return the time that the rank takes to encode and decode all gradients."""
         ...
 
@@ -69,7 +69,7 @@ def roofline_of(compute: ComputeProfile) -> Roofline:
     return Roofline(compute.fp32_gflops, compute.memory_gbytes_per_s)
 
 
-def explain(name: str, compute: ComputeProfile) -> str:
+def explain_roofline(name: str, compute: ComputeProfile) -> str:
     """Return a sentence about what limits training on a machine."""
     roof, best = roofline_of(compute), compute.best
     reached = best.gflops / roof.roof_gflops(compute.intensity)

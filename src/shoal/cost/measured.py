@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.config.profile import SMALL_GPT, Calibration, ModelPace, NodeProfile, Profile
+from shoal.config.profile import SMALL_GPT, Calibration, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
 from shoal.cost.model_size import flops_per_token, parameter_count
 from shoal.cost.network import LinearFit, MeasuredNetwork, Network, NoNetwork
 from shoal.cost.predict import ClusterModel
-from shoal.cost.strategy import Lever, cpu_encode_s
+from shoal.cost.strategy import SyncStrategy, cpu_encode_s
 from shoal.cost.workload import RankWork, Workload
 from shoal.errors import ConfigError
 
@@ -84,7 +84,7 @@ class MeasuredSpeed:
             spread=pace.spread,
         )
 
-    def encode_s(self, strategy: Lever, rank: int, parameters: int) -> float:
+    def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
         node = self.node(rank)
         if strategy.format.number_bytes == 2 and node.fp16_s_per_parameter:
             return node.fp16_s_per_parameter * parameters
@@ -95,7 +95,7 @@ class MeasuredSpeed:
         return node.memory_bytes / sum(other.ranks for other in _nodes_of_machine(self.profile, node))
 
 
-def setting_of(profile: Profile) -> ClusterModel:
+def cluster_model_of(profile: Profile) -> ClusterModel:
     if not all(node.paces for node in profile.nodes):
         raise ConfigError(
             "the profile does not contain how fast a model trains on these machines",
@@ -147,7 +147,7 @@ def _nodes_of_machine(profile: Profile, node: NodeProfile) -> list[NodeProfile]:
 # The speed of a model
 
 
-def model_speed_of(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
+def model_speed_of(paces: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
     """Return the speed of `model`. A vocabulary of another size changes only the head: a tokenizer may find 65
     characters where 96 were expected."""
 
@@ -169,7 +169,7 @@ def interpolate(times: Times, micro_batch: int) -> float:
     return low_s if high == low else low_s + (high_s - low_s) * (micro_batch - low) / (high - low)
 
 
-def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
+def _estimated(paces: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
     """Interpolate between the measured models that are nearest in width, each scaled by its arithmetic."""
     shapes = {pace.name: pace.model for pace in paces}
     ordered = sorted(shapes, key=lambda name: shapes[name].width)
@@ -197,7 +197,7 @@ def _estimated(paces: Sequence[ModelPace], model: ModelConfig) -> ModelSpeed:
     )
 
 
-def _scaled(paces: Sequence[ModelPace], name: str, model: ModelConfig) -> ModelSpeed:
+def _scaled(paces: Sequence[ModelTiming], name: str, model: ModelConfig) -> ModelSpeed:
     """Return the speed of `model` if it computed as fast as the measured model `name`; micro-batches with the same
     number of tokens are compared."""
     measured = sorted((pace for pace in paces if pace.name == name), key=lambda pace: pace.micro_batch)

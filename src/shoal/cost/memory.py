@@ -9,7 +9,7 @@ from shoal.config.schema import Config
 from shoal.config.sync_choice import SYNC_METHODS
 from shoal.cost.batch_plan import half_micro_batch, micro_batch, rank_weights
 from shoal.cost.model_size import activation_bytes
-from shoal.cost.strategy import Lever
+from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError
 
@@ -19,7 +19,7 @@ PROCESS_BYTES = 600e6
 # A machine whose memory is completely full swaps.
 USABLE = 0.9
 
-RELIEF = "use a smaller --micro-batch or --seq-len"
+OUT_OF_MEMORY_ADVICE = "use a smaller --micro-batch or --seq-len"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MemoryNeed:
         return PROCESS_BYTES + sum(float(getattr(self, field.name)) for field in fields(self))
 
 
-def needed(workload: Workload, strategy: Lever, micro_batch: int, world_size: int) -> MemoryNeed:
+def needed(workload: Workload, strategy: SyncStrategy, micro_batch: int, world_size: int) -> MemoryNeed:
     """Return what a rank needs. With DDP every rank keeps everything; only sharding divides it."""
     size, element = workload.parameters, workload.gradient_bytes
     is_sharded = strategy.sync == "sharded"
@@ -57,7 +57,7 @@ def needed(workload: Workload, strategy: Lever, micro_batch: int, world_size: in
     )
 
 
-def copied_bytes(strategy: Lever) -> int:
+def copied_bytes(strategy: SyncStrategy) -> int:
     """Return the bytes per parameter that error feedback and the outer optimizer add."""
     copies = strategy.format.has_error_feedback + SYNC_METHODS[strategy.sync].outer_copies
     return _FLOAT_BYTES * copies
@@ -67,7 +67,7 @@ def fits(memory: MemoryNeed, available_bytes: float) -> bool:
     return memory.total <= USABLE * available_bytes
 
 
-def largest_micro_batch(workload: Workload, strategy: Lever, world_size: int, available_bytes: float) -> int:
+def largest_micro_batch(workload: Workload, strategy: SyncStrategy, world_size: int, available_bytes: float) -> int:
     """Return how many sequences at once a rank has room for; 0 where not even the model fits."""
 
     def is_too_much(sequences: int) -> bool:
@@ -78,14 +78,14 @@ def largest_micro_batch(workload: Workload, strategy: Lever, world_size: int, av
     return max(0, bisect_left(range(1, most + 1), True, key=is_too_much))
 
 
-def relief(config: Config, ranks: int) -> str:
+def out_of_memory_advice(config: Config, ranks: int) -> str:
     """Return what to type when a rank ran out of memory. Activations grow with the micro-batch, and the training does
     not depend on it, so that is reduced first."""
     try:
         weights = rank_weights(config.run, ranks)
     except ConfigError:
         # Machines joined or left since the weights were given.
-        return RELIEF
+        return OUT_OF_MEMORY_ADVICE
     half = half_micro_batch(config.train, weights)
     if half is None:
         return f"start a new run with a shorter --seq-len than {config.model.seq_len}: the micro-batch is 1 already"

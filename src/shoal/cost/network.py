@@ -123,7 +123,7 @@ class LinearFit:
         return self.seconds(sample[0]) / sample[1] - 1
 
 
-def fit(samples: Sequence[Sample]) -> LinearFit:
+def fit_alpha_beta(samples: Sequence[Sample]) -> LinearFit:
     """Fit by least squares of the *relative* error: 4 kB and 256 MB count alike.
 
     Outliers are left out; the line of least absolute errors shows which they are, because a minority cannot bend it.
@@ -310,7 +310,7 @@ _WITH_HELD_OUT = 1.5
 def expected_s(size: int, seen: Sequence[Sample]) -> float:
     """Extrapolate from smaller sizes: by their fit, or in proportion to the bytes where there is only one."""
     if len({bytes_ for bytes_, _ in seen}) > 1:
-        return fit(seen).seconds(size)
+        return fit_alpha_beta(seen).seconds(size)
     return max((seconds * max(1.0, size / bytes_) for bytes_, seconds in seen), default=0.0)
 
 
@@ -334,7 +334,7 @@ def held_out_size(sizes: Sequence[int]) -> int:
     return max(sizes) // 2
 
 
-def size_text(buffer_bytes: int) -> str:
+def format_buffer_size(buffer_bytes: int) -> str:
     """Return `4 KiB` or `25 MiB`: the sizes here are powers of two."""
     for scale, unit in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if buffer_bytes >= 0.99 * scale:

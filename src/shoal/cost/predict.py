@@ -14,7 +14,7 @@ from shoal.cost.buckets import BucketCost, bucket_mb_for, fill_buckets, split_ti
 from shoal.cost.machines import Speed, rank_kinds
 from shoal.cost.memory import MemoryNeed, fits, largest_micro_batch, needed
 from shoal.cost.network import ExchangeCost, Network, payload_factor
-from shoal.cost.strategy import Lever, bytes_per_parameter, element_bytes, is_encoded
+from shoal.cost.strategy import SyncStrategy, bytes_per_parameter, element_bytes, is_encoded
 from shoal.cost.workload import RankWork, StepTime, Workload, exposed_s
 
 Exchange = Callable[[BucketCost], ExchangeCost]
@@ -59,7 +59,11 @@ class _ExchangeTime:
 
 
 def predict(
-    workload: Workload, strategy: Lever, setting: ClusterModel, world_size: int, weights: Sequence[float] | None = None
+    workload: Workload,
+    strategy: SyncStrategy,
+    setting: ClusterModel,
+    world_size: int,
+    weights: Sequence[float] | None = None,
 ) -> Prediction:
     """Predict a step. `weights` are the ranks' configured shares of a batch; None: equal, or by speed if balanced."""
     workload = workload.accumulated(strategy.accumulation)
@@ -97,7 +101,7 @@ def speeds(workload: Workload, speed: Speed, world_size: int) -> tuple[float, ..
     return tuple(max(0.01, round(fastest / times[kind], 2)) for kind in kinds)
 
 
-def wire_bytes(workload: Workload, strategy: Lever, world_size: int, micro_batches: int) -> float:
+def wire_bytes(workload: Workload, strategy: SyncStrategy, world_size: int, micro_batches: int) -> float:
     all_bytes = payload_factor(world_size) * bytes_per_parameter(strategy, workload) * workload.parameters
     return all_bytes * 1.5 * micro_batches if strategy.sync == "sharded" else all_bytes / strategy.every
 
@@ -115,7 +119,9 @@ def _works(workload: Workload, speed: Speed, shares: BatchPlan, kinds: Sequence[
     return [known[key] for key in keys]
 
 
-def _step_time(works: Sequence[RankWork], slowest: RankWork, exchange: _ExchangeTime, strategy: Lever) -> StepTime:
+def _step_time(
+    works: Sequence[RankWork], slowest: RankWork, exchange: _ExchangeTime, strategy: SyncStrategy
+) -> StepTime:
     # Over several steps without an exchange a rank's fast and slow steps even out.
     deviations = [work.spread * work.compute_s / math.sqrt(strategy.every) for work in works]
     wait_s = expected_slowest([_busy_s(work) for work in works], deviations) - _busy_s(slowest)
@@ -138,7 +144,7 @@ def _busy_s(work: RankWork) -> float:
 
 
 def _exchange_time(
-    workload: Workload, strategy: Lever, setting: ClusterModel, shares: BatchPlan, work: RankWork, rank: int
+    workload: Workload, strategy: SyncStrategy, setting: ClusterModel, shares: BatchPlan, work: RankWork, rank: int
 ) -> _ExchangeTime:
     world_size = len(shares.micro_batches)
     if world_size == 1:
@@ -157,7 +163,7 @@ def _exchange_time(
     return replace(model(strategy, work, buckets, exchange), encode_s=encode_s / strategy.every)
 
 
-def _buckets(workload: Workload, strategy: Lever, tokens: int, world_size: int) -> list[BucketCost]:
+def _buckets(workload: Workload, strategy: SyncStrategy, tokens: int, world_size: int) -> list[BucketCost]:
     """Stock DDP has a first bucket of another size; shoal splits the exchange of a tied weight where that pays."""
     bucket_mb = strategy.bucket_mb or bucket_mb_for(workload.gradient_bytes * workload.parameters)
     can_split = strategy.sync == "ddp" and strategy.first_bucket_mb is None and strategy.overlap
@@ -167,11 +173,13 @@ def _buckets(workload: Workload, strategy: Lever, tokens: int, world_size: int) 
     return fill_buckets(workload.gradients(), bucket_mb, strategy.first_bucket_mb, workload.gradient_bytes)
 
 
-def _ddp(strategy: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange) -> _ExchangeTime:
+def _ddp(strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange) -> _ExchangeTime:
     return replace(_unhidden(buckets, exchange), exposed_s=exposed_s(work, buckets, exchange, strategy.overlap))
 
 
-def _sharded(strategy: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange) -> _ExchangeTime:
+def _sharded(
+    strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange
+) -> _ExchangeTime:
     """Weights are gathered for forward and again for backward, which scatters the gradients: an all-gather and a
     reduce-scatter are the two halves of an all-reduce. Each micro-batch repeats this, because no rank can keep them."""
 
@@ -187,12 +195,16 @@ def _sharded(strategy: Lever, work: RankWork, buckets: Sequence[BucketCost], exc
     )
 
 
-def _blocking(strategy: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange) -> _ExchangeTime:
+def _blocking(
+    strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange
+) -> _ExchangeTime:
     """All ranks wait for the exchange of the parameters, once a round."""
     return _unhidden(buckets, exchange, strategy.every)
 
 
-def _streaming(strategy: Lever, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange) -> _ExchangeTime:
+def _streaming(
+    strategy: SyncStrategy, work: RankWork, buckets: Sequence[BucketCost], exchange: Exchange
+) -> _ExchangeTime:
     """Each fragment is exchanged behind the steps that it may take."""
     fragments = min(strategy.every, SyncConfig().fragments)
     overlap_steps = SyncConfig(mode="streaming", every=strategy.every, fragments=fragments).overlap_steps

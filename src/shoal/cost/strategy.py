@@ -19,7 +19,7 @@ from shoal.cost.workload import Workload
 
 
 @dataclass(frozen=True)
-class Lever:
+class SyncStrategy:
     """What trades communication against work, memory or accuracy."""
 
     sync: str = "ddp"  # a method that a plan can compare
@@ -33,7 +33,7 @@ class Lever:
     hierarchical: bool = False  # all-reduce inside each node before the exchange between nodes
     balanced: bool = False  # divide a batch by speed instead of evenly
 
-    def with_(self, **changes: object) -> Lever:
+    def with_(self, **changes: object) -> SyncStrategy:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
@@ -66,42 +66,42 @@ class Lever:
         return ", ".join(words + ([] if self.overlap else ["no overlap"]))
 
 
-def lever_of(sync: SyncConfig) -> Lever:
+def strategy_of_config(sync: SyncConfig) -> SyncStrategy:
     """Return the strategy that the configuration asks for."""
     if sync.mode == "stock":
-        return Lever(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
+        return SyncStrategy(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
     return strategy_of_choice(sync.foreseen).with_(
         accumulation=sync.accumulate, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier"
     )
 
 
-def strategy_of_choice(choice: SyncChoice) -> Lever:
+def strategy_of_choice(choice: SyncChoice) -> SyncStrategy:
     wire = parse_wire(choice.wire)
-    return Lever(sync=choice.mode, wire=wire.name, rank=wire.rank, every=choice.every)
+    return SyncStrategy(sync=choice.mode, wire=wire.name, rank=wire.rank, every=choice.every)
 
 
 # The cost of a wire format
 
 
-def is_encoded(strategy: Lever, workload: Workload) -> bool:
+def is_encoded(strategy: SyncStrategy, workload: Workload) -> bool:
     """Return whether gradients are encoded: 16-bit gradients gain nothing from a 16-bit format."""
     return strategy.format.is_low_rank or strategy.format.number_bytes < workload.gradient_bytes
 
 
-def bytes_per_parameter(strategy: Lever, workload: Workload) -> float:
+def bytes_per_parameter(strategy: SyncStrategy, workload: Workload) -> float:
     """Return the average over the model. PowerSGD sends the factors of all matrices, and vectors as they are."""
     if strategy.format.is_low_rank:
         return workload.gradient_bytes * _low_rank_fraction(strategy.rank, workload)
     return min(float(workload.gradient_bytes), strategy.format.number_bytes)
 
 
-def element_bytes(strategy: Lever, workload: Workload) -> int:
+def element_bytes(strategy: SyncStrategy, workload: Workload) -> int:
     """Return the bytes of a number that is added up on the way."""
     is_low_rank = strategy.format.is_low_rank
     return workload.gradient_bytes if is_low_rank else int(bytes_per_parameter(strategy, workload))
 
 
-def cpu_encode_s(strategy: Lever, parameters: int, threads: float) -> float:
+def cpu_encode_s(strategy: SyncStrategy, parameters: int, threads: float) -> float:
     """Return the time to encode and decode all parameters, divided among the threads."""
     return strategy.format.thread_s * parameters / threads
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from shoal.config.presets import HEAD_WIDTH
 from shoal.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan, deal, micro_batch, world_batch
+from shoal.cost.batch_plan import MICRO_BATCH_CAP, BatchPlan, divide_batch, micro_batch, world_batch
 from shoal.cost.buckets import BucketCost, GradientTensor, even_gradients, gradients
 from shoal.cost.model_size import flops_per_token, parameter_count
 from shoal.cost.network import ExchangeCost
@@ -57,7 +57,7 @@ class Workload:
 
     def deal(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> BatchPlan:
         """Divide a batch by weight, in micro-batches of at most `most` sequences unless their size is configured."""
-        return deal(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
+        return divide_batch(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
 
     def with_batch(self, global_batch: int) -> Workload:
         return replace(self, train=self.train.model_copy(update={"global_batch": global_batch}))

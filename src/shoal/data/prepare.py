@@ -36,7 +36,7 @@ from shoal.data.corpus import (
     read_texts,
     write_corpus,
 )
-from shoal.data.sampling import FORMAT_VERSION, TokenHeader, deal_for, open_tokens, window_count, write_tokens
+from shoal.data.sampling import FORMAT_VERSION, TokenHeader, open_tokens, plan_global_batch, window_count, write_tokens
 from shoal.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
 from shoal.data.tokenizer import digest as tokenizer_digest
 from shoal.errors import ConfigError, DataError, UsageError
@@ -265,7 +265,7 @@ def _encode(config: DataConfig, folder: Path, train: str, val: str) -> Index:
     }
 
 
-def digest_of(tokenizer: Tokenizer, train: Path, val: Path) -> str:
+def digest_token_files(tokenizer: Tokenizer, train: Path, val: Path) -> str:
     """Compute `PreparedData.digest` from the bytes of files that this machine was sent.
 
     The digest covers the payloads and the tokenizer. The other header fields must follow from the tokenizer, or the
@@ -351,7 +351,7 @@ def create_run(config: Config, out: Path, world_size: int) -> RunFolder:
     run = RunFolder.create(out)
     try:
         write_atomically(run.tokenizer, prepared.tokenizer.read_text(encoding="utf-8"))
-        write_atomically(run.data, to_json(_facts(prepared)))
+        write_atomically(run.data, facts_to_json(_facts(prepared)))
         write_atomically(run.config, to_toml(resolved))
     except OSError as error:
         run.discard()
@@ -371,14 +371,14 @@ def reopen_run(path: Path, config: Config | None = None, lineage: str = "", chan
     run = RunFolder.open(path)
     config = config or load_config(run.config)
     prepared = prepare(config.data)
-    if prepared.digest != read_facts(run).digest:
+    if prepared.digest != read_data_facts(run).digest:
         raise DataError(
             f"the text of {run.path} has changed since the run began",
-            why=f"its digest was {read_facts(run).digest[:12]}, now it is {prepared.digest[:12]}",
+            why=f"its digest was {read_data_facts(run).digest[:12]}, now it is {prepared.digest[:12]}",
             fix=f"restore {prepared.source}, or start a new run",
         )
     config = config.model_copy(update={"run": config.run.model_copy(update={"lineage": lineage})})
-    write_atomically(run.data, to_json(_facts(prepared)))
+    write_atomically(run.data, facts_to_json(_facts(prepared)))
     change_config(run, config, changed)
     return run
 
@@ -406,11 +406,11 @@ def change_config(run: RunFolder, config: Config, changed: Sequence[str] = ()) -
     write_atomically(run.config, text)
 
 
-def to_json(facts: DataFacts) -> str:
+def facts_to_json(facts: DataFacts) -> str:
     return json.dumps(asdict(facts), indent=1)
 
 
-def read_facts(run: RunFolder) -> DataFacts:
+def read_data_facts(run: RunFolder) -> DataFacts:
     try:
         return TypeAdapter(DataFacts).validate_json(run.data.read_bytes(), strict=True)
     except (OSError, ValueError) as error:
@@ -422,7 +422,7 @@ def read_facts(run: RunFolder) -> DataFacts:
 
 
 def check_shares(config: Config, world_size: int) -> None:
-    dealt = deal_for(config, world_size)
+    dealt = plan_global_batch(config, world_size)
     if config.data.sharding == "modulo" and len(set(dealt.micro_batches)) > 1:
         raise ConfigError(
             f"data.sharding=modulo cannot share a global batch of {dealt.global_batch} over {world_size} ranks",

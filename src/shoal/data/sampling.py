@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.config.schema import Config
-from shoal.cost.batch_plan import BatchPlan, deal, micro_batch, rank_weights, world_batch
+from shoal.cost.batch_plan import BatchPlan, divide_batch, micro_batch, rank_weights, world_batch
 from shoal.errors import DataError, UsageError
 
 Indices = npt.NDArray[np.int64]
@@ -114,11 +114,11 @@ def make_shard(rank: int, world_size: int, items: Sequence[T] | None = None) -> 
     return list(items[rank::world_size])
 
 
-def deal_for(config: Config, world_size: int) -> BatchPlan:
+def plan_global_batch(config: Config, world_size: int) -> BatchPlan:
     """Divide the global batch over the ranks. Accumulated batches count as one, in micro-batches of the usual size."""
     weights = rank_weights(config.run, world_size)
     batch = config.sync.accumulate * world_batch(config.train, world_size)
-    return deal(batch, micro_batch(config.train, weights), weights)
+    return divide_batch(batch, micro_batch(config.train, weights), weights)
 
 
 @dataclass(frozen=True)

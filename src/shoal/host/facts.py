@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.host.proc import read, read_cpuinfo, read_list, read_number
+from shoal.host.proc import read_cpu_list, read_cpuinfo, read_number, read_text
 
 _CPUS = Path("/sys/devices/system/cpu")
 # Intel lists its fast cores in one file; ARM gives every core a capacity.
@@ -49,8 +49,8 @@ def usable_cores() -> list[Core]:
     if not hasattr(os, "sched_getaffinity"):
         return []
     usable = os.sched_getaffinity(0)
-    fast = read_list(_FAST_CPUS)
-    siblings = {cpu: read_list(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or {cpu} for cpu in usable}
+    fast = read_cpu_list(_FAST_CPUS)
+    siblings = {cpu: read_cpu_list(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or {cpu} for cpu in usable}
     groups = sorted({tuple(sorted(siblings[cpu] & usable)) for cpu in usable})
     return [Core(group, _speed(group[0], fast)) for group in groups]
 
@@ -71,7 +71,7 @@ def physical_cores() -> int:
     return psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 
-def deal_cores(cores: Sequence[Core], slot: int, ranks: int, threads: int) -> tuple[int, ...] | None:
+def cores_for_rank(cores: Sequence[Core], slot: int, ranks: int, threads: int) -> tuple[int, ...] | None:
     """Return the hardware threads for rank `slot` of the `ranks` on this machine; None where pinning cannot help.
 
     It cannot where ranks want more cores than there are (the scheduler shares them more fairly), nor where one rank has
@@ -136,14 +136,14 @@ def public_version(version: str) -> str:
     return version.partition("+")[0]
 
 
-def installed(package: str) -> str:
+def installed_release(package: str) -> str:
     """Return a package's public version, or "none"."""
     return public_version(installed_version(package) or "none")
 
 
 def boot_id() -> str | None:
     """Identify the running kernel. All emulated nodes of a machine share it, as they share its cores."""
-    return read(_BOOT_ID) or None
+    return read_text(_BOOT_ID) or None
 
 
 def boot_clock() -> float:
@@ -163,7 +163,7 @@ def source_address(peer: str) -> str:
     return address
 
 
-def dial_order(address: str) -> tuple[int, int]:
+def dial_priority(address: str) -> tuple[int, int]:
     """Return a sort key: of two machines the one with the higher address connects to the lower one.
 
     gloo does so whatever the ranks are (torch 2.13, tried in both directions behind a firewall), and agents do the

@@ -33,7 +33,7 @@ _EXITING = 0x4  # PF_EXITING
 _LISTEN = 0x0A  # TCP_LISTEN
 
 
-def read(path: Path | str) -> str:
+def read_text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -43,14 +43,14 @@ def read(path: Path | str) -> str:
 def read_number(path: Path | str) -> int | None:
     """Return None also for `max` and any other text that is not a number."""
     try:
-        return int(read(path))
+        return int(read_text(path))
     except ValueError:
         return None
 
 
-def read_list(path: Path | str) -> set[int]:
+def read_cpu_list(path: Path | str) -> set[int]:
     """Read a set of processors."""
-    return parse_cpu_list(read(path))
+    return parse_cpu_list(read_text(path))
 
 
 def parse_cpu_list(text: str) -> set[int]:
@@ -66,13 +66,13 @@ def parse_cpu_list(text: str) -> set[int]:
 
 def read_cpuinfo(field: str) -> str:
     """Return a field of the first processor in /proc/cpuinfo."""
-    lines = read(PROC / "cpuinfo").splitlines()
+    lines = read_text(PROC / "cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def read_meminfo() -> dict[str, int]:
     """Return /proc/meminfo, in bytes."""
-    lines = (line.split() for line in read(PROC / "meminfo").splitlines())
+    lines = (line.split() for line in read_text(PROC / "meminfo").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
 
 
@@ -83,7 +83,7 @@ def all_pids() -> Iterator[int]:
     return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
 
 
-def pids() -> Iterator[int]:
+def list_pids() -> Iterator[int]:
     """Yield every other process of this machine, without those of containers that run on it."""
     own = pid_namespace(os.getpid())
     return (pid for pid in all_pids() if pid != os.getpid() and pid_namespace(pid) == own)
@@ -95,15 +95,15 @@ def pid_namespace(pid: int) -> str:
     return ""
 
 
-def variables(pid: int) -> dict[str, str]:
+def environment_of(pid: int) -> dict[str, str]:
     """Return the environment that the process was started with."""
-    entries = (entry.partition("=") for entry in read(PROC / str(pid) / "environ").split("\0"))
+    entries = (entry.partition("=") for entry in read_text(PROC / str(pid) / "environ").split("\0"))
     return {name: value for name, _, value in entries if name}
 
 
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the process state on: the name before it may contain any character."""
-    fields = read(PROC / str(pid) / "stat").rpartition(")")[2].split()
+    fields = read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
     if len(fields) <= _START_TICKS:
         raise ProcessLookupError(f"process {pid} has ended")
     return fields
@@ -132,7 +132,7 @@ def is_dead(pid: int) -> bool:
 
 def owner_of(pid: int) -> int | None:
     """Return the user of a process; None for a set-user-ID program, whose environment is another user's."""
-    lines = read(PROC / str(pid) / "status").splitlines()
+    lines = read_text(PROC / str(pid) / "status").splitlines()
     uids = next((set(line.split()[1:4]) for line in lines if line.startswith("Uid:")), set())
     if len(uids) != 1 or is_setuid(pid):
         return None
@@ -144,24 +144,24 @@ def is_setuid(pid: int) -> bool:
     return bool((PROC / str(pid) / "exe").stat().st_mode & (stat.S_ISUID | stat.S_ISGID))
 
 
-def describe(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "command": command(pid), "age_s": age_s(pid), "stopped": stat_fields(pid)[_STATE] in "Tt"}
+def describe_process(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "command": command_line(pid), "age_s": age_s(pid), "stopped": stat_fields(pid)[_STATE] in "Tt"}
 
 
 def command_words(pid: int) -> list[str]:
     """Return the arguments of a process; none for a zombie or a kernel thread."""
-    text = read(PROC / str(pid) / "cmdline").rstrip("\0")
+    text = read_text(PROC / str(pid) / "cmdline").rstrip("\0")
     return text.split("\0") if text else []
 
 
-def command(pid: int) -> str:
-    text = shlex.join(command_words(pid)) or read(PROC / str(pid) / "comm")
+def command_line(pid: int) -> str:
+    text = shlex.join(command_words(pid)) or read_text(PROC / str(pid) / "comm")
     return text if len(text) <= _COMMAND_CHARACTERS else text[: _COMMAND_CHARACTERS - 1] + "…"
 
 
 def age_s(pid: int) -> float:
     """Return the age by the kernel's uptime: wall clocks are set, and some machines boot with a wrong one."""
-    uptime_s = float(read(PROC / "uptime").split()[0])
+    uptime_s = float(read_text(PROC / "uptime").split()[0])
     return max(0.0, uptime_s - int(stat_fields(pid)[_START_TICKS]) / os.sysconf("SC_CLK_TCK"))
 
 
@@ -172,7 +172,7 @@ def is_orphan(pid: int) -> bool:
     its session and is no orphan.
     """
     parent = int(stat_fields(pid)[_PARENT])
-    name = read(PROC / str(parent) / "comm")
+    name = read_text(PROC / str(parent) / "comm")
     if parent == 1:
         return not (name in _SHELLS and stat_fields(pid)[_SESSION] == stat_fields(1)[_SESSION])
     return parent > 1 and name in _SUBREAPERS
@@ -241,16 +241,16 @@ def tcp_sockets_of(pid: int) -> list[TcpSocket]:
     They are looked up in the tables of its own network namespace: psutil's `net_connections` reads those of ours.
     """
     targets = set(fd_targets(pid))
-    tables = (read(PROC / str(pid) / "net" / name) for name in ("tcp", "tcp6"))  # no tcp6 in a kernel without IPv6
+    tables = (read_text(PROC / str(pid) / "net" / name) for name in ("tcp", "tcp6"))  # no tcp6 in a kernel without IPv6
     return [entry for table in tables for entry in parse_tcp_table(table) if f"socket:[{entry.inode}]" in targets]
 
 
-def listeners(port: int) -> list[dict[str, Any]]:
+def find_listeners(port: int) -> list[dict[str, Any]]:
     """Return the sockets that listen at a port on any address, since torch's store binds all of them.
 
     `pid` is None when the process belongs to another user.
     """
-    tables = (read(PROC / "net" / name) for name in ("tcp", "tcp6"))
+    tables = (read_text(PROC / "net" / name) for name in ("tcp", "tcp6"))
     sockets = [
         entry for table in tables for entry in parse_tcp_table(table) if entry.is_listening and entry.port == port
     ]
@@ -264,7 +264,7 @@ def listeners(port: int) -> list[dict[str, Any]]:
 def _find_holders(targets: set[str]) -> dict[str, int]:
     """Return the process that holds each of these descriptor targets."""
     holders: dict[str, int] = {}
-    for pid in pids() if targets else ():
+    for pid in list_pids() if targets else ():
         with contextlib.suppress(OSError):
             holders |= dict.fromkeys(targets.intersection(fd_targets(pid)), pid)
     return holders

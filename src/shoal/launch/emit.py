@@ -20,7 +20,7 @@ from shoal.config.schema import Config
 from shoal.control.rank_env import SAFE_PATH
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import ConfigError, UsageError
-from shoal.units import count
+from shoal.units import pluralize
 
 # It has only the schema's defaults, so every configuration can be reached from it.
 _PLAIN_PRESET = "grammar"
@@ -112,7 +112,7 @@ def _slots_per_node(job: EmitJob) -> int:
 
 
 def _summary(job: EmitJob) -> str:
-    return f"{job.config.run.preset}: {count(job.ranks, 'rank')} on {count(len(job.nodes), 'node')}"
+    return f"{job.config.run.preset}: {pluralize(job.ranks, 'rank')} on {pluralize(len(job.nodes), 'node')}"
 
 
 def _requirements(job: EmitJob, first: str, shared: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cost.memory import RELIEF
+from shoal.cost.memory import OUT_OF_MEMORY_ADVICE
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event
 from shoal.units import rank_list
@@ -48,7 +48,10 @@ class ProcessEnd:
 
 
 def diagnose(
-    ends: Iterable[ProcessEnd], faults: Mapping[int, Event], log_tails: Mapping[str, str], relief: str = RELIEF
+    ends: Iterable[ProcessEnd],
+    faults: Mapping[int, Event],
+    log_tails: Mapping[str, str],
+    relief: str = OUT_OF_MEMORY_ADVICE,
 ) -> ShoalError | None:
     """Return the error that explains the run's failure, or None if every process ended well.
 

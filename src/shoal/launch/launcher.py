@@ -19,17 +19,17 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.agent.membership import highest_generation
-from shoal.agent.unjoined_ranks import awaited, left_behind, lonely, never_met
+from shoal.agent.unjoined_ranks import no_rank_ever_joined, no_rank_joined, ranks_still_running, ranks_wait_for_others
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.node import Node, Rendezvous
 from shoal.config.load import load_config
 from shoal.config.schema import MembersConfig, RunConfig
 from shoal.control.channel import make_token
-from shoal.control.orders import END, STOP, MeetOrder, MembershipOrder, RosterEntry, membership, to_line
-from shoal.control.processes import AGENT, find, is_running
+from shoal.control.orders import END, STOP, MeetOrder, MembershipOrder, RosterEntry, make_membership_order, to_line
+from shoal.control.processes import AGENT, find_processes, is_running
 from shoal.cost.batch_plan import world_batch
-from shoal.cost.memory import relief
+from shoal.cost.memory import out_of_memory_advice
 from shoal.errors import ControlError, Interrupted, PeerLost, RunFailed, ShoalError, from_dict
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.failure import (
@@ -42,7 +42,7 @@ from shoal.launch.failure import (
     has_own_fault,
     script_faults,
 )
-from shoal.launch.plan import RankCommand, make_go, plan_module, plan_ranks, plan_script, settings_notes
+from shoal.launch.plan import RankCommand, make_go_order, plan_module, plan_ranks, plan_script, settings_notes
 from shoal.run_folder import RunFolder
 from shoal.units import format_duration, rank_list
 
@@ -220,7 +220,7 @@ class Launch:
             ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
             roster.append(RosterEntry(node.name, node.address, facts["port"], facts["mark"], tuple(ranks)))
         for agent in self.agents:
-            agent.link.send(to_line(make_go(roster, self.commands, agent.node.name, order, self.grace_s)))
+            agent.link.send(to_line(make_go_order(roster, self.commands, agent.node.name, order, self.grace_s)))
 
     def __enter__(self) -> Launch:
         return self
@@ -371,7 +371,11 @@ class Launch:
             place = self._rendezvous.address, self._rendezvous.port
             after_s = max(float(event["after_s"]) for event in self._joined.values())
             run = shlex.quote(str(self.run.path))
-            warning = awaited(joined, missing, *place, after_s, run) if joined else lonely(missing, *place, after_s)
+            warning = (
+                ranks_wait_for_others(joined, missing, *place, after_s, run)
+                if joined
+                else no_rank_joined(missing, *place, after_s)
+            )
             self.noted_unjoined = True
             self._note(f"{warning.seen}: {warning.why} ({warning.fix})")
 
@@ -387,7 +391,7 @@ class Launch:
         self._first_end_at = now if self._first_end_at is None else self._first_end_at
         if now - self._first_end_at > NOTE_RUNNING_AFTER_S:
             self._noted_running = True
-            self._note(left_behind(ended, running, now - self._first_end_at, shlex.quote(str(self.run.path))))
+            self._note(ranks_still_running(ended, running, now - self._first_end_at, shlex.quote(str(self.run.path))))
 
     @property
     def ranks(self) -> int:
@@ -396,7 +400,11 @@ class Launch:
     def _take_restarted(self, agent: AgentHandle) -> None:
         """Follow an agent that another process started again. The ends of its former ranks no longer count."""
         # The process id in the event may be one inside an emulated node.
-        own = (process for process in find(self.run.path) if (process.part, process.node) == (AGENT, agent.node.name))
+        own = (
+            process
+            for process in find_processes(self.run.path)
+            if (process.part, process.node) == (AGENT, agent.node.name)
+        )
         agent.restarted_pid = next((process.pid for process in own), 0)
         agent.done, agent.ended_at, agent.lost, agent.finished = False, None, "", False
         self.ends = [end for end in self.ends if end.node != agent.node.name]
@@ -502,7 +510,7 @@ def run_ranks(
         return cluster.folder(node, run.path)
 
     def rules(ranks: int, above: int) -> MembershipOrder:
-        return membership(members, above, most_ranks=world_batch(load_config(run.config).train, ranks))
+        return make_membership_order(members, above, most_ranks=world_batch(load_config(run.config).train, ranks))
 
     rank_events = _tail_ranks(run, cluster)
     launch = Launch(run, cluster, log)
@@ -515,7 +523,7 @@ def run_ranks(
     )
     faults = _faults(rank_events)
     ends = drop_survived(launch.ends) if launch.is_elastic else launch.ends
-    advice = relief(load_config(run.config), launch.ranks)
+    advice = out_of_memory_advice(load_config(run.config), launch.ranks)
     error = diagnose(ends, faults, _log_tails(launch), advice) or _group_failure(launch)
     if launch.interrupts and not (launch.interrupts == 1 and has_own_fault(faults)):
         raise _interrupted(run, at_once=launch.interrupts > 1)
@@ -592,7 +600,7 @@ def run_script(
         raise Interrupted("a rank reports that it was interrupted", fix=f"look at {logs}")
     _refuse_killed(launch.ends)
     if launch.ranks > 1 and launch.store_keys == 0 and not launch.noted_unjoined:
-        log.write("note", text=never_met(launch.ranks))
+        log.write("note", text=no_rank_ever_joined(launch.ranks))
 
 
 def _group_failure(launch: Launch) -> ShoalError | None:

@@ -216,7 +216,7 @@ def _common_env(run: RunConfig, node: Node) -> dict[str, str]:
     return env
 
 
-def make_go(
+def make_go_order(
     roster: Sequence[RosterEntry],
     commands: Sequence[RankCommand],
     node: str,

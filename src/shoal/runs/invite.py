@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.agent.agent import read_orders
-from shoal.agent.invite import ID, WHO, InviteReply, ask
+from shoal.agent.invite import ID, WHO, InviteReply, ask_agent
 from shoal.cluster.join import Confirm, JoinedLink, JoinServer
 from shoal.config.load import load_config
 from shoal.control.channel import seal
 from shoal.control.orders import GoOrder, MeetOrder
-from shoal.control.processes import AGENT, find
+from shoal.control.processes import AGENT, find_processes
 from shoal.errors import ControlError, ShoalError, UsageError
 from shoal.events import EventTail
 from shoal.host.facts import can_listen
@@ -44,7 +44,7 @@ class Inviter:
 
     def ask(self, question: str) -> InviteReply:
         try:
-            return ask(self.run.door(self.meet.node), question)
+            return ask_agent(self.run.door(self.meet.node), question)
         except OSError as error:
             raise ControlError(
                 f"the agent of {self.meet.node} does not answer: {error.strerror or 'it took too long'}",
@@ -68,7 +68,7 @@ def invite(path: Path, address: str | None, port: int, note: Note, confirm: bool
 
 def _find_inviter(run: RunFolder) -> Inviter:
     """Return an agent of the run on this machine. Of several, as in a lab, the one that listens at a local address."""
-    nodes = sorted(process.node for process in find(run.path) if process.part == AGENT)
+    nodes = sorted(process.node for process in find_processes(run.path) if process.part == AGENT)
     if not nodes:
         raise UsageError(
             f"no agent of {run.path} runs on this machine",

@@ -36,10 +36,10 @@ from shoal.cluster.node import Node, Rendezvous
 from shoal.config.load import load_config, to_toml
 from shoal.config.presets import PRESETS
 from shoal.control.channel import Channel, Message, dial, unseal
-from shoal.control.handshake import introduce
+from shoal.control.handshake import make_hello
 from shoal.control.orders import (
     END,
-    MOST_PLACES,
+    MAX_MEMBERS_LISTED,
     STOP,
     GoOrder,
     MeetOrder,
@@ -52,8 +52,8 @@ from shoal.control.orders import (
     read_places,
     to_line,
 )
-from shoal.control.processes import AGENT, find
-from shoal.data.prepare import DataFacts, cache_root, digest_of, to_json
+from shoal.control.processes import AGENT, find_processes
+from shoal.data.prepare import DataFacts, cache_root, digest_token_files, facts_to_json
 from shoal.data.tokenizer import Tokenizer, parse_tokenizer
 from shoal.errors import (
     ControlError,
@@ -68,7 +68,7 @@ from shoal.errors import (
 from shoal.events import Event, EventTail, read_events
 from shoal.host.facts import interface_for, physical_cores, source_address
 from shoal.launch.launcher import read_log_tail
-from shoal.launch.plan import make_go, plan_guest, plan_ranks
+from shoal.launch.plan import make_go_order, plan_guest, plan_ranks
 from shoal.run_folder import RunFolder, check_rank, write_atomically
 from shoal.units import format_si
 
@@ -206,7 +206,7 @@ async def _introduce(channel: Channel, invitation: Invitation, out: Path) -> Joi
     except (KeyError, OSError):
         # An account may have no name.
         user = f"uid {os.getuid()}"
-    hello = introduce(0, name, "", "", "").as_dict()
+    hello = make_hello(0, name, "", "", "").as_dict()
     await channel.send({"hello": hello, "name": name, "address": address, "cores": physical_cores(), "user": user})
     welcome = await _receive(channel, "welcome")
     try:
@@ -337,7 +337,7 @@ async def _receive_file(channel: Channel, file: BinaryIO, name: str, size: int) 
 def _find_mismatch(files: Mapping[str, Path], digest: str, tokenizer: Tokenizer) -> str:
     """Return why the two files are not the text with this digest; empty when they are. Read all their bytes."""
     try:
-        actual = digest_of(tokenizer, files[f"{digest}-train"], files[f"{digest}-val"])
+        actual = digest_token_files(tokenizer, files[f"{digest}-train"], files[f"{digest}-val"])
     except DataError as error:
         return error.seen
     return "" if actual == digest else f"the digest of its files is {actual[:12]}"
@@ -362,7 +362,9 @@ def _fill_folder(run: RunFolder, texts: Mapping[str, str], places: Mapping[str, 
     facts = DataFacts(**json.loads(texts[run.data.name]))
     if (facts.train, facts.val, facts.digest) != (f"{digest}-train", f"{digest}-val", digest):
         raise ControlError("the host's data.json is about another text than the one that it sent")
-    write_atomically(run.data, to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val]))))
+    write_atomically(
+        run.data, facts_to_json(replace(facts, train=str(places[facts.train]), val=str(places[facts.val])))
+    )
 
 
 async def _receive(channel: Channel, kind: str) -> Message:
@@ -432,12 +434,12 @@ def _plan(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder:
     config = load_config(joined.run.config)
     rendezvous = Rendezvous(roster[0].address, roster[0].port)
     commands = plan_ranks(config.run, lambda node: str(joined.run.path), nodes, rendezvous, message["resume"] is True)
-    return make_go(roster, commands, joined.node, members)
+    return make_go_order(roster, commands, joined.node, members)
 
 
 def _read_roster(message: Message) -> tuple[list[RosterEntry], MembershipOrder | None]:
     roster = [read_member(entry) for entry in message["roster"]]
-    if not 0 < len(roster) <= MOST_PLACES:
+    if not 0 < len(roster) <= MAX_MEMBERS_LISTED:
         raise ControlError(f"the host's list has {len(roster)} machines")
     return roster, read_membership(message["members"])
 
@@ -462,7 +464,7 @@ def _plan_late(message: Message, order: MeetOrder, joined: JoinedRun) -> GoOrder
     here = Node(joined.node, joined.address, order.interface, 1, physical_cores())
     first = check_rank(RankNumbering(order.member, roster).number(order.member, 0))
     commands = plan_guest(load_config(joined.run.config).run, str(joined.run.path), here, first)
-    return replace(make_go(roster, commands, joined.node, members), guests=guests)
+    return replace(make_go_order(roster, commands, joined.node, members), guests=guests)
 
 
 def _send_files(
@@ -571,7 +573,7 @@ def rejoin(path: Path, node: str | None) -> str:
 
 def _choose_node(run: RunFolder, wanted: str | None) -> str:
     """Return the named node, or the only node of this folder whose agent has died."""
-    alive = {process.node for process in find(run.path) if process.part == AGENT}
+    alive = {process.node for process in find_processes(run.path) if process.part == AGENT}
     known = sorted(path.stem for path in (run.path / "agents").glob("*.orders"))
     dead = [node for node in known if node not in alive]
     shown = shlex.quote(str(run.path))

@@ -22,13 +22,13 @@ from shoal.control.processes import (
     AGENT,
     SUPERVISOR,
     RunProcess,
-    ask,
-    await_end,
-    end,
-    find,
+    ask_to_stop,
+    find_processes,
     find_supervisor,
+    has_supervisor,
     is_alive,
-    is_kept,
+    kill_processes,
+    wait_until_ended,
 )
 from shoal.errors import HostError, RunFailed, ShoalError
 from shoal.events import RANK_EVENTS, Event, parse_event, read_last_events
@@ -39,7 +39,7 @@ from shoal.runs.start import MakeDisplay, ScriptDisplay
 from shoal.runs.supervisor import read_job
 from shoal.terminal import printable_json
 from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import collect
+from shoal.tools.report.rank_log import read_rank_logs
 
 # How long a run may take to stop: a step of a large model on a slow machine, and the checkpoint after it.
 ASK_S = 60.0
@@ -70,7 +70,7 @@ class RunState:
 
 def running_runs() -> list[RunState]:
     by_run: dict[Path, list[RunProcess]] = {}
-    for process in find():
+    for process in find_processes():
         by_run.setdefault(process.run, []).append(process)
     return [describe(run, processes) for run, processes in sorted(by_run.items())]
 
@@ -82,14 +82,14 @@ def leftovers(states: Iterable[RunState]) -> list[RunProcess]:
 def describe(path: Path, processes: list[RunProcess]) -> RunState:
     run = RunFolder(path)
     parts = {process.part for process in processes}
-    state = "running" if is_kept(processes) else "unkept" if AGENT in parts else "left over"
+    state = "running" if has_supervisor(processes) else "unkept" if AGENT in parts else "left over"
     if processes and run.is_removed():
         state = "folder removed"
     what, on, steps = _read_purpose(run)
     return RunState(path, what, on, state, _last_step(run), steps, tuple(processes))
 
 
-def where(run: RunFolder) -> On | None:
+def cluster_of(run: RunFolder) -> On | None:
     """Return the cluster of a run, if its folder still names one."""
     _, on, _ = _read_purpose(run)
     with contextlib.suppress(ShoalError):
@@ -153,22 +153,22 @@ class StopResult(Enum):
     ENDED = "was ended"
 
 
-def stop(run: RunFolder, wait_s: float | None = None) -> StopResult:
+def stop_run(run: RunFolder, wait_s: float | None = None) -> StopResult:
     """Ask the supervisor to stop, or the agents if there is none; end the run's processes if that takes too long.
 
     By default wait as long as a step and a checkpoint may take, or as long as the ranks of a script may take to end.
     """
-    if not find(run.path):
+    if not find_processes(run.path):
         return StopResult.NOT_RUNNING
     if wait_s is None:
         wait_s = max(ASK_S, grace_of(run) + _END_S)
-    ask(_heads(run))
-    if wait_s and await_end(lambda: find(run.path), wait_s):
+    ask_to_stop(_heads(run))
+    if wait_s and wait_until_ended(lambda: find_processes(run.path), wait_s):
         is_script = not run.config.is_file()
         return StopResult.ENDED if is_script and _had_to_be_killed(run) else StopResult.STOPPED
-    ask(_heads(run))
-    if not await_end(lambda: find(run.path), _END_S):
-        end_processes(find(run.path))
+    ask_to_stop(_heads(run))
+    if not wait_until_ended(lambda: find_processes(run.path), _END_S):
+        end_processes(find_processes(run.path))
     return StopResult.ENDED
 
 
@@ -181,8 +181,8 @@ def grace_of(run: RunFolder) -> float:
 
 
 def end_processes(processes: list[RunProcess]) -> None:
-    end(processes)
-    if not await_end(lambda: filter(is_alive, processes), _END_S):
+    kill_processes(processes)
+    if not wait_until_ended(lambda: filter(is_alive, processes), _END_S):
         left = ", ".join(f"{process.pid} ({process.command})" for process in processes if is_alive(process))
         raise RunFailed(f"processes do not end: {left}", why="the kernel has not finished with them")
 
@@ -199,7 +199,7 @@ def _had_to_be_killed(run: RunFolder) -> bool:
 
 def _heads(run: RunFolder) -> list[RunProcess]:
     """Return the run's supervisor, else its agents, else all its processes."""
-    processes = find(run.path)
+    processes = find_processes(run.path)
     for part in (SUPERVISOR, AGENT):
         if heads := [process for process in processes if process.part == part]:
             return heads
@@ -249,7 +249,7 @@ def attach_training(run: RunFolder, watch: MakeDisplay) -> None:
     log, supervisor = SupervisorLog(run), find_supervisor(run.path)
     rank_events = RunEvents(run)
     with contextlib.closing(watch(config)) as display:
-        display(opening(run))
+        display(read_opening(run))
         for notes in _poll_notes(log, supervisor):
             display([*notes, *rank_events.poll()])
     log.raise_error()
@@ -275,10 +275,10 @@ def _poll_notes(log: SupervisorLog, supervisor: RunProcess | None) -> Iterator[l
     yield log.poll()
 
 
-def opening(run: RunFolder) -> list[Event]:
+def read_opening(run: RunFolder) -> list[Event]:
     """Return how the newest launch began on each member: its start, its shard of the data and its last generation."""
     events = [event for rank in run.event_files() for event in _opening_of(run, rank)]
-    members = last_members(collect(events))
+    members = last_members(read_rank_logs(events))
     return [event for event in events if event["rank"] in members]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.cluster.hosts.spec import HostsSpec
-from shoal.cluster.target import JoinSpec, LocalSpec, parse_on, rank_count, settled, weights_of
+from shoal.cluster.target import JoinSpec, LocalSpec, absolute_on, parse_on, rank_count, weights_of
 from shoal.config.load import change_settings, load_config, refuse_without_effect, typed_settings
 from shoal.config.manifest import Manifest
 from shoal.config.presets import Overrides
@@ -39,9 +39,9 @@ from shoal.runs.follow import RunEvents, SupervisorLog, await_running, follow, f
 from shoal.runs.supervisor import RunJob, read_job, start_supervisor
 from shoal.tools.report.manifest import read_manifest
 from shoal.tools.report.membership import last_members
-from shoal.tools.report.rank_log import RankLog, collect
+from shoal.tools.report.rank_log import RankLog, read_rank_logs
 from shoal.tools.report.verify import verify_run
-from shoal.units import count, format_si
+from shoal.units import format_si, pluralize
 
 
 class TrainDisplay(Protocol):
@@ -66,7 +66,7 @@ _CLOSE_S = 1.0
 _MOST_TYPED_BYTES = 4096
 
 
-def train_new(
+def start_training(
     config: Config,
     out: Path,
     watch: MakeDisplay,
@@ -83,7 +83,7 @@ def train_new(
         refuse_confirm(config.run.on)
     on = parse_on(config.run.on)
     # The absolute path of a cluster file, and how its machines share the work.
-    placement = {"on": settled(config.run.on), "weights": config.run.weights or weights_of(on)}
+    placement = {"on": absolute_on(config.run.on), "weights": config.run.weights or weights_of(on)}
     config = config.model_copy(update={"run": config.run.model_copy(update=placement)})
     run = create_run(config, out, rank_count(parse_on(config.run.on)))
     before(run)
@@ -101,7 +101,7 @@ def refuse_confirm(on: str) -> None:
     require_terminal()
 
 
-def train_on(
+def resume_training(
     path: Path,
     watch: MakeDisplay,
     changes: Overrides | None = None,
@@ -141,7 +141,7 @@ def refuse_finished(run: RunFolder, steps: int) -> int:
 
     A finished run with missing or damaged files is resumed: it writes them again from a checkpoint.
     """
-    logs = collect(run.read_all_events())
+    logs = read_rank_logs(run.read_all_events())
     members = [logs[rank] for rank in last_members(logs) if rank in logs]
     done = max((_last_step(log) for log in members), default=0)
     folder = shlex.quote(str(run.path))
@@ -181,13 +181,13 @@ def rate_note(before: Config, after: Config, world_size: int, done: int | None) 
     steps = after.train.steps
     if before.train.steps == steps or (done is not None and done >= steps):
         return []
-    note = f"the learning rate follows one schedule over {count(steps, 'step')} from here on"
+    note = f"the learning rate follows one schedule over {pluralize(steps, 'step')} from here on"
     if done is None:
         return [note]
     peak = scaled_lr(after.train, world_size, after.sync.accumulate)
     was, now = (learning_rate(done + 1, peak, config.train) for config in (before, after))
     return [
-        f"{note}: at step {done + 1} it is {now:.3g}, and not {was:.3g} as with {count(before.train.steps, 'step')}"
+        f"{note}: at step {done + 1} it is {now:.3g}, and not {was:.3g} as with {pluralize(before.train.steps, 'step')}"
     ]
 
 
@@ -213,7 +213,7 @@ def _train(
             await_running(supervisor, log, display)
             return None
         follow(supervisor, log, lambda notes: display([*notes, *rank_events.poll()]))
-    return the_manifest(run)
+    return require_manifest(run)
 
 
 def _earlier_commands(run: RunFolder) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *shown])
 
 
-def the_manifest(run: RunFolder) -> Manifest:
+def require_manifest(run: RunFolder) -> Manifest:
     manifest = read_manifest(run)
     if manifest is None:
         raise RunFailed(
@@ -268,11 +268,11 @@ class ScriptDisplay(Protocol):
     def close(self) -> None: ...
 
 
-def run_anything(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -> RunFolder:
+def start_script(job: RunJob, out: Path, detach: bool, display: ScriptDisplay) -> RunFolder:
     """Run a user's script to its end, or until it is detached. The raised error has the script's own exit code."""
     python, about_python = choose_python(job.python, job.on, os.environ)
     source, about_stdin = choose_stdin(job.on, detach)
-    job = replace(job, on=settled(job.on), python=python, has_stdin=source is not StdinSource.NONE)
+    job = replace(job, on=absolute_on(job.on), python=python, has_stdin=source is not StdinSource.NONE)
     run = RunFolder.create(out, is_training=False)
     for text in filter(None, (about_python, about_stdin)):
         display.note(text)

@@ -26,16 +26,16 @@ from shoal.cluster.hosts.copy import project_of
 from shoal.cluster.node import RunFiles
 from shoal.config.load import load_config
 from shoal.config.schema import RunConfig
-from shoal.control.processes import marks, restore_signals, unmark
+from shoal.control.processes import make_marks, remove_own_marks, restore_signals
 from shoal.control.rank_env import find_danger
-from shoal.data.prepare import read_facts, to_json
+from shoal.data.prepare import facts_to_json, read_data_facts
 from shoal.errors import DataError, Interrupted, RunFailed, ShoalError
 from shoal.events import EventLog
 from shoal.launch.launcher import GRACE_S, run_ranks, run_script
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.runs.confirm import PipeConfirm
-from shoal.tools.explain.explain import is_consequence, put_into_words
-from shoal.tools.report.manifest import finish
+from shoal.tools.explain.explain import add_explanation, is_consequence
+from shoal.tools.report.manifest import write_derived_files
 from shoal.tools.report.replicas import judge_replicas
 
 END_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -67,7 +67,7 @@ def start_supervisor(run: RunFolder, job: RunJob, lock: int, stdin: int | None =
     with run.supervisor.with_suffix(".log").open("ab") as output:
         return subprocess.Popen(
             (sys.executable, "-P", "-m", "shoal.runs.supervisor", str(run.path)),
-            env={**os.environ, **marks(run.path, "supervisor")},
+            env={**os.environ, **make_marks(run.path, "supervisor")},
             stdin=subprocess.PIPE if job.confirm else stdin if job.has_stdin else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -99,7 +99,7 @@ def read_job(run: RunFolder) -> RunJob:
 
 def main(folder: Path) -> int:
     run = RunFolder(folder)
-    unmark()
+    remove_own_marks()
     restore_signals(signal.valid_signals() - END_SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Both end the supervisor in good order, also while it still builds a lab, and also where a shell had them ignored.
@@ -127,7 +127,7 @@ def main(folder: Path) -> int:
         log.write("ended", code=0)
         return 0
     if isinstance(error, RunFailed):
-        put_into_words(error)
+        add_explanation(error)
     error.fix = run.name_in(error.fix)
     log.write("ended", code=error.exit_code, **error.as_dict())
     return error.exit_code
@@ -159,25 +159,27 @@ def _supervise(run: RunFolder, job: RunJob, log: EventLog) -> None:
     try:
         confirm = PipeConfirm(log) if job.confirm else None
         with open_cluster(config.run.on, training_files(run), note, confirm) as cluster:
-            run_ranks(config.run, config.members, run, cluster, log, read_facts(run).digest, job.resume)
+            run_ranks(config.run, config.members, run, cluster, log, read_data_facts(run).digest, job.resume)
     except ShoalError:
         # Without a folder there is nothing to sum up, and no place for it.
         with contextlib.suppress(ShoalError, OSError):
             if not log.is_removed():
-                finish(run)
+                write_derived_files(run)
         raise
-    finish(run, judge_replicas(run))
+    write_derived_files(run, judge_replicas(run))
 
 
 def training_files(run: RunFolder) -> RunFiles:
     """Return the files that a training needs on another disk: the encoded text, and those that describe the run."""
-    facts = read_facts(run)
+    facts = read_data_facts(run)
     names = {"train": f"{facts.digest}-train", "val": f"{facts.digest}-val"}
 
     def texts(places: Mapping[str, str]) -> dict[str, str]:
         there = replace(facts, train=places[names["train"]], val=places[names["val"]])
         unchanged = (run.config, run.tokenizer)
-        return {path.name: path.read_text(encoding="utf-8") for path in unchanged} | {run.data.name: to_json(there)}
+        return {path.name: path.read_text(encoding="utf-8") for path in unchanged} | {
+            run.data.name: facts_to_json(there)
+        }
 
     return RunFiles(files={names["train"]: Path(facts.train), names["val"]: Path(facts.val)}, texts=texts)
 

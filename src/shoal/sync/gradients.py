@@ -414,7 +414,7 @@ class _InterruptibleWork(dist.Work):
 _NORM_EPSILON = 1e-6
 
 
-def clip(parameters: Iterable[Tensor], most: float) -> float:
+def clip_gradients(parameters: Iterable[Tensor], most: float) -> float:
     """Clip by the norm of all gradients together and return the norm before; the same bits as `clip_grad_norm_`.
 
     torch's function multiplies gradients that are small enough by one: 1 GB read and written for GPT-2 124M.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from shoal.control.membership.types import Ballot
 from shoal.control.rank_messages import (
     LENGTH,
-    MOST_BYTES,
+    MAX_BYTES,
     AbandonCommits,
     EnterGeneration,
     GenerationBroken,
@@ -58,7 +58,7 @@ class AgentConnection:
         if head is None:
             return None
         size = int.from_bytes(head, "big")
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise ControlError(f"a message of {size} bytes from the agent", why="the stream is broken")
         payload = self._read(size)
         return None if payload is None else read_to_rank(payload)

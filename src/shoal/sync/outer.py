@@ -28,7 +28,7 @@ from shoal.errors import RunFailed
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor
 from shoal.sync.step_stats import CommTimes, covered
-from shoal.sync.world import World, barrier, beside
+from shoal.sync.world import World, barrier, with_second_group
 
 # How many steps a rank may be ahead of the slowest: step times vary, and no rank waits for that.
 LAG_STEPS = 8
@@ -41,7 +41,7 @@ _WINDOW = 2
 _NO_EXCHANGE = CommTimes(ready_at=0.0, tail_s=0.0, allreduce_s=None, wait_s=0.0)
 
 
-class NotFinite(RunFailed):
+class NonFiniteExchange(RunFailed):
     """The exchanged outer gradient is not finite, on every rank alike. The common parameters are unchanged."""
 
 
@@ -97,7 +97,7 @@ class EveryStep(OuterSync):
     """Gradients are exchanged in every step."""
 
 
-def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float) -> OuterSync:
+def make_outer_sync(config: SyncConfig, model: nn.Module, world: World, weight: float) -> OuterSync:
     """Return the outer synchronisation of the configuration. `weight` is this rank's part of the tokens of a round.
 
     LocalSGD on one rank is plain training: the average over one rank is that rank.
@@ -109,7 +109,7 @@ def make_outer(config: SyncConfig, model: nn.Module, world: World, weight: float
     fragments = [list(parameters)]
     if config.mode == "streaming":
         fragments = cut_fragments([(name, p.numel()) for name, p in parameters.items()], config.fragments)
-        world = beside(world, config.timeout_s * (1 + LAG_STEPS))
+        world = with_second_group(world, config.timeout_s * (1 + LAG_STEPS))
     shards = _make_shards(config, parameters, fragments, optimizer)
     compressor = make_compressor(config.wire, world, parameters)
     exchange = OuterExchange(world, compressor, weight, timed=config.measure != "off")
@@ -373,7 +373,7 @@ class OuterShard:
 def _refuse_nonfinite(gradient: Tensor) -> None:
     """Raise, on every rank alike: such values must not reach a checkpoint."""
     if not torch.isfinite(gradient.sum()):
-        raise NotFinite(
+        raise NonFiniteExchange(
             "the parameters that replicas exchanged are not finite",
             why="one of them diverged, or a difference was too large for the wire format",
             fix="start a new run with a lower rate (--set train.lr=…) or with --wire fp32",

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shoal.control.channel import is_same
+from shoal.control.channel import is_equal_secret
 from shoal.errors import ForeignConnection, RunFailed, ShoalError
 from shoal.sync.interruptible import (
     GroupInterrupt,
@@ -231,7 +231,7 @@ def _prove(group: Any, forming: GroupForming, keys: dist.Store, attempt: int) ->
     wait = _ProofWait(forming, keys)
     for places in (digests, confirmations):
         works += [send(peer, tag) for peer, tag in places]
-        while missing := [p for p in places if not is_same(incoming[p].numpy().tobytes(), expected[p])]:
+        while missing := [p for p in places if not is_equal_secret(incoming[p].numpy().tobytes(), expected[p])]:
             if wait.is_over():
                 is_unproven = wait.is_own_timeout and places is digests
                 return tuple(sorted({peer for peer, _ in missing})) if is_unproven else ()
@@ -368,7 +368,7 @@ def form_main_group(forming: GroupForming, timeout_s: float) -> dist.ProcessGrou
         assert group is not None  # noqa: S101 - init_process_group has just made it
         return group
 
-    group = form_proven(forming, make, unform)
+    group = form_proven(forming, make, drop_groups)
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return group
 
@@ -423,7 +423,7 @@ def form_bare_group(forming: GroupForming) -> Any:
     return form_proven(forming, make, _free_in_thread)
 
 
-def unform(held: list[dist.ProcessGroup] | None = None) -> None:
+def drop_groups(held: list[dist.ProcessGroup] | None = None) -> None:
     """Drop the default group and all others, in any state, even half-formed. The caller's own reference may be in
     `held`."""
     groups = [] if held is None else held

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.control.rank_env import Placement
 from shoal.errors import UsageError
-from shoal.sync.world import World, choose_device, join
+from shoal.sync.world import World, choose_device, join_world
 
 
 def init_distributed(backend: str | None = None, device: str = "auto", timeout_s: float = 60.0) -> World:
@@ -28,7 +28,7 @@ def init_distributed(backend: str | None = None, device: str = "auto", timeout_s
         )
     device_name = {"gloo": "cpu", "nccl": "cuda"}.get(backend or "", device) if device == "auto" else device
     placement = Placement.from_env(os.environ)
-    return join(placement, choose_device(device_name, placement), backend=backend, timeout_s=timeout_s)
+    return join_world(placement, choose_device(device_name, placement), backend=backend, timeout_s=timeout_s)
 
 
 def wrap_for_ddp(model: nn.Module) -> DistributedDataParallel:

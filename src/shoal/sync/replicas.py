@@ -24,7 +24,7 @@ _COMBINED_BYTES = 8
 _THREADS_FROM_BYTES = 1 << 26
 
 
-def copy_from(world: World, source: int, tensors: Iterable[Tensor], keep: bool = True) -> None:
+def broadcast_tensors(world: World, source: int, tensors: Iterable[Tensor], keep: bool = True) -> None:
     """Overwrite every rank's tensors with those of `source`.
 
     Small tensors travel together: each collective costs a round trip, and a model has hundreds of them. Without `keep`
@@ -59,20 +59,20 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
-def tell_all(world: World, source: int, numbers: list[int]) -> list[int]:
+def broadcast_integers(world: World, source: int, numbers: list[int]) -> list[int]:
     """Broadcast a few integers from one rank to all."""
     tensor = torch.tensor(numbers, dtype=torch.int64, device=world.device)
     await_work(dist.broadcast(tensor, src=source, group=world.group, async_op=True), world.release)
     return [int(number) for number in tensor.cpu()]
 
 
-def gather(world: World, numbers: list[int]) -> list[list[int]]:
+def gather_integers(world: World, numbers: list[int]) -> list[list[int]]:
     """Return a few integers of every rank, on all ranks."""
     rows = _all_gather(world, torch.tensor(numbers, dtype=torch.int64, device=world.device))
     return [[int(number) for number in row.cpu()] for row in rows]
 
 
-def all_agree(world: World, digest: str) -> bool:
+def have_equal_digests(world: World, digest: str) -> bool:
     """Return whether every rank has the same digest. It sends 32 bytes per rank instead of the state itself."""
     own = torch.frombuffer(bytearray(hashlib.sha256(digest.encode()).digest()), dtype=torch.uint8).to(world.device)
     return all(torch.equal(row, own) for row in _all_gather(world, own))
@@ -104,7 +104,7 @@ def tensor_digests(state: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: digests[name] for name in state}
 
 
-def combined(digests: Mapping[str, int]) -> int:
+def combine_digests(digests: Mapping[str, int]) -> int:
     """Return one signed 64-bit number for a whole state, independent of the order of its tensors."""
     hasher = hashlib.blake2b(digest_size=_COMBINED_BYTES)
     for name in sorted(digests):

@@ -190,7 +190,7 @@ def sum_over_world(world: World, values: list[float]) -> list[float]:
     return _all_reduce(world, values, dist.ReduceOp.SUM)
 
 
-def worst_over_world(world: World, values: list[float]) -> list[float]:
+def max_over_world(world: World, values: list[float]) -> list[float]:
     """Return the largest of each number over all ranks."""
     return _all_reduce(world, values, dist.ReduceOp.MAX)
 

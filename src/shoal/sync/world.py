@@ -169,7 +169,7 @@ def backend_for(device: torch.device) -> str:
 # A world with fixed membership, from the environment of a launcher.
 
 
-def join(
+def join_world(
     placement: Placement,
     device: torch.device,
     backend: str | None = None,
@@ -256,7 +256,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> No
         ) from error
 
 
-def nowhere(placement: Placement, device: torch.device) -> World:
+def unjoined_world(placement: Placement, device: torch.device) -> World:
     """Return the world of a rank that has not met its peers yet: it has its own number and no group."""
     return World(
         rank=0,
@@ -277,7 +277,9 @@ def nowhere(placement: Placement, device: torch.device) -> World:
 # A world of one generation, from an agent's order.
 
 
-def form(enter: EnterGeneration, store: dist.Store, place: RankIdentity, meet_s: float, timeout_s: float) -> World:
+def form_world(
+    enter: EnterGeneration, store: dist.Store, place: RankIdentity, meet_s: float, timeout_s: float
+) -> World:
     """Form the group of a generation under the generation's own keys. Raise the error of torch or of the store when a
     rank does not come."""
     base = store if enter.size > 1 else dist.HashStore()
@@ -344,7 +346,7 @@ def form_group(forming: GroupForming, device: torch.device, backend: str, timeou
     return form_nccl_group(forming, device, timeout_s)
 
 
-def beside(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -> World:
+def with_second_group(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -> World:
     """Return a world of the same ranks, or of some of them, with a second group. All ranks of the world must call it.
 
     Collectives that run at the same time as those of the steps need their own group: gloo matches the messages of two
@@ -381,7 +383,7 @@ def _second_group_forming(world: World, members: list[int], rank: int | None, ti
     )
 
 
-def bear_with(world: World, timeout_s: float) -> None:
+def set_collective_timeout(world: World, timeout_s: float) -> None:
     """Set the timeout of the group's collectives, for a rank that waits for peers with more work."""
     if world.backend == "gloo":
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), world.group)
@@ -398,7 +400,7 @@ def barrier(world: World, timeout_s: float | None = None) -> None:
     await_work(world.group.barrier(options), world.release)
 
 
-def leave(world: World) -> None:
+def leave_world(world: World) -> None:
     """Destroy the group, after a barrier: no rank closes its sockets while a peer still needs them."""
     barrier(world)
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import CHOICE_MODES, WIRE_FORMATS, SyncChoice, choice_in, parse_choice
+from shoal.config.sync_choice import CHOICE_MODES, WIRE_FORMATS, SyncChoice, choice_of_event, parse_choice
 from shoal.cost.select_sync import (
     WARM_UP_STEPS,
     FirstSteps,
@@ -27,7 +27,7 @@ from shoal.cost.select_sync import (
 )
 from shoal.events import Event
 from shoal.run_folder import RunFolder
-from shoal.sync.replicas import gather
+from shoal.sync.replicas import gather_integers
 from shoal.sync.world import World, barrier
 from shoal.train.recorder import last_event
 from shoal.train.trainer import Trainer, describe_exchanges, shapes_of
@@ -118,7 +118,7 @@ class SyncChooser:
     def _choose(self, measured: FirstSteps) -> None:
         trainer = self._trainer
         # The resources of machines differ, and all must choose the same.
-        threads, spare_bytes = map(min, zip(*gather(trainer.world, _resources(trainer.world)), strict=True))
+        threads, spare_bytes = map(min, zip(*gather_integers(trainer.world, _resources(trainer.world)), strict=True))
         begun, shapes = trainer.config.sync.foreseen, shapes_of(trainer.model)
         exchanged = MeasuredExchange(begun, shapes, threads, trainer.sync.extra_bytes)
         limits = SyncLimits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
@@ -138,9 +138,9 @@ class SyncChooser:
 def _find_past_choice(run: RunFolder, world: World) -> PastChoice | None:
     """Return the choice in the events of the first rank that has one: every rank records it."""
     event = last_event(run.events(world.rank), "choice")
-    choice = choice_in(event)
+    choice = choice_of_event(event)
     numbers = [0] * 5 if choice is None else [1, int(event.get("step", 0)), *_as_numbers(choice)]
-    choices = [rest for has_choice, *rest in gather(world, numbers) if has_choice]
+    choices = [rest for has_choice, *rest in gather_integers(world, numbers) if has_choice]
     if not choices:
         return None
     step, chosen = choices[0][0], _as_choice(choices[0][1:])
@@ -151,7 +151,7 @@ def _find_past_choice(run: RunFolder, world: World) -> PastChoice | None:
 def _gather_times(trainer: Trainer) -> list[RankStep]:
     times = trainer.times
     own = RankStep(times["step"], times.get("exposed", 0.0), times.get("wait", 0.0), times.get("allreduce", 0.0))
-    rows = gather(trainer.world, [round(_NS_PER_S * seconds) for seconds in astuple(own)])
+    rows = gather_integers(trainer.world, [round(_NS_PER_S * seconds) for seconds in astuple(own)])
     return [RankStep(*(number / _NS_PER_S for number in row)) for row in rows]
 
 

@@ -34,8 +34,8 @@ from shoal.host.facts import cpu_name
 from shoal.model.gpt import GPT, Block
 from shoal.model.kernels import prefer_blas
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.sync.replicas import tell_all
-from shoal.sync.step_stats import worst_over_world
+from shoal.sync.replicas import broadcast_integers
+from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
 from shoal.train.recorder import last_event
@@ -227,8 +227,8 @@ def earlier_choice(run: RunFolder, world: World) -> ComputeChoice | None:
     start = last_event(run.events(0), "start") if world.is_main else {}
     precision = start.get("precision")
     numbers: list[int] = [precision is not None, bool(start.get("compiled")), precision == "bf16"]
-    is_known, compiled, bf16 = tell_all(world, 0, numbers)
-    lacks_compiler = worst_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
+    is_known, compiled, bf16 = broadcast_integers(world, 0, numbers)
+    lacks_compiler = max_over_world(world, [float(bool(compiled) and not has_compiler())])[0]
     if not is_known or lacks_compiler:
         return None
     return ComputeChoice(bool(compiled), "bf16" if bf16 else "fp32", "as when the run began")
@@ -272,7 +272,7 @@ class _Trial:
         slowest = self._slowest(own)
         is_wanted = self._train.compile == "auto" and may_pay(slowest, self._work)
         # If one rank has not tried before, all try: the slowest of all ranks together counts.
-        all_tried = -worst_over_world(self._world, [-own.tried])[0]
+        all_tried = -max_over_world(self._world, [-own.tried])[0]
         if not is_wanted or all_tried or not self._all(has_compiler()):
             return own, False
         precision = torch.bfloat16 if slowest.favour_bf16 and self._train.precision == "auto" else torch.float32
@@ -286,11 +286,11 @@ class _Trial:
         return self._block.seconds(torch.bfloat16) if with_bf16 > without else NEVER
 
     def _slowest(self, own: BlockTimes) -> BlockTimes:
-        return BlockTimes(*worst_over_world(self._world, list(astuple(own))))
+        return BlockTimes(*max_over_world(self._world, list(astuple(own))))
 
     def _all(self, own: bool) -> bool:
         """Return whether `own` is true on every rank."""
-        return worst_over_world(self._world, [float(not own)])[0] <= 0
+        return max_over_world(self._world, [float(not own)])[0] <= 0
 
 
 class _BlockTimer:

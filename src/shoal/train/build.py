@@ -23,18 +23,18 @@ from torch.optim import AdamW
 
 import shoal
 from shoal.config.schema import Config, TrainConfig
-from shoal.cost.batch_plan import BatchPlan, deal_anew, scaled_lr, weights_of
+from shoal.cost.batch_plan import BatchPlan, redivide_batch, scaled_lr, weights_of
 from shoal.cost.model_size import parameter_count
-from shoal.data.prepare import read_facts
-from shoal.data.sampling import SHARDS, Batches, deal_for, open_tokens, window_count
+from shoal.data.prepare import read_data_facts
+from shoal.data.sampling import SHARDS, Batches, open_tokens, plan_global_batch, window_count
 from shoal.data.tokenizer import load_tokenizer
-from shoal.host.facts import cpu_name, deal_cores, physical_cores, usable_cores
+from shoal.host.facts import cores_for_rank, cpu_name, physical_cores, usable_cores
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
 from shoal.sync.gradients import NoExchange
 from shoal.sync.outer import EveryStep
-from shoal.sync.replicas import all_agree, copy_from, gather
+from shoal.sync.replicas import broadcast_tensors, gather_integers, have_equal_digests
 from shoal.sync.step_stats import StepGather, StepTimer, WholeStepTimer
 from shoal.sync.world import World
 from shoal.train.auto_sync import SyncChooser
@@ -68,7 +68,7 @@ def make_trainer(
         model=model,
         optimizer=_make_optimizer(model, config.train),
         exchanges=Exchanges(NoExchange(model), EveryStep(), StepGather(world)),
-        batches=deal_batches(config, run, world, BatchPlan(1, (1,) * world.size)),
+        batches=open_batches(config, run, world, BatchPlan(1, (1,) * world.size)),
         timer=_make_timer(config, world),
         recorder=recorder,
         stop=stop,
@@ -102,13 +102,13 @@ def start_training(
     """
     config, world = trainer.config, trainer.world
     launched = world.size if recovery is None else recovery.launched
-    plan = launch_plan = deal_for(config, launched)
+    plan = launch_plan = plan_global_batch(config, launched)
     if recovery is not None and world.ids != tuple(range(launched)):
         shares = weights_of(config.run, world.ids)
-        plan = deal_anew(launch_plan.global_batch, launch_plan.micro_batch, shares, recovery.is_compiled)
+        plan = redivide_batch(launch_plan.global_batch, launch_plan.micro_batch, shares, recovery.is_compiled)
     _make_equal(trainer)
     peak_lr = scaled_lr(config.train, launched, config.sync.accumulate)
-    trainer.set_batches(deal_batches(config, run, world, plan), launch_plan.micro_batch, peak_lr)
+    trainer.set_batches(open_batches(config, run, world, plan), launch_plan.micro_batch, peak_lr)
     trainer.set_launched_ranks(launched)
     trainer.connect()
     trainer.between_steps = chooser.after_step
@@ -130,9 +130,9 @@ def initialize(trainer: Trainer) -> None:
     trainer.optimizer.state.clear()
 
 
-def deal_batches(config: Config, run: RunFolder, world: World, plan: BatchPlan) -> Batches:
+def open_batches(config: Config, run: RunFolder, world: World, plan: BatchPlan) -> Batches:
     """Open the training text and return this rank's part of it under `plan`."""
-    tokens = open_tokens(Path(read_facts(run).train)).tokens
+    tokens = open_tokens(Path(read_data_facts(run).train)).tokens
     seq_len = config.model.seq_len
     count = window_count(len(tokens), seq_len)
     return Batches(tokens, seq_len, SHARDS[config.data.sharding](world.rank, plan, count, config.data.seed))
@@ -190,8 +190,8 @@ def describe_shard(trainer: Trainer, run: RunFolder) -> dict[str, object]:
 def _make_equal(trainer: Trainer) -> None:
     """Copy rank 0's weights if they differ: the same seed gives the same weights, except on another kind of CPU."""
     world, model = trainer.world, trainer.model
-    if not all_agree(world, digest(weights(model))):
-        copy_from(world, 0, weights(model).values())
+    if not have_equal_digests(world, digest(weights(model))):
+        broadcast_tensors(world, 0, weights(model).values())
     torch.manual_seed(trainer.config.train.seed + world.rank)
 
 
@@ -225,7 +225,7 @@ def pin(world: World, setting: str) -> tuple[int, ...] | None:
         return None
     machines = _machine_ids(world)
     neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
-    cores = deal_cores(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
+    cores = cores_for_rank(usable_cores(), neighbours.index(world.rank), len(neighbours), torch.get_num_threads())
     if cores is None or (setting == "auto" and len(neighbours) == 1):
         return None
     return pin_to(cores, setting)
@@ -247,7 +247,7 @@ def _machine_ids(world: World) -> list[int]:
     """Return a number for every rank's machine, equal for ranks on the same machine."""
     name = _boot_id() or socket.gethostname()
     own_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-    return [machine_id for [machine_id] in gather(world, [own_id])]
+    return [machine_id for [machine_id] in gather_integers(world, [own_id])]
 
 
 def _boot_id() -> str | None:
@@ -258,7 +258,7 @@ def _boot_id() -> str | None:
         return None
 
 
-def hardware() -> dict[str, Any]:
+def describe_hardware() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": physical_cores(),
@@ -270,7 +270,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def describe_versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -292,6 +292,6 @@ def describe_process(world: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "interface": world.interface,
         "link_mbps": world.link_mbps,
-        "versions": versions(),
-        "hardware": hardware(),
+        "versions": describe_versions(),
+        "hardware": describe_hardware(),
     }

@@ -18,7 +18,7 @@ from shoal.host.facts import physical_cores
 from shoal.model.gpt import GPT
 from shoal.model.kernels import prefer_blas
 from shoal.sync.compression.base import from_half, to_half
-from shoal.sync.gradients import clip
+from shoal.sync.gradients import clip_gradients
 
 _PHASES = ("forward", "backward", "optimizer")
 _CLIP = 1.0
@@ -62,7 +62,7 @@ class OptimizerTimer:
 
     @torch.no_grad()
     def step(self) -> None:
-        clip(self.parameters, _CLIP)
+        clip_gradients(self.parameters, _CLIP)
         torch._fused_adamw_(
             self.parameters,
             [weight.grad for weight in self.parameters if weight.grad is not None],
@@ -82,7 +82,7 @@ class OptimizerTimer:
             weight.grad = None
 
 
-def halving_s(budget_s: float) -> float:
+def measure_fp16_conversion_s(budget_s: float) -> float:
     """Measure the seconds per parameter to convert a bucket of gradients to fp16 and the sum back to fp32.
 
     Uses random numbers like gradients: where numbers are converted one by one, equal ones take half the time.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.errors import CheckpointError, RunFailed
-from shoal.sync.replicas import combined, copy_from, gather, tell_all, tensor_digests
+from shoal.sync.replicas import broadcast_integers, broadcast_tensors, combine_digests, gather_integers, tensor_digests
 from shoal.train.checkpoint import CheckpointFolder, load_weights, weights
 from shoal.train.resume import resume_training
 from shoal.train.saving import replica_state
@@ -78,9 +78,9 @@ class Comparison:
             return None
         with trainer.outer.common():
             digests = tensor_digests(replica_state(trainer))
-        if len({number for [number] in gather(trainer.world, [combined(digests)])}) == 1:
+        if len({number for [number] in gather_integers(trainer.world, [combine_digests(digests)])}) == 1:
             return None
-        return find_difference(list(digests), gather(trainer.world, list(digests.values())))
+        return find_difference(list(digests), gather_integers(trainer.world, list(digests.values())))
 
     def _repair(self, difference: Difference, source: int) -> None:
         """Copy the majority's state to the odd ranks."""
@@ -91,7 +91,7 @@ class Comparison:
             trainer.fence.lose_state()
         with trainer.outer.common():
             # The majority keeps its own state: losing the source during the copy costs nothing.
-            copy_from(trainer.world, source, replica_state(trainer).values(), keep=is_odd)
+            broadcast_tensors(trainer.world, source, replica_state(trainer).values(), keep=is_odd)
             common = {name: tensor.clone() for name, tensor in weights(trainer.model).items()}
         if is_odd:
             # Outside a common step a replica has weights of its own, derived from the wrong ones.
@@ -132,7 +132,7 @@ class Comparison:
         if self._trainer.world.is_main:
             with suppress(CheckpointError):
                 saved_step = self._checkpoints.load_latest(set_aside=True).progress.step
-        return tell_all(self._trainer.world, 0, [saved_step])[0]
+        return broadcast_integers(self._trainer.world, 0, [saved_step])[0]
 
     def _check_repaired(self, difference: Difference) -> None:
         remaining = self._find_difference()

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shoal.config.schema import Config
-from shoal.data.prepare import read_facts
+from shoal.data.prepare import read_data_facts
 from shoal.data.sampling import Tokens, open_tokens, validation_batches, window_count
 from shoal.errors import RunFailed
 from shoal.events import FLUSH_S
@@ -26,7 +26,7 @@ from shoal.train.checkpoint import CheckpointFolder, digest
 from shoal.train.divergence import Comparison
 from shoal.train.recover import GenerationChanger
 from shoal.train.saving import WRITE_TIMEOUT_S, Saver, replica_state, write_patiently
-from shoal.train.trainer import Trainer, split
+from shoal.train.trainer import Trainer, split_inputs_targets
 
 # `ru_maxrss` is in kilobytes on Linux, in bytes on macOS.
 _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
@@ -42,7 +42,7 @@ def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, world
     # Compiled blocks would be compiled again: without gradients, without dropout, with a shorter last batch.
     with model.uncompiled():
         for rows in validation_batches(tokens, seq_len, sequences, micro_batch, world.rank, world.size):
-            inputs, targets = split(rows, world.device)
+            inputs, targets = split_inputs_targets(rows, world.device)
             loss_sum += model(inputs, targets).item()
             count += targets.numel()
     model.train()
@@ -77,7 +77,7 @@ class Loop:
         self._run = run
         # Enters the next world when this one breaks; without it, an error ends the training.
         self._membership = membership
-        self._validation = open_tokens(Path(read_facts(run).val)).tokens
+        self._validation = open_tokens(Path(read_data_facts(run).val)).tokens
         checkpoints = CheckpointFolder(run.checkpoints, trainer.config.train.keep_checkpoints)
         self._saver = Saver(trainer, checkpoints, saved_step=trainer.progress.step)
         self._comparison = Comparison(trainer, checkpoints)

@@ -22,7 +22,7 @@ from shoal.events import FLUSH_S, Event, EventLog, FileMark, FileMarker, read_ev
 from shoal.run_folder import RunFolder
 from shoal.sync.membership_client import MembershipClient
 from shoal.sync.world import World, without_group
-from shoal.units import Span, spans_of, subtract_spans
+from shoal.units import Span, subtract_spans, to_spans
 
 # One line of the ledger.
 Record = dict[str, Any]
@@ -292,7 +292,7 @@ def find_gaps(path: Path, step: int, kept: Iterable[Record] = ()) -> list[tuple[
             steps.add(record["step"])
         elif (hole := _hole(record)) is not None:
             holes.append(hole)
-    return subtract_spans([(1, step)], [*spans_of(steps), *holes])
+    return subtract_spans([(1, step)], [*to_spans(steps), *holes])
 
 
 def record_holes(log: EventLog, ranges: Iterable[tuple[int, int]]) -> None:

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.control.rank_messages import EnterGeneration
-from shoal.cost.batch_plan import deal_anew, weights_of
+from shoal.cost.batch_plan import redivide_batch, weights_of
 from shoal.errors import OutOfMemory, RunFailed, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.membership_client import MembershipClient
-from shoal.sync.process_groups import unform
-from shoal.sync.replicas import combined, gather, tensor_digests
-from shoal.sync.world import RankIdentity, World, bear_with, form, is_lost_peer
+from shoal.sync.process_groups import drop_groups
+from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
+from shoal.sync.world import RankIdentity, World, form_world, is_lost_peer, set_collective_timeout
 from shoal.train import recorder
 from shoal.train.auto_sync import SyncChooser
 from shoal.train.autotune import ComputeChoice
-from shoal.train.build import ResumeContext, deal_batches, initialize, start_training
+from shoal.train.build import ResumeContext, initialize, open_batches, start_training
 from shoal.train.checkpoint import CheckpointFolder, empty_moments, load_moments, load_weights, moments, weights
 from shoal.train.resume import find_newest
 from shoal.train.saving import WRITE_TIMEOUT_S, replica_state
@@ -105,7 +105,7 @@ class GenerationChanger:
         began = time.perf_counter()
         self.release_group()
         sync = self.trainer.config.sync
-        world = form(enter, self.store, self.place, sync.join_timeout_s, sync.timeout_s)
+        world = form_world(enter, self.store, self.place, sync.join_timeout_s, sync.timeout_s)
         formed = time.perf_counter()
         if enter.recovers:
             self._return_to_checkpoint(world, enter.launched)
@@ -149,7 +149,7 @@ class GenerationChanger:
         self._has_released_group = True
         trainer.leave_world()
         gc.collect()
-        unform()
+        drop_groups()
 
     def _continue_from_furthest(self, world: World, enter: EnterGeneration) -> bool:
         """Make this rank's state that of the furthest rank; return whether any rank had to copy.
@@ -196,7 +196,7 @@ class GenerationChanger:
         trainer = self.trainer
         is_outer = trainer.config.sync.is_outer
         optimizer_state = self._outer_momentum if is_outer else moments(trainer.model, trainer.optimizer)
-        digest = combined(tensor_digests({**weights(trainer.model), **optimizer_state}))
+        digest = combine_digests(tensor_digests({**weights(trainer.model), **optimizer_state}))
         unsettled = sum(began.step < self._state_step for began in trainer.unsettled_steps())
         return ReplicaState(True, self._state_step, digest, unsettled)
 
@@ -279,8 +279,8 @@ class GenerationChanger:
         trainer.set_sync(self.chooser.adopt(info.sync))
         # The global batch stays; it is divided anew over the ranks of this world.
         shares = weights_of(trainer.config.run, world.ids)
-        batch_plan = deal_anew(info.global_batch, info.micro_batch, shares, info.compiled)
-        trainer.set_batches(deal_batches(trainer.config, self.run, world, batch_plan), info.micro_batch, info.peak_lr)
+        batch_plan = redivide_batch(info.global_batch, info.micro_batch, shares, info.compiled)
+        trainer.set_batches(open_batches(trainer.config, self.run, world, batch_plan), info.micro_batch, info.peak_lr)
         self._set_compute(info.compiled, info.bf16)
         self.has_state, self._state_step = True, plan.step
 
@@ -333,10 +333,12 @@ class GenerationChanger:
         self.member.fence.lose_state()
         self.has_state = False
         # Ranks without files wait while the others read theirs.
-        bear_with(world, WRITE_TIMEOUT_S)
+        set_collective_timeout(world, WRITE_TIMEOUT_S)
         newest = find_newest(world, trainer.recorder, self._checkpoints())
         own_last = recorder.last_step(self.run.commits) if world.keeps_files else 0
-        rows = gather(world, [newest.progress is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)])
+        rows = gather_integers(
+            world, [newest.progress is not None, own_last, trainer.compute.compiled, _is_bf16(trainer)]
+        )
         has_checkpoint, lost_step, is_compiled, is_bf16 = (max(column) for column in zip(*rows, strict=True))
         if not has_checkpoint and lost_step >= trainer.config.train.checkpoint_every:
             raise RunFailed(
@@ -390,7 +392,7 @@ def _is_bf16(trainer: Trainer) -> bool:
 
 
 def _check_equal(world: World, state: dict[str, Tensor]) -> None:
-    digests = {digest for [digest] in gather(world, [combined(tensor_digests(state))])}
+    digests = {digest for [digest] in gather_integers(world, [combine_digests(tensor_digests(state))])}
     if len(digests) > 1:
         raise RunFailed(
             "a copied state differs from the one that was sent",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.sync.replicas import copy_from, gather
-from shoal.sync.world import World, bear_with
+from shoal.sync.replicas import broadcast_tensors, gather_integers
+from shoal.sync.world import World, set_collective_timeout
 from shoal.train.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -148,12 +148,12 @@ def resume_training(
     """
     world = trainer.world
     # Ranks without files wait while the others read theirs.
-    bear_with(world, WRITE_TIMEOUT_S)
+    set_collective_timeout(world, WRITE_TIMEOUT_S)
     newest = newest or find_newest(world, trainer.recorder, folder)
     source, checkpoints = gather_checkpoints(world, folder, lineage, newest)
     checkpoint = folder.load_latest() if world.rank == source else None
     info = _broadcast_info(world, source, checkpoint)
-    bear_with(world, exchange_timeout_s(trainer.config.sync, trainer.outer))
+    set_collective_timeout(world, exchange_timeout_s(trainer.config.sync, trainer.outer))
     step, cursor = info.step, info.cursor
     chosen = checkpoints[source].progress
     trainer.set_history((*chosen.history, (chosen.lineage, step)))
@@ -173,7 +173,7 @@ def resume_training(
         trainer.move_to(step, cursor)
         return
     shard, problem = _read_own_shard(folder, step, world.rank, info.shards)
-    holders = [rank for rank, [has_shard] in enumerate(gather(world, [shard is not None])) if has_shard]
+    holders = [rank for rank, [has_shard] in enumerate(gather_integers(world, [shard is not None])) if has_shard]
     if shard is not None and info.shards.ranks == world.size == len(holders):
         load_own_state(trainer, shard, step)
         trainer.move_to(step, cursor)
@@ -222,13 +222,13 @@ def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, i
     model, outer = trainer.model, trainer.outer
     if checkpoint is not None:
         load_weights(model, checkpoint.model)
-    copy_from(trainer.world, source, weights(model).values())
+    broadcast_tensors(trainer.world, source, weights(model).values())
     common_step, flying = (info.shards.step, info.shards.flying) if info.shards else (info.step, 0)
     outer.rewind(common_step, flying)
     outer_state = outer.state()
     if checkpoint is not None:
         fill(outer_state, checkpoint.optimizer)
-    copy_from(trainer.world, source, outer_state.values())
+    broadcast_tensors(trainer.world, source, outer_state.values())
     if info.has_moments:
         tensors = checkpoint.optimizer if checkpoint is not None else empty_moments(model)
         _share_moments(trainer, source, tensors, info.step)
@@ -236,7 +236,7 @@ def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, i
 
 def _share_moments(trainer: Trainer, source: int, tensors: dict[str, Tensor], step: int) -> None:
     load_moments(trainer.model, trainer.optimizer, tensors, step)
-    copy_from(trainer.world, source, moments(trainer.model, trainer.optimizer).values())
+    broadcast_tensors(trainer.world, source, moments(trainer.model, trainer.optimizer).values())
 
 
 def _read_own_shard(

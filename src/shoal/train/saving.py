@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError, ShoalError
 from shoal.events import FLUSH_S, FileMark
-from shoal.sync.replicas import gather
+from shoal.sync.replicas import gather_integers
 from shoal.sync.world import barrier
 from shoal.train.checkpoint import (
     Checkpoint,
@@ -94,7 +94,7 @@ class Saver:
         trainer = self._trainer
         own = _own_state(trainer)
         is_unsaved = self._saved_step != trainer.progress.step
-        rows = gather(trainer.world, [is_unsaved, bool(own), secrets.randbits(_MARK_BITS)])
+        rows = gather_integers(trainer.world, [is_unsaved, bool(own), secrets.randbits(_MARK_BITS)])
         has_shards = any(has_shard for _, has_shard, _ in rows)
         # All ranks use the mark that the first one has drawn.
         shards = _describe_shards(trainer, mark=rows[0][2]) if has_shards else None

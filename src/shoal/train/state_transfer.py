@@ -24,7 +24,7 @@ from shoal.control.rank_messages import AbandonCommits
 from shoal.errors import RunFailed
 from shoal.events import EventLog
 from shoal.sync.interruptible import await_work
-from shoal.sync.replicas import copy_from, gather, tell_all
+from shoal.sync.replicas import broadcast_integers, broadcast_tensors, gather_integers
 from shoal.sync.world import World
 from shoal.train import recorder
 from shoal.train.recorder import Record
@@ -79,7 +79,7 @@ def plan_transfer(states: Sequence[ReplicaState]) -> TransferPlan:
 
 
 def agree_on_source(world: World, own: ReplicaState) -> TransferPlan:
-    rows = gather(world, [own.has_state, own.step, own.digest, own.unsettled])
+    rows = gather_integers(world, [own.has_state, own.step, own.digest, own.unsettled])
     return plan_transfer([ReplicaState(bool(has_state), *numbers) for has_state, *numbers in rows])
 
 
@@ -187,10 +187,10 @@ class Transfer:
             return
         if self.sends_common:
             tensors = [*target.weights.values(), *target.outer_momentum.values()]
-            copy_from(self.world, self.plan.source, tensors, keep=not self._agrees)
+            broadcast_tensors(self.world, self.plan.source, tensors, keep=not self._agrees)
         if self.sends_moments:
             keep = not self._agrees or self.is_outer
-            copy_from(self.world, self.plan.source, target.moments.values(), keep)
+            broadcast_tensors(self.world, self.plan.source, target.moments.values(), keep)
 
     def sent_tensors(self, target: Replica) -> dict[str, Tensor]:
         """Return the tensors that must have the same bits on every rank after `run`."""
@@ -225,7 +225,7 @@ def _as_memory_error() -> Iterator[None]:
 def broadcast_json(world: World, source: int, document: Any) -> Any:
     """Send a document from one rank to all; return it."""
     payload = json.dumps(document).encode() if world.rank == source else b""
-    [size] = tell_all(world, source, [len(payload)])
+    [size] = broadcast_integers(world, source, [len(payload)])
     block = torch.zeros(size, dtype=torch.uint8, device=world.device)
     if world.rank == source:
         block.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
@@ -236,7 +236,7 @@ def broadcast_json(world: World, source: int, document: Any) -> Any:
 def gather_json(world: World, document: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the small documents of all ranks, in order of rank."""
     payload = json.dumps(document).encode()
-    longest = max(size for [size] in gather(world, [len(payload)]))
+    longest = max(size for [size] in gather_integers(world, [len(payload)]))
     block = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(world.device)
     blocks = [torch.empty_like(block) for _ in range(world.size)]
     await_work(dist.all_gather(blocks, block, group=world.group, async_op=True), world.release)
@@ -301,7 +301,7 @@ def sync_ledgers(
         recorder.mark_abandoned(open_ledger(), sorted(all_abandoned, key=lambda commits: commits.lineage))
     is_behind &= world.keeps_files
     own_step = min([recorder.last_step(path), *(c.shared_step for c in all_abandoned)]) if is_behind else 0
-    copies = gather(world, [is_behind, world.keeps_files and not is_behind, own_step])
+    copies = gather_integers(world, [is_behind, world.keeps_files and not is_behind, own_step])
     steps_behind = [step for is_copy_behind, _, step in copies if is_copy_behind]
     sources = [rank for rank, (_, is_complete, _) in enumerate(copies) if is_complete]
     if steps_behind and sources:
@@ -322,7 +322,7 @@ def fill_ledger_gaps(trainer: Trainer, path: Path) -> None:
     """
     world, step = trainer.world, trainer.progress.step
     gaps = recorder.find_gaps(path, step) if world.keeps_files else []
-    copies = gather(world, [world.keeps_files, gaps[0][0] if gaps else 0])
+    copies = gather_integers(world, [world.keeps_files, gaps[0][0] if gaps else 0])
     first_gaps = [first for _, first in copies if first]
     if not first_gaps:
         return

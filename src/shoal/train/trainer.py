@@ -23,13 +23,13 @@ from shoal.cost.model_size import grad_bytes
 from shoal.data.sampling import Batches, Rows
 from shoal.errors import RunFailed, ShoalError
 from shoal.model.gpt import GPT
-from shoal.sync.compression import made_by
+from shoal.sync.compression import kernel_or_plain
 from shoal.sync.fence import Fence, OpenFence, StepBoundary
-from shoal.sync.gradients import GradientSync, NoExchange, clip, make_gradient_sync
-from shoal.sync.outer import EveryStep, NotFinite, OuterSync, make_outer
-from shoal.sync.replicas import gather
+from shoal.sync.gradients import GradientSync, NoExchange, clip_gradients, make_gradient_sync
+from shoal.sync.outer import EveryStep, NonFiniteExchange, OuterSync, make_outer_sync
+from shoal.sync.replicas import gather_integers
 from shoal.sync.step_stats import CommTimes, StepGather, StepStats, StepTimer
-from shoal.sync.world import World, bear_with, without_group
+from shoal.sync.world import World, set_collective_timeout, without_group
 from shoal.train.autotune import ComputeChoice, apply
 from shoal.train.checkpoint import Progress
 from shoal.train.recorder import Recorder
@@ -53,12 +53,12 @@ class Exchanges:
 
 def make_exchanges(config: Config, model: GPT, world: World, plan: BatchPlan) -> Exchanges:
     share = plan.share(world.rank)
-    outer = make_outer(config.sync, model, world, weight=share / plan.global_batch)
+    outer = make_outer_sync(config.sync, model, world, weight=share / plan.global_batch)
     if config.sync.is_outer:
         sync: GradientSync = NoExchange(model, own_tokens=share * config.model.seq_len)
     else:
         sync = make_gradient_sync(config.sync, model, world, tokens=plan.micro_batch * config.model.seq_len)
-    bear_with(world, exchange_timeout_s(config.sync, outer))
+    set_collective_timeout(world, exchange_timeout_s(config.sync, outer))
     return Exchanges(sync, outer, StepGather(world, outer.lag_steps))
 
 
@@ -258,7 +258,7 @@ class Trainer:
         while True:
             with self.timer.phase("data"):
                 block = next(rows, None)
-                pair = None if block is None else split(block, self.world.device)
+                pair = None if block is None else split_inputs_targets(block, self.world.device)
             if pair is None:
                 return
             yield pair
@@ -278,7 +278,7 @@ class Trainer:
 
     def _clip(self, step: int, loss_sum: float) -> StepResult:
         with self.timer.phase("optimizer"):
-            norm = clip(self.model.parameters(), self.config.train.clip)
+            norm = clip_gradients(self.model.parameters(), self.config.train.clip)
         return StepResult(step, loss_sum, norm, self.batches.shard.positions(self.progress.cursor))
 
     def _update(self, lr: float, result: StepResult) -> None:
@@ -305,7 +305,7 @@ class Trainer:
         with self.timer.phase("optimizer"):
             try:
                 return self.outer.after(step, last=step == self.config.train.steps)
-            except NotFinite:
+            except NonFiniteExchange:
                 self._refuse_step()
                 raise
 
@@ -351,7 +351,7 @@ class Trainer:
             raise error
 
 
-def split(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
+def split_inputs_targets(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return inputs, and targets: the same tokens shifted by one."""
     block = torch.from_numpy(rows).to(device)
     return block[:, :-1], block[:, 1:]
@@ -365,7 +365,7 @@ def describe_exchanges(trainer: Trainer) -> dict[str, object]:
         "wire": sync.wire,
         "grad_bytes": grad_bytes(shapes_of(trainer.model), sync.wire) + trainer.sync.extra_bytes,
         "round_steps": trainer.outer.round_steps,
-        "wire_made_by": made_by(sync.wire),
+        "wire_made_by": kernel_or_plain(sync.wire),
         "inside": trainer.sync.inside.way,
         "inside_note": trainer.sync.inside.note,
     }
@@ -416,7 +416,7 @@ def explain_refusal(world: World, own: StepResult | None, weights: Iterable[Tens
         numbers = [own.step, *kinds, *own.samples, has_bad_weights]
     refused = [
         RefusedStep(world.ids[rank], step, _VALUE_KINDS[loss], _VALUE_KINDS[norm], (first, end), bool(is_bad))
-        for rank, (step, loss, norm, first, end, is_bad) in enumerate(gather(world, numbers))
+        for rank, (step, loss, norm, first, end, is_bad) in enumerate(gather_integers(world, numbers))
         if step
     ]
     return explain(refused, world.size, lr) if refused else None

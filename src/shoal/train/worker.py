@@ -31,8 +31,8 @@ from shoal.config.load import build_config, load_config
 from shoal.config.schema import Config
 from shoal.control.processes import tie_to
 from shoal.control.rank_env import Placement, use_private_caches
-from shoal.control.rank_messages import LINE_FD, EnterGeneration
-from shoal.cost.memory import RELIEF, relief
+from shoal.control.rank_messages import MEMBERSHIP_FD, EnterGeneration
+from shoal.cost.memory import OUT_OF_MEMORY_ADVICE, out_of_memory_advice
 from shoal.data.prepare import change_config, create_run, reopen_run
 from shoal.errors import Interrupted, OutOfMemory, PeerLost, RunFailed, ShoalError, UsageError
 from shoal.events import EventLog
@@ -40,19 +40,19 @@ from shoal.host.facts import link_mbps, physical_cores
 from shoal.run_folder import RunFolder
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.membership_client import AgentConnection, MembershipClient
-from shoal.sync.process_groups import unform
-from shoal.sync.replicas import tell_all
+from shoal.sync.process_groups import drop_groups
+from shoal.sync.replicas import broadcast_integers
 from shoal.sync.world import (
     RankIdentity,
     World,
     choose_device,
     choose_interface,
     common_attempt,
-    form,
+    form_world,
     is_lost_peer,
-    join,
-    leave,
-    nowhere,
+    join_world,
+    leave_world,
+    unjoined_world,
 )
 from shoal.train.auto_sync import SyncChooser
 from shoal.train.autotune import ComputeChoice
@@ -78,7 +78,7 @@ _NO_THREAD_TEXTS = ("can't start new thread", "Resource temporarily unavailable"
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse_options(argv)
     stop = StopRequest()
-    _catch_stop_signals(stop, is_elastic=LINE_FD in os.environ)
+    _catch_stop_signals(stop, is_elastic=MEMBERSHIP_FD in os.environ)
     try:
         use_private_caches()
         placement = Placement.from_env(os.environ)
@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
         # shoal's own launcher has divided the node's cores already; torchrun sets one thread on any machine.
         torch.set_num_threads(config.run.threads or max(1, physical_cores() // placement.local_world_size))
     device = choose_device(config.train.device, placement)
-    if LINE_FD in os.environ:
+    if MEMBERSHIP_FD in os.environ:
         run = RunFolder.open(options.folder)
         on_fault = partial(_record_exception, options, placement)
         is_finished = _train_elastic(config, run, placement, device, stop, options.resume, on_fault)
@@ -152,13 +152,15 @@ def _run(options: argparse.Namespace, placement: Placement, stop: StopRequest) -
             # Before the rendezvous: the other ranks wait for this one at the store, where timeouts are long.
             _prepare_run(options, config, placement, held)
         warnings: list[ShoalError] = []
-        world = join(placement, device, None, config.sync.join_timeout_s, config.sync.timeout_s, warn=warnings.append)
+        world = join_world(
+            placement, device, None, config.sync.join_timeout_s, config.sync.timeout_s, warn=warnings.append
+        )
         run = RunFolder.open(options.folder or options.out)
         # Ranks that torchrun restarts before the first checkpoint start anew.
         has_checkpoint = run.checkpoints.is_dir() and any(run.checkpoints.glob("step-*"))
-        resume = options.resume or bool(placement.restarts and tell_all(world, 0, [has_checkpoint])[0])
+        resume = options.resume or bool(placement.restarts and broadcast_integers(world, 0, [has_checkpoint])[0])
         is_finished = _train_static(load_config(run.config), run, world, stop, placement.launcher, resume, warnings)
-        leave(world)
+        leave_world(world)
     if not placement.launcher and world.is_main:
         # Under plain torchrun no launcher writes the manifest.
         subprocess.run([sys.executable, "-P", "-m", "shoal.tools.report.manifest", str(run.path)], check=True)
@@ -234,10 +236,10 @@ def _train_elastic(
     """
     if placement.agent_fd is None:
         raise RunFailed("an agent started this rank without a store", why="that is a bug in shoal")
-    member = MembershipClient(AgentConnection(int(os.environ[LINE_FD])), lambda: stop.wanted, on_fault)
+    member = MembershipClient(AgentConnection(int(os.environ[MEMBERSHIP_FD])), lambda: stop.wanted, on_fault)
     interface = choose_interface(placement)
     mbps = placement.link_mbps or link_mbps(interface)
-    world = nowhere(placement, device)
+    world = unjoined_world(placement, device)
     recorder = Recorder(run, world, member)
     trainer = make_trainer(config, run, world, recorder, stop, member.fence)
     membership = GenerationChanger(
@@ -259,14 +261,14 @@ def _train_elastic(
     is_finished = Loop(trainer, run, membership).run()
     member.finished()
     recorder.close()
-    unform()
+    drop_groups()
     return is_finished
 
 
 def enter_first_generation(membership: GenerationChanger, enter: EnterGeneration, resume: bool) -> None:
     """Form the first world of a launch. If that fails, it is an error: the run does not start with fewer ranks."""
     trainer, sync = membership.trainer, membership.trainer.config.sync
-    world = form(enter, membership.store, membership.place, sync.join_timeout_s, sync.timeout_s)
+    world = form_world(enter, membership.store, membership.place, sync.join_timeout_s, sync.timeout_s)
     trainer.enter_world(world, 0, 0, launched_ranks=world.size)
     trainer.recorder.enter_world(world, [])
     # Before pinning: it has the number of cores that the machine gives this process.
@@ -305,10 +307,10 @@ def _warm_up(trainer: Trainer, run: RunFolder) -> None:
 
 def _record_exception(options: argparse.Namespace, placement: Placement, error: Exception) -> None:
     try:
-        advice = relief(_load_config(options), placement.world_size)
+        advice = out_of_memory_advice(_load_config(options), placement.world_size)
     except ShoalError:
         # The fault must be recorded even if the configuration cannot be read: then the advice has no numbers.
-        advice = RELIEF
+        advice = OUT_OF_MEMORY_ADVICE
     _record_fault(options, placement, as_fault(error, placement, advice))
 
 

@@ -31,7 +31,7 @@ from shoal.cluster.hosts.setup import ReadyHost, make_ready
 from shoal.cluster.hosts.spec import Host, HostsSpec, is_here
 from shoal.cluster.hosts.ssh import RemoteScript, on_each, variables
 from shoal.cluster.node import LocalProgram, Node, Note, Project, RemoteProgram, RunFiles, module_command, ranks_of
-from shoal.control.processes import marks
+from shoal.control.processes import make_marks
 from shoal.errors import ControlError, ShoalError
 from shoal.run_folder import RunFolder
 
@@ -211,7 +211,7 @@ class SshLink:
     def _messenger_script(self) -> str:
         ready = self._ready
         folder = shlex.quote(self._project.moved(str(Path.cwd()))) if self._project else "/"
-        environment = marks(self._order["folder"], "messenger")
+        environment = make_marks(self._order["folder"], "messenger")
         marked = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
         return (
             _install_command(ready) + f"cd {folder}\n"

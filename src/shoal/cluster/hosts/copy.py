@@ -166,7 +166,7 @@ def _leads_outside(path: Path, folder: Path) -> bool:
     return not path.resolve().is_relative_to(folder)
 
 
-def say_left_out(project: FileBundle) -> str:
+def describe_left_out(project: FileBundle) -> str:
     """Name the links that were not copied, for the user; empty for none."""
     if not project.left_out:
         return ""

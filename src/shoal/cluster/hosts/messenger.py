@@ -25,8 +25,8 @@ from typing import IO, Annotated
 from pydantic import Field, TypeAdapter
 
 from shoal.cluster.agent_link import PIECE_BYTES, agent_command
-from shoal.control.orders import END, STOP, Number, PlainName, read_wish
-from shoal.control.processes import AGENT, ask, end, find, restore_signals
+from shoal.control.orders import END, STOP, Number, PlainName, read_request_line
+from shoal.control.processes import AGENT, ask_to_stop, find_processes, kill_processes, restore_signals
 from shoal.errors import ControlError
 from shoal.run_folder import RunFolder, is_plain_name, list_below, open_below, write_atomically
 
@@ -101,9 +101,9 @@ def _pass_on(lines: IO[bytes], agent: subprocess.Popen[bytes] | None, run: RunFo
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.write(line)
                 agent.stdin.flush()
-        elif (wish := read_wish(line)) in (STOP, END):
-            agents = [process for process in find(run.path) if process.part == AGENT]
-            ask(agents) if wish == STOP else end(agents)
+        elif (wish := read_request_line(line)) in (STOP, END):
+            agents = [process for process in find_processes(run.path) if process.part == AGENT]
+            ask_to_stop(agents) if wish == STOP else kill_processes(agents)
     # The launcher has ended, or the connection is lost.
     os._exit(0)
 
@@ -111,7 +111,7 @@ def _pass_on(lines: IO[bytes], agent: subprocess.Popen[bytes] | None, run: RunFo
 def _is_alive(agent: subprocess.Popen[bytes] | None, run: RunFolder) -> bool:
     if agent is not None:
         return agent.poll() is None
-    return any(process.part == AGENT for process in find(run.path))
+    return any(process.part == AGENT for process in find_processes(run.path))
 
 
 def send_while(is_alive: Callable[[], bool], files: FileSender) -> None:

@@ -20,13 +20,13 @@ from shoal.cluster.hosts.copy import (
     CopyFile,
     FileBundle,
     code_bundle,
+    describe_left_out,
     ensure_code,
     ensure_project,
     lone_piece,
     project_bundle,
     put_file,
     question,
-    say_left_out,
     send,
 )
 from shoal.cluster.hosts.facts import (
@@ -306,7 +306,7 @@ def make_ready(
     """Return the hosts in the order of the file; raise an error that names each host that cannot take part."""
     wanted, code = wanted_here(), code_bundle()
     bundle = project_bundle(project) if project else None
-    if bundle is not None and (left_out := say_left_out(bundle)):
+    if bundle is not None and (left_out := describe_left_out(bundle)):
         note(left_out)
     known_addresses = addresses(spec)
 

@@ -111,7 +111,7 @@ class Features:
         return self.sshd and not self.rootless
 
 
-def observe() -> Features:
+def find_features() -> Features:
     """Try what this machine allows. Raise the reason where no lab can be built at all."""
     need_tools(_PACKAGES)
     rootless = _must_be_rootless()

@@ -30,7 +30,7 @@ from shoal.cluster.lab.commands import (
     read_groups,
     render_step,
 )
-from shoal.cluster.lab.kernel import Features, lacks, observe, possible, reach_tools, substitutes, with_tools
+from shoal.cluster.lab.kernel import Features, find_features, lacks, possible, reach_tools, substitutes, with_tools
 from shoal.cluster.lab.processes import (
     TIED,
     NodeProcess,
@@ -64,7 +64,7 @@ class Lab:
     @classmethod
     def open(cls, name: str | None = None) -> Lab:
         """Return the lab of that name; without one the default lab, or the user's only one."""
-        lab = cls(check_name(name) if name else choose(lab_state.names()))
+        lab = cls(check_name(name) if name else choose_lab(lab_state.list_labs()))
         if not lab.folder.is_dir():
             raise _missing(lab.name)
         if fault := why_stale(lab.folder, lab_state.read_state(lab.name)):
@@ -128,10 +128,10 @@ class Lab:
             lab_state.write_state(state)
 
     def close(self) -> None:
-        remove(self.name)
+        remove_lab(self.name)
 
 
-def choose(names: list[str]) -> str:
+def choose_lab(names: list[str]) -> str:
     """Return the default lab, or the only one that the user made; a lab with an owner is chosen by name only."""
     if DEFAULT_NAME in names:
         return DEFAULT_NAME
@@ -164,7 +164,7 @@ def why_stale(folder: Path, state: LabState | None) -> str:
 
 
 def _missing(name: str) -> UsageError:
-    names = lab_state.names()
+    names = lab_state.list_labs()
     return UsageError(
         f"there is no lab {name!r}",
         why=did_you_mean(name, names) or (f"up are: {', '.join(names)}" if names else "no lab is up"),
@@ -201,12 +201,12 @@ class LabCluster:
 # Build a lab: all of it or nothing
 
 
-def up(spec: LabSpec, owner: int | None = None) -> Lab:
+def build_lab(spec: LabSpec, owner: int | None = None) -> Lab:
     """Build a lab. When the process `owner` ends, however that happens, the lab is removed.
 
     An owned lab must be exactly as asked for: what its owner measures is recorded as measured on that lab.
     """
-    features = observe()
+    features = find_features()
     if owner is not None and (missing := lacks(spec, features)):
         raise LabError(
             f"this machine cannot build that lab: {'; '.join(missing)}",
@@ -292,7 +292,7 @@ def _start_watcher(state: LabState) -> None:
 # Remove a lab, or what is left of one
 
 
-def remove(name: str) -> None:
+def remove_lab(name: str) -> None:
     with lab_state.locked():
         remove_locked(name)
 
@@ -383,7 +383,7 @@ def set_cpu(name: str, cpu: float | None) -> Change:
     return outcome
 
 
-def kill(name: str, silent: bool) -> Change:
+def kill_node(name: str, silent: bool) -> Change:
     def outcome(view: LabView) -> Outcome:
         node = view.node(name)
         state, thaw = _set_frozen(view, node, frozen=False) if name in view.state.frozen else (view.state, [])
@@ -393,7 +393,7 @@ def kill(name: str, silent: bool) -> Change:
     return outcome
 
 
-def restart(name: str) -> Change:
+def restart_node(name: str) -> Change:
     def outcome(view: LabView) -> Outcome:
         node = view.node(name, alive=False)
         if name in view.alive:
@@ -406,7 +406,7 @@ def restart(name: str) -> Change:
     return outcome
 
 
-def stop_or_go(name: str, frozen: bool) -> Change:
+def set_frozen(name: str, frozen: bool) -> Change:
     return lambda view: _set_frozen(view, view.node(name), frozen)
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from shoal.control.processes import default_signals
 from shoal.errors import LabError
-from shoal.host.proc import all_pids, command_words, is_dead, pid_namespace, variables
+from shoal.host.proc import all_pids, command_words, environment_of, is_dead, pid_namespace
 
 _END_TIMEOUT_S = 10.0
 _EXEC_TIMEOUT_S = 0.5
@@ -39,7 +39,7 @@ _LISTEN_AND_SEND_SOCKET = (
 
 def holders(folder: Path) -> list[int]:
     """Return the processes that hold up the lab in this folder."""
-    return [pid for pid in all_pids() if variables(pid).get("SHOAL_LAB") == str(folder)]
+    return [pid for pid in all_pids() if environment_of(pid).get("SHOAL_LAB") == str(folder)]
 
 
 def first_process(folder: Path, node: str) -> int | None:
@@ -55,7 +55,7 @@ def first_process(folder: Path, node: str) -> int | None:
 def _await_variables(pid: int) -> dict[str, str]:
     """Read an empty environment again: a process has none for a moment while it becomes another program (seen)."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_S
-    while not (marks := variables(pid)) and not is_dead(pid) and time.monotonic() < deadline:
+    while not (marks := environment_of(pid)) and not is_dead(pid) and time.monotonic() < deadline:
         time.sleep(0.001)
     return marks
 

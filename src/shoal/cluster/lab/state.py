@@ -96,7 +96,7 @@ def lab_folder(name: str) -> Path:
     return runtime_folder() / "labs" / name
 
 
-def names() -> list[str]:
+def list_labs() -> list[str]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(path.name for path in lab_folder("").iterdir() if path.is_dir())
     return []

@@ -21,9 +21,9 @@ def main(name: str, owner: int, owner_start_ticks: int) -> None:
         if start_ticks(owner) == owner_start_ticks:
             select.select([owner_fd], [], [])
     # Imported late: this process waits for hours, and needs a third of the memory without it.
-    from shoal.cluster.lab.lab import remove
+    from shoal.cluster.lab.lab import remove_lab
 
-    remove(name)
+    remove_lab(name)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def make_compressor(text: str, world: World, parameters: Parameters) -> Compress
     return InterruptibleCompressor(compressor, world.release)
 
 
-def made_by(text: str) -> str:
+def kernel_or_plain(text: str) -> str:
     """Return `kernel` where this machine has a compiled kernel for the format, `plain` otherwise."""
     choice = parse_wire(text)
     has_kernel = choice.format.is_cpu_only or (choice.name == "fp16" and TORCH_FP16_IS_SLOW)

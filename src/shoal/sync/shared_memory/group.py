@@ -33,7 +33,7 @@ from shoal.errors import PeerLost, RunFailed
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
-from shoal.sync.world import World, beside
+from shoal.sync.world import World, with_second_group
 
 Way = Literal["gloo", "copies", "shared"]
 
@@ -110,7 +110,7 @@ def make_inter_host_compressor(
     """
     if len(group.first_ranks) == 1:
         return None
-    first_ranks = beside(world, config.timeout_s, group.first_ranks)
+    first_ranks = with_second_group(world, config.timeout_s, group.first_ranks)
     if not group.is_first:
         return None
     return make_compressor(config.wire, first_ranks, dict(model.named_parameters()))

@@ -24,9 +24,9 @@ from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.run_folder import RunFolder
-from shoal.runs.start import MakeDisplay, train_new
+from shoal.runs.start import MakeDisplay, start_training
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS
-from shoal.tools.report.manifest import writing
+from shoal.tools.report.manifest import explain_write_errors
 from shoal.tools.report.summary import RunSummary, summarize
 
 if TYPE_CHECKING:
@@ -122,12 +122,12 @@ def measure_levers(config: Config, levers: str, out: Path, watch: MakeDisplay, r
     for round_ in range(1, repeat + 1):
         for number, (name, chosen) in enumerate(experiments.items()):
             folder = f"{number:02}-{_file_name(name)}" + (f"-round-{round_}" if repeat > 1 else "")
-            run, _ = train_new(chosen, out / folder, watch)
+            run, _ = start_training(chosen, out / folder, watch)
             tries[name].append((lever_point(name, summarize(run.read_all_events())), run))
     points = {name: median_point([point for point, _ in entries]) for name, entries in tries.items()}
     runs = {name: next(run for point, run in tries[name] if point is points[name]) for name in tries}
     table, picture, figures = compare(list(points.values())), out / "levers.png", out / "levers.json"
-    with writing(out):
+    with explain_write_errors(out):
         plot_levers(table, picture)
         figures.write_text(to_json(points.values()))
     return LeversResult(table, runs, picture, figures)

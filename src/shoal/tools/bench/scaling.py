@@ -11,9 +11,9 @@ from shoal.config.schema import Config
 from shoal.cost.batch_plan import micro_batch, rank_weights
 from shoal.errors import UsageError
 from shoal.run_folder import RunFolder
-from shoal.runs.start import MakeDisplay, train_new
-from shoal.tools.report.figures import ScalingPoint, plot_scaling, scaling_point
-from shoal.tools.report.manifest import finish, writing
+from shoal.runs.start import MakeDisplay, start_training
+from shoal.tools.report.figures import ScalingPoint, make_scaling_point, plot_scaling
+from shoal.tools.report.manifest import explain_write_errors, write_derived_files
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import compare_replicas
 from shoal.tools.report.summary import summarize
@@ -37,14 +37,14 @@ def measure_scaling(
     for round_ in range(1, repeat + 1):
         for count in counts:
             name = f"ranks-{count}" if repeat == 1 else f"ranks-{count}-round-{round_}"
-            run, _ = train_new(on_ranks(config, count), out / name, watch)
-            tries[count].append((scaling_point(summarize(run.read_all_events())), run))
+            run, _ = start_training(on_ranks(config, count), out / name, watch)
+            tries[count].append((make_scaling_point(summarize(run.read_all_events())), run))
     median = {count: _median(runs) for count, runs in tries.items()}
     points, runs = [median[count][0] for count in counts], {count: median[count][1] for count in counts}
     largest = runs[max(runs)]
-    manifest = finish(largest, compare_replicas(largest.state_files(), range(max(runs))), points)
+    manifest = write_derived_files(largest, compare_replicas(largest.state_files(), range(max(runs))), points)
     picture = out / "scaling.png"
-    with writing(out):
+    with explain_write_errors(out):
         plot_scaling(points, picture)
     return ScalingResult(points, runs, manifest, picture, write_report(largest, points))
 

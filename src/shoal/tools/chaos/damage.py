@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.cluster.lab.lab import Lab
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.errors import LabError
 
 FILLER = "filler"
@@ -209,7 +209,7 @@ def connect(places: list[str], connections: int, idle: int, on_node: Callable[[l
 def listening(run: Path) -> dict[str, list[str]]:
     """Return `address:port` by node, from each process's own table: a node has its own network namespace."""
     ports: dict[str, list[str]] = {}
-    for process in find(run):
+    for process in find_processes(run):
         place = Path("/proc") / str(process.pid)
         with contextlib.suppress(OSError):
             sockets = {str(link.readlink()) for link in (place / "fd").iterdir()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A process must be observed at least this long: in a shorter time one reopened connection looks like growth.
@@ -54,7 +54,7 @@ class Growth(BaseModel):
 def sample_resources(run: Path, began: float, world: int) -> list[ResourceSample]:
     """Read the resources of all agents and ranks from /proc, without processes that end meanwhile."""
     samples = []
-    for process in find(run):
+    for process in find_processes(run):
         if process.part != "agent" and not process.part.startswith("rank-"):
             continue
         folder = Path("/proc") / str(process.pid)

@@ -21,12 +21,12 @@ import psutil
 
 from shoal.cluster.lab import lab as lab_lab
 from shoal.cluster.lab.lab import Change
-from shoal.control.processes import AGENT, RunProcess, find, find_supervisor
+from shoal.control.processes import AGENT, RunProcess, find_processes, find_supervisor
 from shoal.errors import LabError
 from shoal.events import EventLog, EventTail
 from shoal.run_folder import RunFolder
-from shoal.runs.manage import stop
-from shoal.runs.start import train_on
+from shoal.runs.manage import stop_run
+from shoal.runs.start import resume_training
 from shoal.tools.chaos import actions, damage
 from shoal.tools.chaos.actions import Action, describe
 from shoal.tools.chaos.scenario import CommandResult
@@ -92,7 +92,7 @@ class Injector:
             case actions.KillSourceInCopy(within_s=within_s):
                 return self._signal(self._source_in_copy(within_s), "SIGKILL")
             case actions.KillNode(node=node, silent=silent):
-                return self._change_lab(lab_lab.kill(node, silent=True)) if silent else self._kill_all(node)
+                return self._change_lab(lab_lab.kill_node(node, silent=True)) if silent else self._kill_all(node)
             case actions.KillRun():
                 return self._kill_run()
             case actions.KillAgent(node=node):
@@ -118,9 +118,9 @@ class Injector:
             case actions.CorruptCheckpoint(how=file_damage):
                 return lambda: damage.corrupt_newest(self._run.checkpoints, file_damage, self._draw)
             case actions.StopRun():
-                return lambda: stop(self._run)
+                return lambda: stop_run(self._run)
             case actions.Resume():
-                return lambda: train_on(path, NoDisplay, detach=True)
+                return lambda: resume_training(path, NoDisplay, detach=True)
             case actions.UnknownConnections(connections=connections, idle=idle):
                 return damage.prepare_connections(path, lab, connections, idle)
             case actions.RunShoal(words=words):
@@ -128,9 +128,9 @@ class Injector:
             case actions.PowerOn(node=node):
                 return partial(self._power_on, node)
             case actions.Freeze(node=node):
-                return self._change_lab(lab_lab.stop_or_go(node, frozen=True))
+                return self._change_lab(lab_lab.set_frozen(node, frozen=True))
             case actions.Thaw(node=node):
-                return self._change_lab(lab_lab.stop_or_go(node, frozen=False))
+                return self._change_lab(lab_lab.set_frozen(node, frozen=False))
             case actions.Cut(between=between, one_way=one_way):
                 other = between[1] if len(between) > 1 else None
                 return self._change_lab(lab_lab.cut_off(between[0], other, one_way))
@@ -161,7 +161,7 @@ class Injector:
         found_at = 0.0
         while time.monotonic() < deadline:
             if time.monotonic() - found_at > _FIND_EVERY_S:
-                ranks, found_at = find(self._run.path), time.monotonic()
+                ranks, found_at = find_processes(self._run.path), time.monotonic()
             for path in self._run.event_files().values():
                 for event in tails.setdefault(path, EventTail(path)).poll():
                     if event.get("event") == "copy" and float(event["time"]) > self._last_at:
@@ -197,7 +197,7 @@ class Injector:
 
     def _kill_run(self) -> Injectable:
         """Kill until no process is left: an agent may have started a rank meanwhile."""
-        victims = find(self._run.path)
+        victims = find_processes(self._run.path)
         _need(victims[0] if victims else None, "the run")
 
         def kill() -> None:
@@ -206,7 +206,7 @@ class Injector:
                 for process in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
-                left = find(self._run.path)
+                left = find_processes(self._run.path)
 
         return kill
 
@@ -231,7 +231,7 @@ class Injector:
     def _power_on(self, node: str) -> None:
         lab = self._testbed.need_lab()
         if not lab.is_alive(node):
-            lab.perform(lab_lab.restart(node))
+            lab.perform(lab_lab.restart_node(node))
         words = (sys.executable, "-P", "-m", "shoal", "join", str(self._run.path), "--node", node)
         log = self._run.log(node, "join")
         self.joined.append(lab.start(node, words, {}, log))
@@ -255,7 +255,7 @@ def limit_memory(pid: int) -> None:
 
 def _rank_of(run: Path, rank: int | None, node: str | None) -> RunProcess:
     """Return the rank by its number, or the first one of a node."""
-    ranks = [process for process in find(run) if process.part.startswith("rank-")]
+    ranks = [process for process in find_processes(run) if process.part.startswith("rank-")]
     if node is None:
         return _oldest([process for process in ranks if process.part == f"rank-{rank}"], f"rank {rank}")
     return _oldest([process for process in ranks if process.node == node], node)
@@ -267,7 +267,7 @@ def _oldest(processes: list[RunProcess], name: str) -> RunProcess:
 
 
 def _agent_of(run: Path, node: str) -> RunProcess:
-    agents = (process for process in find(run) if process.part == AGENT and process.node == node)
+    agents = (process for process in find_processes(run) if process.part == AGENT and process.node == node)
     return _need(next(agents, None), f"the agent of {node}")
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shoal.control.processes import await_end, find
+from shoal.control.processes import find_processes, wait_until_ended
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.events import Event, EventTail
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.manage import StopResult, end_processes, stop
-from shoal.runs.start import train_new
+from shoal.runs.manage import StopResult, end_processes, stop_run
+from shoal.runs.start import start_training
 from shoal.tools.chaos.actions import CutPower, Resume, StopRun, describe
 from shoal.tools.chaos.inject import Injector, NoDisplay
 from shoal.tools.chaos.judge import (
@@ -54,13 +54,13 @@ ALL = "all"
 FIGURES = "chaos.json"
 
 
-def left_out(words: Sequence[str], on: str) -> dict[str, str]:
+def scenarios_left_out(words: Sequence[str], on: str) -> dict[str, str]:
     """Return the built-in scenarios that `all` leaves out there, and why."""
     reasons = {scenario.name: why_not(scenario, on) for scenario in all_scenarios()} if ALL in words else {}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def chosen(words: Sequence[str], on: str) -> list[ChaosScenario]:
+def choose_scenarios(words: Sequence[str], on: str) -> list[ChaosScenario]:
     """Return the scenarios, checked before the first one is played. `all`: every built-in one possible there."""
     scenarios: list[ChaosScenario] = []
     for word in words:
@@ -92,12 +92,12 @@ def play_all(
                 report(f"{label}: {text}")
 
             played.append(play(scenario, on, out, number, seed, report_run))
-            write_atomically(out / FIGURES, json.dumps(document(played, on, seed), indent=2) + "\n")
+            write_atomically(out / FIGURES, json.dumps(figures_document(played, on, seed), indent=2) + "\n")
             done(played[-1])
     return played
 
 
-def document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, Any]:
+def figures_document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, Any]:
     by_name: dict[str, list[ScenarioResult]] = {}
     for result in played:
         by_name.setdefault(result.scenario, []).append(result)
@@ -110,7 +110,7 @@ def document(played: Sequence[ScenarioResult], on: str, seed: int) -> dict[str, 
                 "row": runs[0].row,
                 "runs": len(runs),
                 "passed": sum(run.ok for run in runs),
-                "seconds": {key: value.model_dump() for key, value in spreads(runs).items()},
+                "seconds": {key: value.model_dump() for key, value in percentiles_by_time(runs).items()},
             }
             for name, runs in by_name.items()
         },
@@ -203,7 +203,7 @@ class ScenarioPlayer:
             if self.scenario.trains:
                 self.report("starts")
                 config = self.scenario.config(self.testbed.on, seed=35_000)
-                train_new(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
+                start_training(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
             self._inject_all(injections)
             stop_s = self._watch_to_the_end() if self.scenario.trains else None
         except Interrupted:
@@ -219,7 +219,7 @@ class ScenarioPlayer:
         """End all processes of the run."""
         self.injector.close()
         self.testbed.thaw_all()
-        end_processes(find(self.run.path))
+        end_processes(find_processes(self.run.path))
 
     def _inject_all(self, injections: list[Injection]) -> None:
         last = time.monotonic()
@@ -270,7 +270,7 @@ class ScenarioPlayer:
     def _ask_to_stop(self) -> None:
         self.report("stops")
         self.record.asked_at = time.time()
-        if stop(self.run, wait_s=_STOP_S) is StopResult.ENDED:
+        if stop_run(self.run, wait_s=_STOP_S) is StopResult.ENDED:
             raise ScenarioFailed(f"it did not stop by itself within {_STOP_S:g} s")
 
     def _has_settled(self, waited_s: float) -> bool:
@@ -286,7 +286,7 @@ class ScenarioPlayer:
 
     def _is_running(self) -> bool:
         self.watch.poll()
-        return self.watch.ended is None and bool(find(self.run.path))
+        return self.watch.ended is None and bool(find_processes(self.run.path))
 
     def _poll(self, doing: str) -> None:
         self.watch.poll()
@@ -301,8 +301,8 @@ class ScenarioPlayer:
 
     def _ending(self, stop_s: float | None, trouble: str) -> RunEnding:
         self.watch.poll()
-        await_end(lambda: find(self.run.path), _GRACE_S)
-        left = tuple(f"{process.part} on {process.node} ({process.pid})" for process in find(self.run.path))
+        wait_until_ended(lambda: find_processes(self.run.path), _GRACE_S)
+        left = tuple(f"{process.part} on {process.node} ({process.pid})" for process in find_processes(self.run.path))
         with contextlib.suppress(OSError):
             keep_checkpoints(self.run, self.testbed.disk)
         ended = self.watch.ended
@@ -404,7 +404,7 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
     return Percentiles(count=len(ordered), p50=at[0.5], p95=at[0.95], worst=ordered[-1])
 
 
-def spreads(played: Sequence[ScenarioResult]) -> dict[str, Percentiles]:
+def percentiles_by_time(played: Sequence[ScenarioResult]) -> dict[str, Percentiles]:
     """Return the percentiles of each measured time, without times that never occurred."""
     result = {}
     for name in TIMES:

@@ -294,7 +294,7 @@ class FaultRow:
     why: str = ""  # no scenario plays it
 
 
-ROWS = (
+FAULT_ROWS = (
     FaultRow(1, "kill -9 of any rank, at any moment", ("tests/test_membership_faults.py",)),
     FaultRow(
         2, "kill -9 of the leader, or of the agent with the key-value store", ("tests/test_membership_faults.py",)

@@ -19,12 +19,12 @@ from shoal.cluster.lab.commands import read_groups
 from shoal.config.presets import did_you_mean
 from shoal.config.schema import SyncConfig
 from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
-from shoal.control.processes import find
+from shoal.control.processes import find_processes
 from shoal.errors import Interrupted, RunFailed, ShoalError, UsageError
 from shoal.events import Event
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.runs.manage import StopResult, end_processes, stop
-from shoal.runs.start import train_new
+from shoal.runs.manage import StopResult, end_processes, stop_run
+from shoal.runs.start import start_training
 from shoal.tools.bench.levers import parse_lever
 from shoal.tools.chaos.actions import describe
 from shoal.tools.chaos.growth import Growth, ResourceSample, growth, sample_resources
@@ -396,7 +396,7 @@ class _FaultyRun:
 
     def play(self) -> None:
         config = self.order.scenario(self.block.sync).config(self.testbed.on, seed=self.order.seed)
-        train_new(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
+        start_training(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
         _await_step(self.watch, self.folder, self._poll)
         self._began = time.monotonic()
         for number, fault in enumerate(self.block.faults, start=1):
@@ -439,11 +439,13 @@ class _FaultyRun:
         """Stop the run; return and end what should have ended by itself."""
         self._doing = "stops"
         self._show()
-        hung = ["the run itself, which had to be killed"] if stop(self.run, wait_s=_STOP_S) is StopResult.ENDED else []
+        hung = (
+            ["the run itself, which had to be killed"] if stop_run(self.run, wait_s=_STOP_S) is StopResult.ENDED else []
+        )
         self.watch.poll()
         self._injector.close()
         self.testbed.thaw_all()
-        left = find(self.run.path)
+        left = find_processes(self.run.path)
         end_processes(left)
         keep_checkpoints(self.run, self.testbed.disk)
         torn = sorted(path.name for path in self.run.checkpoints.glob(".step-*"))
@@ -514,14 +516,14 @@ def _reference(session: _Session, block: SoakBlock, testbed: TestBed, folder: Pa
         time.sleep(POLL_S)
 
     try:
-        train_new(order.scenario(block.sync).config(testbed.on, seed=order.seed), folder, NoDisplay, detach=True)
+        start_training(order.scenario(block.sync).config(testbed.on, seed=order.seed), folder, NoDisplay, detach=True)
         _await_step(watch, folder, poll)
         ends_at = time.monotonic() + takes_s
         while time.monotonic() < ends_at and not watch.ended:
             poll()
-        stop(run, wait_s=_STOP_S)
+        stop_run(run, wait_s=_STOP_S)
     finally:
-        end_processes(find(run.path))
+        end_processes(find_processes(run.path))
     watch.poll()
     return watch.record
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.lab.lab import Lab, stop_or_go, up
+from shoal.cluster.lab.lab import Lab, build_lab, set_frozen
 from shoal.cluster.lab.spec import LabSpec
 from shoal.cluster.target import LocalSpec, parse_on
 from shoal.errors import LabError, UsageError
@@ -36,7 +36,7 @@ class TestBed:
         """Thaw all nodes: the kernel ends no frozen process."""
         for name in sorted(self.lab.state.frozen) if self.lab is not None else ():
             with contextlib.suppress(LabError):
-                self.need_lab().perform(stop_or_go(name, frozen=False))
+                self.need_lab().perform(set_frozen(name, frozen=False))
 
     def before(self, run: RunFolder) -> None:
         """Put the run's checkpoints on the small disk."""
@@ -101,7 +101,7 @@ def opened(scenario: ChaosScenario, on: str, folder: Path, number: int) -> Itera
         match parse_on(on):
             case LabSpec() as spec:
                 own = {"name": f"chaos-{os.getpid()}-{number}", "nodes": spec.nodes[: scenario.nodes]}
-                lab = up(spec.model_copy(update=own), owner=os.getpid())
+                lab = build_lab(spec.model_copy(update=own), owner=os.getpid())
                 stack.callback(lab.close)
                 yield TestBed(f"lab:{lab.name}", lab, disk, holds_run)
             case _:

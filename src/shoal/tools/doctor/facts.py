@@ -12,7 +12,7 @@ from typing import Any
 from shoal.cluster.node import Node
 from shoal.errors import ShoalError
 from shoal.events import Event
-from shoal.host.facts import dial_order
+from shoal.host.facts import dial_priority
 
 Facts = dict[str, Any]
 
@@ -92,7 +92,7 @@ class ClusterFacts:
 
     def dialer_first(self, one: Node, other: Node) -> tuple[Node, Node]:
         """Order two nodes as gloo connects them: from the higher address to the lower one."""
-        is_higher = dial_order(self.gloo_address(one)) > dial_order(self.gloo_address(other))
+        is_higher = dial_priority(self.gloo_address(one)) > dial_priority(self.gloo_address(other))
         return (one, other) if is_higher else (other, one)
 
     def gloo_address(self, node: Node) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 
-from shoal.cluster.cluster import NodePrograms, open_cluster, visit
+from shoal.cluster.cluster import NodePrograms, open_cluster, start_on_nodes
 from shoal.cluster.node import Answer, Node, RemoteProgram, RunFiles, ask_each
 from shoal.config.schema import RunConfig
 from shoal.errors import ControlError, Interrupted, ShoalError
@@ -46,7 +46,7 @@ class Diagnosis:
 
 def examine(on: str, report: Callable[[str], None], port: int = 0, prove: bool = True) -> Diagnosis:
     began = time.monotonic()
-    with visit(on, COLLECTOR) as programs:
+    with start_on_nodes(on, COLLECTOR) as programs:
         report("looking at each machine alone")
         cluster = _collect_facts(programs, port)
         report("trying every pair, both ways")

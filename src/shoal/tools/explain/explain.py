@@ -162,7 +162,7 @@ def is_consequence(text: str) -> bool:
     return best is not None and best.weight == CauseOrder.CONSEQUENCE and findings.unknown is None
 
 
-def put_into_words(error: RunFailed) -> None:
+def add_explanation(error: RunFailed) -> None:
     """Add cause and fix to an error that only names the failed rank, if the ends of its logs are known failures."""
     findings = merge(explain_file(log) for log in map(Path, error.logs) if log.is_file())
     best = findings.best

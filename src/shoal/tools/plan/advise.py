@@ -12,7 +12,7 @@ from shoal.cost.memory import PROCESS_BYTES, copied_bytes, largest_micro_batch, 
 from shoal.cost.network import payload_factor
 from shoal.cost.predict import ClusterModel, Prediction, predict, speeds
 from shoal.cost.select_sync import LEAST_GAIN, LEAST_GAIN_OTHER_TRAINING
-from shoal.cost.strategy import Lever
+from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import RankWork, Workload
 from shoal.units import format_duration, format_si
 
@@ -84,7 +84,7 @@ class PlanRow:
 @dataclass(frozen=True)
 class Plan:
     workload: Workload
-    lever: Lever
+    lever: SyncStrategy
     setting: ClusterModel
     rows: tuple[PlanRow, ...]
 
@@ -97,11 +97,11 @@ class Plan:
         return [row for row in self.rows if row.nodes > 1]
 
 
-def make_plan(workload: Workload, strategy: Lever, setting: ClusterModel, nodes: Sequence[int]) -> Plan:
+def make_plan(workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: Sequence[int]) -> Plan:
     return Plan(workload, strategy, setting, tuple(make_row(workload, strategy, setting, count) for count in nodes))
 
 
-def make_row(workload: Workload, strategy: Lever, setting: ClusterModel, nodes: int) -> PlanRow:
+def make_row(workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: int) -> PlanRow:
     prediction = predict(workload, strategy, setting, nodes * setting.ranks_per_node)
     known = len(setting.node_names)
     alone = [one_node(workload, strategy, setting, node).tokens_per_s for node in range(known)]
@@ -111,7 +111,7 @@ def make_row(workload: Workload, strategy: Lever, setting: ClusterModel, nodes: 
     return PlanRow(nodes, prediction, speed / alone[base], speed / added_up, setting.node_names[base], alone[base])
 
 
-def one_node(workload: Workload, strategy: Lever, setting: ClusterModel, node: int = 0) -> Prediction:
+def one_node(workload: Workload, strategy: SyncStrategy, setting: ClusterModel, node: int = 0) -> Prediction:
     """Predict the same training on one of the nodes alone."""
     speed = _LaterRanks(setting.speed, node * setting.ranks_per_node) if node else setting.speed
     return predict(workload, replace(strategy, balanced=False), replace(setting, speed=speed), setting.ranks_per_node)
@@ -130,7 +130,7 @@ class _LaterRanks:
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
         return self.speed.work(workload, self.first + rank, micro_batch, micro_batches)
 
-    def encode_s(self, strategy: Lever, rank: int, parameters: int) -> float:
+    def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
         return self.speed.encode_s(strategy, self.first + rank, parameters)
 
     def memory_bytes(self, rank: int) -> float:
@@ -144,7 +144,7 @@ class _LaterRanks:
 class PlanOption:
     """A strategy on a number of nodes."""
 
-    lever: Lever
+    lever: SyncStrategy
     row: PlanRow
     costs: str  # its price in accuracy or memory
 
@@ -184,7 +184,7 @@ def advise(plan: Plan) -> Advice:
     )
 
 
-def candidates(base: Lever, workload: Workload, setting: ClusterModel, nodes: int) -> Iterator[Lever]:
+def candidates(base: SyncStrategy, workload: Workload, setting: ClusterModel, nodes: int) -> Iterator[SyncStrategy]:
     """Yield strategies from the plainest to those that cost more. What costs nothing is part of all the others."""
     yield base
     free = list(_free_changes(base, workload, setting, nodes))
@@ -211,7 +211,7 @@ def candidates(base: Lever, workload: Workload, setting: ClusterModel, nodes: in
     yield plain.with_(sync="sharded", wire="fp32")
 
 
-def _free_changes(base: Lever, workload: Workload, setting: ClusterModel, nodes: int) -> Iterator[str]:
+def _free_changes(base: SyncStrategy, workload: Workload, setting: ClusterModel, nodes: int) -> Iterator[str]:
     """Yield the changes that affect only the speed, where there is something to gain."""
     if not base.balanced and min(speeds(workload, setting.speed, nodes * setting.ranks_per_node)) < _UNEQUAL:
         yield "balanced"
@@ -219,7 +219,7 @@ def _free_changes(base: Lever, workload: Workload, setting: ClusterModel, nodes:
         yield "hierarchical"
 
 
-def _best(plan: Plan, strategies: Sequence[Lever]) -> PlanOption | None:
+def _best(plan: Plan, strategies: Sequence[SyncStrategy]) -> PlanOption | None:
     """Return the plainest strategy on the fewest nodes that comes close to the fastest, if that beats one node."""
     counts = sorted({row.nodes for row in plan.distributed_rows})
     available = [strategy for strategy in strategies if strategy.is_available]
@@ -229,13 +229,13 @@ def _best(plan: Plan, strategies: Sequence[Lever]) -> PlanOption | None:
     return next((option for option in faster if option.tokens_per_s * LEAST_GAIN >= fastest), None)
 
 
-def _option(plan: Plan, strategy: Lever, nodes: int) -> PlanOption:
+def _option(plan: Plan, strategy: SyncStrategy, nodes: int) -> PlanOption:
     row = make_row(plan.workload, strategy, plan.setting, nodes)
     costs = [*([] if row.prediction.fits else ["does not fit into memory"]), *_costs(strategy)]
     return PlanOption(strategy, row, "; ".join(costs) or "nothing: the same training as on one machine")
 
 
-def _costs(strategy: Lever) -> Iterator[str]:
+def _costs(strategy: SyncStrategy) -> Iterator[str]:
     """Yield short phrases: each strategy has one line of a table."""
     if price := SYNC_METHODS[strategy.sync].price:
         yield price.format(every=strategy.every)
@@ -251,7 +251,7 @@ def _costs(strategy: Lever) -> Iterator[str]:
 # A plan in sentences
 
 
-def explain(plan: Plan, advice: Advice) -> list[str]:
+def explain_plan(plan: Plan, advice: Advice) -> list[str]:
     """Return one paragraph per topic, the verdict first."""
     gains = (_larger_batch(plan, advice), _other_training(plan, advice))
     lines = [verdict(plan, advice), _ratio(plan), *gains, _memory(plan, advice), learning_rate(plan)]

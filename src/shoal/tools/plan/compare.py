@@ -10,22 +10,22 @@ from pathlib import Path
 
 from shoal.cluster.cluster import planned_nodes
 from shoal.cluster.lab.spec import LabSpec
-from shoal.cluster.target import StandingLab, parse_on
+from shoal.cluster.target import ExistingLab, parse_on
 from shoal.config.load import load_config, read_profile, to_toml
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import Calibration, Profile
 from shoal.config.schema import Config
-from shoal.config.sync_choice import choice_in
+from shoal.config.sync_choice import choice_of_event
 from shoal.cost.batch_plan import rank_weights
-from shoal.cost.measured import MeasuredSpeed, setting_of
+from shoal.cost.measured import MeasuredSpeed, cluster_model_of
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.select_sync import SyncOption, allowed_wires, candidates, explain_choice, pick
-from shoal.cost.strategy import lever_of
+from shoal.cost.strategy import strategy_of_config
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError, DataError, ShoalError
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.tools.report.summary import RunSummary, summarize
-from shoal.units import count
+from shoal.units import pluralize
 
 # A phase shorter than this fraction of a step says more about noise than about the model.
 _LEAST_FRACTION = 0.02
@@ -75,18 +75,22 @@ def store_prediction(run: RunFolder, path: Path) -> PredictionRecord:
 def _predict(config: Config, profile: Profile) -> Prediction:
     size = profile.world_size
     return predict(
-        workload_of(config), lever_of(config.sync), setting_of(profile), size, rank_weights(config.run, size)
+        workload_of(config),
+        strategy_of_config(config.sync),
+        cluster_model_of(profile),
+        size,
+        rank_weights(config.run, size),
     )
 
 
 def refuse_another_cluster(profile: Profile, path: Path, on: str) -> None:
     """Compare the machines' addresses and ranks, and for a lab its links and limits, which its nodes do not show."""
-    if on == profile.on and isinstance(parse_on(on), StandingLab):
+    if on == profile.on and isinstance(parse_on(on), ExistingLab):
         # The lab may be down by now, so only its name can be compared.
         return
 
     def described(name: str, ranks: int, address: str) -> str:
-        return f"{name} ({address}, {count(ranks, 'rank')})"
+        return f"{name} ({address}, {pluralize(ranks, 'rank')})"
 
     measured = [described(node.name, node.ranks, node.address) for node in profile.nodes]
     wanted = [described(node.name, node.slots, node.address) for node in planned_nodes(on)]
@@ -164,7 +168,7 @@ class CalibrationResult:
     after_s: float
 
 
-def calibrated(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[CalibrationResult]]:
+def calibrate_profile(path: Path, runs: Sequence[Path]) -> tuple[Profile, list[CalibrationResult]]:
     """Return the profile with constants fitted to runs on the same cluster, replacing an earlier calibration."""
     old = read_profile(path)
     fresh = old.model_copy(update={"calibration": None})
@@ -207,7 +211,7 @@ def _compare(run: RunFolder, profile: Profile, path: Path) -> ComparedRun:
 
 def config_as_run(config: Config, summary: RunSummary) -> Config:
     """Replace `sync.mode=auto` by what it chose."""
-    choice = choice_in(summary.start) if config.sync.mode == "auto" else None
+    choice = choice_of_event(summary.start) if config.sync.mode == "auto" else None
     if choice is None:
         return config
     return config.model_copy(update={"sync": config.sync.settled(choice)})

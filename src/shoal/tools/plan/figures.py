@@ -9,7 +9,15 @@ from shoal.errors import ShoalError
 from shoal.tools.plan.advise import Plan, PlanRow
 from shoal.tools.plan.scenario import Policy
 from shoal.tools.plan.simulation import Band, Cause, Forecast
-from shoal.tools.report.figures import IDEAL, LOW, MEASURED, PHASE_COLOURS, PHASE_NAMES, set_log_ticks, step_unit
+from shoal.tools.report.figures import (
+    IDEAL,
+    LOW_LABEL_SHARE,
+    MEASURED,
+    PHASE_COLOURS,
+    PHASE_NAMES,
+    set_log_ticks,
+    step_unit,
+)
 from shoal.units import format_number
 
 if TYPE_CHECKING:
@@ -106,7 +114,7 @@ def _draw_gain(axes: Axes, rows: tuple[PlanRow, ...]) -> None:
     for row in rows if len(rows) <= _MOST_LABELS else ():
         text = f"{row.speedup:.2f}×\n{row.prediction.tokens_per_s:,.0f}"
         # Below its point, unless the labels of the axis are there.
-        offset, side = (8, "bottom") if not is_wide and row.speedup < LOW * top else (-8, "top")
+        offset, side = (8, "bottom") if not is_wide and row.speedup < LOW_LABEL_SHARE * top else (-8, "top")
         label = axes.annotate(
             text, (row.nodes, row.speedup), (0, offset), textcoords="offset points", ha="center", va=side, fontsize=8
         )

@@ -84,7 +84,7 @@ class MeasuredStraggling:
         return np.where(above < _TAIL, tail, bulk)
 
 
-def fit(factors: npt.ArrayLike) -> MeasuredStraggling:
+def fit_stragglers(factors: npt.ArrayLike) -> MeasuredStraggling:
     """Fit to step times of all ranks, each divided by the median of its rank."""
     samples = np.asarray(factors, dtype=np.float64)
     samples = samples[np.isfinite(samples) & (samples > 0)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.cost.machines import Roofline, roofline_of
-from shoal.cost.network import size_text
+from shoal.cost.network import format_buffer_size
 from shoal.errors import ShoalError
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, set_log_ticks
 from shoal.units import format_duration, format_number, format_si
@@ -89,7 +89,7 @@ def _draw_times(axes: Axes, entry: CollectiveProfile) -> None:
         note = f"held out: {held.error:+.1%}"
         axes.plot([held.bytes], [1e3 * held.measured_s], "D", color=_TOGETHER, fillstyle="none", ms=9, label=note)
     axes.set(xscale="log", yscale="log", xlabel="size of the buffer", ylabel="milliseconds")
-    axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=35, ha="right", fontsize=8)
+    axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
     axes.minorticks_off()
     set_log_ticks(axes.yaxis, *axes.get_ylim())
     axes.grid(alpha=0.25)
@@ -106,7 +106,7 @@ def _draw_bus(axes: Axes, profile: Profile) -> None:
         axes.axhline(wire, color=IDEAL, linestyle="--", label=f"the wire: {format_si(1e9 * wire, 'bit/s')}")
     sizes = [point.bytes for point in profile.collectives[0].points]
     axes.set(xscale="log", xlabel="size of the buffer", ylabel="Gbit/s", ylim=(0, None))
-    axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=35, ha="right", fontsize=8)
+    axes.set_xticks(sizes, [format_buffer_size(size) for size in sizes], rotation=35, ha="right", fontsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)

@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shoal.control.channel import is_same
+from shoal.control.channel import is_equal_secret
 from shoal.control.connection_guard import ConnectionGuard, GuardLimits, PendingConnection
 
 DIAL_S = 5.0
@@ -117,7 +117,7 @@ class _TokenServer:
             finally:
                 with self._lock:
                     self._guard.admit(pending)
-            if not is_same(token, self._token):
+            if not is_equal_secret(token, self._token):
                 return
             if kind == "echo":
                 _echo(connection)

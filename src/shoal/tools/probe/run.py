@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from shoal.cluster.cluster import open_cluster, visit
+from shoal.cluster.cluster import open_cluster, start_on_nodes
 from shoal.cluster.node import Node, RunFiles
 from shoal.config.profile import (
     SMALL_GPT,
@@ -24,7 +24,7 @@ from shoal.config.profile import (
     ConnectionTrial,
     HeldOut,
     LinkProfile,
-    ModelPace,
+    ModelTiming,
     NodeProfile,
     Op,
     Profile,
@@ -34,13 +34,13 @@ from shoal.config.profile import (
 )
 from shoal.config.schema import ModelConfig, RunConfig
 from shoal.cost.machines import Roofline
-from shoal.cost.network import algorithm_gbps, bus_gbps, fit, median_error, size_text
+from shoal.cost.network import algorithm_gbps, bus_gbps, fit_alpha_beta, format_buffer_size, median_error
 from shoal.errors import ControlError, RunFailed
 from shoal.events import Event, EventLog, EventTail
 from shoal.launch.launcher import run_module
 from shoal.run_folder import RunFolder
 from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
-from shoal.tools.report.summary import cores_of_others
+from shoal.tools.report.summary import busy_cores_of_others
 from shoal.units import format_duration, warn_of_other_programs
 
 RANKS = "shoal.tools.probe.worker"
@@ -60,7 +60,7 @@ def probe(on: str, budget_s: float, report: Report, models: Mapping[str, ModelCo
     which the times of others can be estimated.
     """
     began = time.monotonic()
-    with visit(on, LINK_METER) as programs:
+    with start_on_nodes(on, LINK_METER) as programs:
         for error in programs.unreached.values():
             raise error
         report("asking every machine for its facts")
@@ -201,7 +201,7 @@ def _kind(event: Event) -> tuple[Op, int]:
 def _collective(kind: tuple[Op, int], events: Sequence[Event], held_out: Event | None) -> CollectiveProfile:
     op, element_bytes = kind
     samples = [(int(event["bytes"]), float(event["seconds"])) for event in events]
-    line = fit(samples)
+    line = fit_alpha_beta(samples)
     world_size = int(events[0]["world_size"])
     return CollectiveProfile(
         op=op,
@@ -260,19 +260,19 @@ def _node(node: Node, data: ProbeData) -> NodeProfile:
             (event["fp16_s_per_parameter"] for event in data.of_kind("halving") if event["node"] == node.name),
             default=None,
         ),
-        other_programs_cores=cores_of_others(
+        other_programs_cores=busy_cores_of_others(
             [event for event in data.of_kind("load") if event["node"] in same_machine]
         ),
     )
 
 
-def _paces(node: str, data: ProbeData) -> Iterator[ModelPace]:
+def _paces(node: str, data: ProbeData) -> Iterator[ModelTiming]:
     """Take the times of the node's slowest rank: the others wait for it."""
     events = [event for event in data.of_kind("pace") if event["node"] == node]
     for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in events):
         ranks = [event for event in events if (event["name"], event["micro_batch"]) == key]
         slowest = max(ranks, key=lambda event: float(event["forward_s"] + event["backward_s"]))
-        yield ModelPace(**{name: slowest[name] for name in ModelPace.model_fields})
+        yield ModelTiming(**{name: slowest[name] for name in ModelTiming.model_fields})
 
 
 def _compute(event: Event) -> ComputeProfile:
@@ -312,4 +312,4 @@ def _notes(data: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
 
 def _describe_cut(event: Event) -> str:
     takes = f" ({format_duration(event['once_s'])} a time)" if event["once_s"] else ""
-    return f"{operation_label(event['op'], event['element_bytes'])} from {size_text(event['bytes'])} on{takes}"
+    return f"{operation_label(event['op'], event['element_bytes'])} from {format_buffer_size(event['bytes'])} on{takes}"

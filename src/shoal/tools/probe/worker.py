@@ -38,9 +38,9 @@ from shoal.cost.network import (
 from shoal.errors import ShoalError
 from shoal.events import EventLog
 from shoal.run_folder import RunFolder
-from shoal.sync.world import World, barrier, beside, join, leave
-from shoal.train.build import hardware, versions
-from shoal.train.compute_speed import ComputePeaks, ModelTimer, halving_s
+from shoal.sync.world import World, barrier, join_world, leave_world, with_second_group
+from shoal.train.build import describe_hardware, describe_versions
+from shoal.train.compute_speed import ComputePeaks, ModelTimer, measure_fp16_conversion_s
 from shoal.train.loop import LoadMeter
 
 _PACES_SHARE = 0.25
@@ -74,9 +74,11 @@ def main() -> int:
 
 def measure(placement: Placement, log: EventLog, budget_s: float, models: Mapping[str, ModelConfig]) -> None:
     peaks = ComputePeaks() if placement.local_rank == 0 else None
-    world = join(placement, torch.device("cpu"), "gloo")
+    world = join_world(placement, torch.device("cpu"), "gloo")
     load = LoadMeter()
-    log.write("facts", node=world.node, interface=world.interface, versions=versions(), hardware=hardware())
+    log.write(
+        "facts", node=world.node, interface=world.interface, versions=describe_versions(), hardware=describe_hardware()
+    )
     turns, own_turn = _turns(world)
     [age_s] = agree(world, [time.time() - psutil.Process().create_time()])
     left_s = max(_LEAST_S, budget_s - age_s)
@@ -85,7 +87,9 @@ def measure(placement: Placement, log: EventLog, budget_s: float, models: Mappin
     for name, model in models.items():
         log.write("doing", text=f"how fast {name} trains on all of them together")
         _time_model(world, log, name, model, _PACES_SHARE * left_s / len(models))
-    log.write("halving", node=world.node, fp16_s_per_parameter=halving_s(_FP16_CONVERSION_SHARE * left_s))
+    log.write(
+        "halving", node=world.node, fp16_s_per_parameter=measure_fp16_conversion_s(_FP16_CONVERSION_SHARE * left_s)
+    )
     [paced_s] = agree(world, [time.monotonic() - began])
     left_s = max(_LEAST_S, left_s - paced_s)
     if world.size > 1:
@@ -99,7 +103,7 @@ def measure(placement: Placement, log: EventLog, budget_s: float, models: Mappin
             log.write("compute", node=placement.node, turns=turns, **peaks.measure(left_s / turns))
         _wait_for_all(world, f"turn/{turn}")
     log.write("load", node=world.node, **load.since_start())
-    leave(world)
+    leave_world(world)
 
 
 def _time_model(world: World, log: EventLog, name: str, model: ModelConfig, budget_s: float) -> None:
@@ -113,7 +117,7 @@ def _time_model(world: World, log: EventLog, name: str, model: ModelConfig, budg
 
 def _turns(world: World) -> tuple[int, int]:
     """Return the number of turns and this node's turn: nodes of one machine compute one after another."""
-    machine = str(hardware()["boot_id"] or world.node)
+    machine = str(describe_hardware()["boot_id"] or world.node)
     world.store.set(f"machine/{world.rank}", f"{world.node} {machine}")
     entries = (world.store.get(f"machine/{rank}").decode().partition(" ") for rank in range(world.size))
     turns = assign_turns({node: machine for node, _, machine in entries})
@@ -298,7 +302,7 @@ def _group(world: World, connections: int) -> dist.ProcessGroup:
     if before:
         os.environ["GLOO_SOCKET_IFNAME"] = ",".join([before.split(",")[0]] * connections)
     try:
-        return beside(world, _TIMEOUT_S).group
+        return with_second_group(world, _TIMEOUT_S).group
     finally:
         if before:
             os.environ["GLOO_SOCKET_IFNAME"] = before

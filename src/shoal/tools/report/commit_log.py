@@ -23,7 +23,7 @@ from pydantic import BaseModel, computed_field
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.events import Event
 from shoal.tools.report.rank_log import is_step, read_ballot
-from shoal.units import spans_of, subtract_spans
+from shoal.units import subtract_spans, to_spans
 
 Range = tuple[int, int]
 
@@ -80,7 +80,7 @@ def check_ledger(records: Iterable[Event]) -> LedgerReport:
             ranges[commit.step] = commit.samples
             last = commit.step
     gaps, overlaps = find_gaps_and_overlaps(ranges.values())
-    last, present = max(ranges, default=0), spans_of(ranges)
+    last, present = max(ranges, default=0), to_spans(ranges)
     return LedgerReport(
         steps=len(ranges),
         samples=sum(end - first for first, end in ranges.values()),

@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 from shoal.config.manifest import ChoiceRecord, PredictionRecord
 from shoal.config.schema import SyncConfig
-from shoal.config.sync_choice import choice_in
+from shoal.config.sync_choice import choice_of_event
 from shoal.events import Event
 from shoal.tools.report.figures import ScalingPoint, efficiency, in_order
 from shoal.tools.report.rank_log import is_number, is_step
 from shoal.tools.report.summary import RunSummary
 from shoal.units import (
     DISTURBING_CORES,
-    count,
     format_duration,
+    format_ms,
+    format_percent,
     format_si,
-    join,
-    ms,
-    percent,
-    percents,
-    ranks,
-    speed,
-    times,
-    tokens,
+    format_speed,
+    format_times,
+    format_tokens,
+    join_words,
+    name_ranks,
+    pluralize,
     warn_of_other_programs,
+    whole_percents,
 )
 
 PHASE_TEXTS = {
@@ -55,13 +55,13 @@ def explain_step_time(summary: RunSummary) -> str:
     step_s = summary.step_s
     if step_s is None:
         return f"The run recorded no step (status: {summary.status}), so there is nothing to explain yet."
-    rate = f", which is {speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
+    rate = f", which is {format_speed(summary.tokens_per_s)}" if summary.tokens_per_s else ""
     window = f" (median of steps {summary.measured[0]}–{summary.measured[1]})" if summary.measured else ""
-    sentences = [f"On {ranks(summary.world_size)} a step took {ms(step_s.median)}{rate}{window}."]
+    sentences = [f"On {name_ranks(summary.world_size)} a step took {format_ms(step_s.median)}{rate}{window}."]
     changes = sum(not span.is_first for span in summary.history)
     if changes:
-        together = f"{ranks(summary.world_size)} did together"
-        sentences.append(f"The members changed {times(changes)}. These figures are of steps that {together}.")
+        together = f"{name_ranks(summary.world_size)} did together"
+        sentences.append(f"The members changed {format_times(changes)}. These figures are of steps that {together}.")
     sentences += [
         _explain_split(summary, step_s.median),
         _explain_allreduce(summary),
@@ -80,9 +80,9 @@ def _explain_split(summary: RunSummary, step_s: float) -> str:
     small = [name for name, seconds in phases.items() if seconds < _WORTH_NAMING * step_s and name != "other"]
     phases["other"] = phases.get("other", 0.0) + sum(phases.pop(name) for name in small)
     named = sorted(phases.items(), key=lambda part: -part[1])
-    shares = percents([seconds for _, seconds in named])
+    shares = whole_percents([seconds for _, seconds in named])
     parts = [f"{share}% into {PHASE_TEXTS[name]}" for share, (name, _) in zip(shares, named, strict=True) if share]
-    return f"Of this, {join(parts).replace(' into ', ' went into ', 1)}."
+    return f"Of this, {join_words(parts).replace(' into ', ' went into ', 1)}."
 
 
 def _explain_allreduce(summary: RunSummary) -> str:
@@ -94,8 +94,9 @@ def _explain_allreduce(summary: RunSummary) -> str:
             return ""
         return "How long stock DDP's all-reduces took is not measured, only how long ranks waited for them."
     hidden_s = summary.hidden_s or 0.0
-    behind = f", {ms(hidden_s)} of it hidden behind backward" if hidden_s >= _WORTH_NAMING * cost.median else ""
-    return f"The all-reduce took {ms(cost.median)} a step (mean {ms(cost.mean)}, p95 {ms(cost.p95)}){behind}."
+    behind = f", {format_ms(hidden_s)} of it hidden behind backward" if hidden_s >= _WORTH_NAMING * cost.median else ""
+    spread = f"mean {format_ms(cost.mean)}, p95 {format_ms(cost.p95)}"
+    return f"The all-reduce took {format_ms(cost.median)} a step ({spread}){behind}."
 
 
 def _explain_bytes(summary: RunSummary) -> str:
@@ -117,7 +118,7 @@ def _name_slowest_rank(summary: RunSummary, step_s: float) -> str:
     slowest, other = min(waits, key=lambda rank: waits[rank]), max(waits, key=lambda rank: waits[rank])
     if waits[other] - waits[slowest] < _NEGLIGIBLE * step_s:
         return ""
-    return f"Rank {slowest} was the slowest: rank {other} waited {ms(waits[other])} a step for it."
+    return f"Rank {slowest} was the slowest: rank {other} waited {format_ms(waits[other])} a step for it."
 
 
 def _wait_times(summary: RunSummary) -> dict[int, float]:
@@ -166,28 +167,29 @@ def explain_scaling(points: list[ScalingPoint]) -> str:
     base, *others = in_order(points)
     if not others:
         return (
-            f"Only a run on {ranks(base.ranks)} was measured: {speed(base.tokens_per_s)}, {ms(base.step_s)} a step. "
+            f"Only a run on {name_ranks(base.ranks)} was measured: {format_speed(base.tokens_per_s)}, "
+            f"{format_ms(base.step_s)} a step. "
             "Why more ranks would be faster or slower needs a second rank count to compare with."
         )
     sentences = [sentence for point in others for sentence in _explain_point(compare_with_ideal(base, point))]
     if len(others) > 1:
         sentences.append(_explain_trend(base, others))
     above = [
-        f"{percent(efficiency(point, base))} on {ranks(point.ranks)}"
+        f"{format_percent(efficiency(point, base))} on {name_ranks(point.ranks)}"
         for point in others
         if not is_plausible(point, base)
     ]
     if above:
         sentences.append(
-            f"An efficiency above 100% ({join(above)}) is not plausible: something slowed down the run on "
-            f"{ranks(base.ranks)}. Measure again with --repeat 3."
+            f"An efficiency above 100% ({join_words(above)}) is not plausible: something slowed down the run on "
+            f"{name_ranks(base.ranks)}. Measure again with --repeat 3."
         )
     sentences.append(warn_of_load(points))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
 def warn_of_load(points: list[ScalingPoint]) -> str:
-    return warn_of_other_programs({f"with {ranks(point.ranks)}": point.other_load for point in in_order(points)})
+    return warn_of_other_programs({f"with {name_ranks(point.ranks)}": point.other_load for point in in_order(points)})
 
 
 def is_plausible(point: ScalingPoint, base: ScalingPoint) -> bool:
@@ -201,29 +203,34 @@ def _explain_point(comparison: IdealComparison) -> list[str]:
     compared = "faster than" if ratio > 1 else "slower than"
     if abs(ratio - 1) < _NEGLIGIBLE:
         compared = "about as fast as"
-    figures = f"{speed(point.tokens_per_s)} against {speed(base.tokens_per_s)}, {ratio:.2f} times the speed"
-    reached = f"an efficiency of {percent(efficiency(point, base))}"
-    verdict = f"{ranks(point.ranks).capitalize()} were {compared} {ranks(base.ranks)}: {figures} and {reached}."
+    figures = (
+        f"{format_speed(point.tokens_per_s)} against {format_speed(base.tokens_per_s)}, {ratio:.2f} times the speed"
+    )
+    reached = f"an efficiency of {format_percent(efficiency(point, base))}"
+    verdict = (
+        f"{name_ranks(point.ranks).capitalize()} were {compared} {name_ranks(base.ranks)}: {figures} and {reached}."
+    )
     if abs(lost_s) < _NEGLIGIBLE * point.step_s:
         return [
             verdict,
-            f"A step took {ms(point.step_s)} where a perfect division gives {ms(comparison.ideal_s)}: "
-            f"the difference is under {percent(_NEGLIGIBLE)} of the step, too little to look for a cause.",
+            f"A step took {format_ms(point.step_s)} where a perfect division gives {format_ms(comparison.ideal_s)}: "
+            f"the difference is under {format_percent(_NEGLIGIBLE)} of the step, too little to look for a cause.",
         ]
     against_ideal = (
-        f"Divided perfectly, a step of {tokens(point.tokens_per_step)} would take {ms(comparison.ideal_s)}; "
-        f"it took {ms(point.step_s)}, {ms(abs(lost_s))} {'more' if lost_s > 0 else 'less'}."
+        f"Divided perfectly, a step of {format_tokens(point.tokens_per_step)} would take "
+        f"{format_ms(comparison.ideal_s)}; "
+        f"it took {format_ms(point.step_s)}, {format_ms(abs(lost_s))} {'more' if lost_s > 0 else 'less'}."
     )
     if not (base.phases and point.phases):
         no_phases = f"The phases of the step were not measured {_NO_PHASES}, so the cause is unknown."
         return [verdict, against_ideal, no_phases]
     same, against = comparison.split_by_sign()
     if not same:
-        no_cause = f"No single part stands out: each is under {percent(_NEGLIGIBLE)} of the step."
+        no_cause = f"No single part stands out: each is under {format_percent(_NEGLIGIBLE)} of the step."
         return [verdict, against_ideal, no_cause]
     (cause, seconds), *further = same
     what = "cost" if seconds > 0 else "gain"
-    amount = f"{ms(abs(seconds))} ({percent(abs(seconds) / point.step_s)} of the step)"
+    amount = f"{format_ms(abs(seconds))} ({format_percent(abs(seconds) / point.step_s)} of the step)"
     reason = _SCALING_REASONS[cause](comparison)
     sentences = [verdict, against_ideal, f"The largest {what}, {amount}, is {PHASE_TEXTS[cause]}: {reason}."]
     if further:
@@ -234,19 +241,21 @@ def _explain_point(comparison: IdealComparison) -> list[str]:
 
 
 def _list_parts(parts: list[tuple[str, float]]) -> str:
-    return join([f"{PHASE_TEXTS[cause]} ({ms(abs(seconds))})" for cause, seconds in parts])
+    return join_words([f"{PHASE_TEXTS[cause]} ({format_ms(abs(seconds))})" for cause, seconds in parts])
 
 
 def _compute_reason(comparison: IdealComparison) -> str:
     base, point = comparison.base, comparison.point
     ideal_s = comparison.ideal_s / base.step_s * base.compute_s
-    took = f"they took {ms(point.compute_s)} where their share of the work gives {ms(ideal_s)}"
+    took = f"they took {format_ms(point.compute_s)} where their share of the work gives {format_ms(ideal_s)}"
     if base.threads is None or point.threads is None or not (base.compute_s and point.compute_s):
         return took
     before, after = base.ranks * base.threads, point.ranks * point.threads
-    per_rank = f"each rank computed with {count(point.threads, 'thread')} ({base.threads} with {ranks(base.ranks)})"
+    per_rank = (
+        f"each rank computed with {pluralize(point.threads, 'thread')} ({base.threads} with {name_ranks(base.ranks)})"
+    )
     if point.cores is not None and after > point.cores and point.compute_s > ideal_s:
-        return f"{took}; {after} threads shared {count(point.cores, 'core')}, so the ranks slowed each other down"
+        return f"{took}; {after} threads shared {pluralize(point.cores, 'core')}, so the ranks slowed each other down"
     if after > before:
         return f"{took}; {per_rank}, {after} threads in all instead of {before}"
     gain = (point.tokens_per_step / point.compute_s) / (base.tokens_per_step / base.compute_s)
@@ -258,25 +267,26 @@ def _compute_reason(comparison: IdealComparison) -> str:
 
 def _exposed_reason(comparison: IdealComparison) -> str:
     point = comparison.point
-    waited = f"ranks waited {ms(point.phases.get('exposed', 0.0))} a step for it"
+    waited = f"ranks waited {format_ms(point.phases.get('exposed', 0.0))} a step for it"
     hidden_s = point.hidden_s
     if point.allreduce_s is None or hidden_s is None:
         return waited
     if hidden_s < _NEGLIGIBLE * point.step_s:
-        return f"the all-reduce took {ms(point.allreduce_s)}, and almost none of it was hidden behind backward"
-    return f"the all-reduce took {ms(point.allreduce_s)}, {ms(hidden_s)} of it hidden behind backward; {waited}"
+        return f"the all-reduce took {format_ms(point.allreduce_s)}, and almost none of it was hidden behind backward"
+    hidden = f"{format_ms(hidden_s)} of it hidden behind backward"
+    return f"the all-reduce took {format_ms(point.allreduce_s)}, {hidden}; {waited}"
 
 
 def _wait_reason(comparison: IdealComparison) -> str:
     wait_s = comparison.point.phases.get("wait", 0.0)
-    return f"on average a rank was ready {ms(wait_s)} before the slowest one and had to wait"
+    return f"on average a rank was ready {format_ms(wait_s)} before the slowest one and had to wait"
 
 
 def _optimizer_reason(comparison: IdealComparison) -> str:
     base_s, point_s = (point.phases.get("optimizer", 0.0) for point in (comparison.base, comparison.point))
     return (
         f"every rank updates all weights itself, so this work does not shrink with more ranks "
-        f"({ms(point_s)} a step, {ms(base_s)} with {ranks(comparison.base.ranks)})"
+        f"({format_ms(point_s)} a step, {format_ms(base_s)} with {name_ranks(comparison.base.ranks)})"
     )
 
 
@@ -296,9 +306,9 @@ _SCALING_REASONS = {
 def _explain_trend(base: ScalingPoint, others: list[ScalingPoint]) -> str:
     first, last = others[0], others[-1]
     a, b = efficiency(first, base), efficiency(last, base)
-    ends = f"from {percent(a)} on {ranks(first.ranks)} to {percent(b)} on {ranks(last.ranks)}"
+    ends = f"from {format_percent(a)} on {name_ranks(first.ranks)} to {format_percent(b)} on {name_ranks(last.ranks)}"
     if abs(a - b) < _NEGLIGIBLE:
-        return f"Efficiency stays the same from {ranks(first.ranks)} to {ranks(last.ranks)}."
+        return f"Efficiency stays the same from {name_ranks(first.ranks)} to {name_ranks(last.ranks)}."
     if b > a:
         return f"Efficiency rises {ends}."
     if base.phases and first.phases and last.phases:
@@ -312,7 +322,7 @@ def _explain_trend(base: ScalingPoint, others: list[ScalingPoint]) -> str:
 
 def read_choice(event: Event) -> ChoiceRecord | None:
     """Parse a `choice` event; None where nothing was chosen."""
-    choice, step = choice_in(event), event.get("step")
+    choice, step = choice_of_event(event), event.get("step")
     if choice is None or not is_step(step):
         return None
     seconds = {name: event[name] for name in ChoiceRecord.model_fields if is_number(event.get(name))}
@@ -370,12 +380,13 @@ def prediction_line(prediction: PredictionRecord) -> str:
     """Return the line that is printed before a run."""
     parts = {name: getattr(prediction, f"{name}_s") for name in ("compute", "exposed", "wait", "optimizer", "other")}
     named = [
-        f"{PHASE_TEXTS[name]} {ms(seconds)}"
+        f"{PHASE_TEXTS[name]} {format_ms(seconds)}"
         for name, seconds in parts.items()
         if seconds >= _WORTH_NAMING * prediction.step_s
     ]
     basis = "" if prediction.is_measured else " (estimated: the profile has only other models)"
-    return f"predicted: a step takes {ms(prediction.step_s)}, {speed(prediction.tokens_per_s)}{basis}: {join(named)}"
+    figures = f"{format_ms(prediction.step_s)}, {format_speed(prediction.tokens_per_s)}"
+    return f"predicted: a step takes {figures}{basis}: {join_words(named)}"
 
 
 def explain_prediction(
@@ -392,8 +403,8 @@ def explain_prediction(
     measured_s = summary.step_s.median
     error = prediction.step_s / measured_s - 1
     verdict = (
-        f"A step was predicted to take {ms(prediction.step_s)} and took {ms(measured_s)}: the prediction was "
-        f"{abs(error):.1%} too {'long' if error > 0 else 'short'}."
+        f"A step was predicted to take {format_ms(prediction.step_s)} and took {format_ms(measured_s)}: "
+        f"the prediction was {abs(error):.1%} too {'long' if error > 0 else 'short'}."
     )
     if not summary.phases:
         return f"{verdict} Phases were not measured {_NO_PHASES}, so they cannot be compared."
@@ -404,12 +415,12 @@ def explain_prediction(
     ]
     if not reasons:
         return f"{verdict} No phase is off by more than {_NEGLIGIBLE:.0%} of a step."
-    return f"{verdict} The difference: {join(reasons)}."
+    return f"{verdict} The difference: {join_words(reasons)}."
 
 
 def _explain_phase_error(error: PhaseError, prediction: PredictionRecord, summary: RunSummary) -> str:
     amount_s, is_longer = abs(error.difference_s), error.difference_s > 0
-    text = f"{PHASE_TEXTS[error.phase]} took {ms(amount_s)} {'more' if is_longer else 'less'}"
+    text = f"{PHASE_TEXTS[error.phase]} took {format_ms(amount_s)} {'more' if is_longer else 'less'}"
     match error.phase:
         case "compute":
             if is_longer and summary.other_load is not None and summary.other_load >= DISTURBING_CORES:
@@ -421,7 +432,7 @@ def _explain_phase_error(error: PhaseError, prediction: PredictionRecord, summar
             if summary.allreduce_s is None:
                 return f"{text} (the exchange itself was not timed)"
             took_s, expected_s = summary.allreduce_s.median, prediction.comm_s
-            took = f"the exchange took {ms(took_s)}, {ms(expected_s)} were expected"
+            took = f"the exchange took {format_ms(took_s)}, {format_ms(expected_s)} were expected"
             if abs(took_s - expected_s) < _OTHER_LINK_SPEED * expected_s:
                 return f"{text} ({took}: latency and bucketing, backward hid {'less' if is_longer else 'more'} of it)"
             return f"{text} ({took}: the link was {'slower' if took_s > expected_s else 'faster'} than probed)"

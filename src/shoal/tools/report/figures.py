@@ -45,7 +45,7 @@ LINEAGE_COLOURS = ("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4
 VALIDATION = "#d55e00"
 
 # Below this part of the axis a label under its point would overlap the labels of the axis.
-LOW = 0.15
+LOW_LABEL_SHARE = 0.15
 
 # Forward and backward are one block: the figure shows what is added to the computing time.
 STACK = {
@@ -83,7 +83,7 @@ class ScalingPoint(BaseModel):
 _POINTS = TypeAdapter(list[ScalingPoint])
 
 
-def scaling_point(summary: RunSummary) -> ScalingPoint:
+def make_scaling_point(summary: RunSummary) -> ScalingPoint:
     """Convert a run into a point of the curve. Refuse a run that measured no step."""
     if summary.step_s is None or summary.tokens_per_s is None or summary.tokens_per_step is None:
         raise DataError(
@@ -213,7 +213,7 @@ def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
         reached = efficiency(point, base)
         note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
         # Below the point, away from the ideal line, unless the labels of the axis are there.
-        above = reached > 1 or point.tokens_per_s < LOW * top
+        above = reached > 1 or point.tokens_per_s < LOW_LABEL_SHARE * top
         _note(axes, note, (point.ranks, point.tokens_per_s), 8 if above else -9)
     axes.set_title("Speed, with efficiency against the ideal", loc="left", fontweight="bold", fontsize=10)
     axes.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, ylim=(0, top))

@@ -21,7 +21,7 @@ from shoal.config.load import load_config
 from shoal.config.manifest import ChoiceRecord, Manifest, NodeRecord, PredictionRecord, SyncRecord
 from shoal.config.schema import Config
 from shoal.cost.buckets import STOCK_MB, bucket_mb_for
-from shoal.data.prepare import DataFacts, read_facts
+from shoal.data.prepare import DataFacts, read_data_facts
 from shoal.errors import DataError, ShoalError, UsageError
 from shoal.events import read_events
 from shoal.run_folder import RunFolder, write_atomically
@@ -196,11 +196,11 @@ def _text(record: dict[str, Any], key: str) -> str | None:
     return str(value) if value is not None else None
 
 
-def finish(
+def write_derived_files(
     run: RunFolder, replicas: ReplicaReport | None = None, scaling: list[ScalingPoint] | None = None
 ) -> Manifest:
     """Write the derived files of a run folder. `replicas` and `scaling`, where given, are stored too."""
-    with writing(run.path):
+    with explain_write_errors(run.path):
         if scaling:
             write_atomically(run.path / SCALING_FILE, to_json(scaling))
         rows = (json.dumps(row, separators=(",", ":")) + "\n" for row in timing_rows(run.read_all_events()))
@@ -259,13 +259,13 @@ def read_prediction(run: RunFolder) -> PredictionRecord | None:
 
 def _data_facts(run: RunFolder) -> DataFacts | None:
     try:
-        return read_facts(run)
+        return read_data_facts(run)
     except DataError:
         return None  # the configuration still names the text; the manifest only lacks its digest
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def explain_write_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, a read-only folder or an unreadable file into an error message."""
     try:
         yield
@@ -283,7 +283,7 @@ def main(arguments: list[str]) -> int:
         if len(arguments) != 1:
             raise UsageError("expected one run folder", fix="python -m shoal.tools.report.manifest RUN")
         run = RunFolder.open(Path(arguments[0]))
-        finish(run)
+        write_derived_files(run)
     except ShoalError as error:
         sys.stderr.write(error.render())
         return error.exit_code

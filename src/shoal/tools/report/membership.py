@@ -16,7 +16,7 @@ from shoal.control.membership.types import Ballot
 from shoal.events import Event
 from shoal.tools.report.commit_log import check_ledger
 from shoal.tools.report.rank_log import Entered, RankLog, as_float, is_number, read_ballot
-from shoal.units import count, join, times
+from shoal.units import format_times, join_words, pluralize
 
 # Fewer steps than these are too few to judge the speed of a world size.
 ENOUGH_STEPS = 10
@@ -228,11 +228,11 @@ def cost_sentence(recoveries: Sequence[RecoveryRecord], abandoned_steps: int, re
     longest_s = max((recovery.seconds for recovery in recoveries if recovery.seconds is not None), default=None)
     parts = [
         "" if longest_s is None else f"a recovery took at most {longest_s:.1f} s until the next step was done",
-        f"{count(redone_steps, 'step')} had to be repeated" if redone_steps else "",
-        f"{count(abandoned_steps, 'step')} of abandoned lineages do not count" if abandoned_steps else "",
+        f"{pluralize(redone_steps, 'step')} had to be repeated" if redone_steps else "",
+        f"{pluralize(abandoned_steps, 'step')} of abandoned lineages do not count" if abandoned_steps else "",
     ]
     costs = [part for part in parts if part]
-    return f"The members changed {times(len(recoveries))}{': ' + join(costs) if costs else ''}."
+    return f"The members changed {format_times(len(recoveries))}{': ' + join_words(costs) if costs else ''}."
 
 
 def _recovery_s(span: GenerationSpan, committed_at: float | None) -> float | None:
@@ -256,7 +256,7 @@ def _describe_change(span: GenerationSpan, earlier: Sequence[GenerationSpan]) ->
 
 
 def _name_ranks(ids: list[int]) -> str:
-    return f"rank {ids[0]}" if len(ids) == 1 else f"ranks {join([str(rank) for rank in ids])}"
+    return f"rank {ids[0]}" if len(ids) == 1 else f"ranks {join_words([str(rank) for rank in ids])}"
 
 
 def _first_commit_times(commits: Sequence[Event]) -> dict[Ballot, float]:

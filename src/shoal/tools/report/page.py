@@ -43,7 +43,7 @@ from shoal.tools.report.manifest import manifest_of
 from shoal.tools.report.membership import cost_sentence
 from shoal.tools.report.rank_log import Floats, Steps
 from shoal.tools.report.summary import RankSummary, RunSummary, summarize
-from shoal.units import count, format_count, format_number, format_share, format_si, ms
+from shoal.units import format_count, format_ms, format_number, format_share, format_si, pluralize
 
 Figure = dict[str, Any]  # plotly's data and layout; page.js adds the colours of text and paper
 
@@ -205,7 +205,7 @@ def _key_figures(manifest: Manifest, summary: RunSummary) -> str:
     p95 = "not measured" if p95_ms is None else f"median; p95 {_milliseconds(p95_ms)}"
     formula = "2(N−1)/N·S" if manifest.inside == "gloo" else "through shared memory"
     theory = f"theory {formula}: {_bytes(manifest.theoretical_bytes_per_step)}"
-    nodes = count(len(manifest.nodes), "node")
+    nodes = pluralize(len(manifest.nodes), "node")
     where = f"measured; {len(manifest.members)} at the end, {nodes} in all" if manifest.recoveries else f"on {nodes}"
     replicas = {None: (NOTHING, "not verified yet"), True: ("identical", "bit for bit"), False: ("differ", "see below")}
     figures = [
@@ -334,11 +334,11 @@ def _fact(record: Event, key: str) -> Any:
 
 
 def _duration(seconds: float | None) -> str:
-    return NOTHING if seconds is None else ms(seconds)
+    return NOTHING if seconds is None else format_ms(seconds)
 
 
 def _milliseconds(value: float | None) -> str:
-    return NOTHING if value is None else ms(1e-3 * value)
+    return NOTHING if value is None else format_ms(1e-3 * value)
 
 
 def _bytes(value: float | None) -> str:

@@ -250,7 +250,7 @@ class RankLog:
                 values.append(value)
 
 
-def collect(events: Iterable[Event]) -> dict[int, RankLog]:
+def read_rank_logs(events: Iterable[Event]) -> dict[int, RankLog]:
     """Sort the events of all ranks, in any interleaving, into one log per rank."""
     logs: dict[int, RankLog] = {}
     for event in events:
@@ -266,7 +266,7 @@ def step_time_factors(events: Iterable[Event]) -> Floats:
     The own time excludes the wait. All ranks end a step together, so whole step times only show how slow the slowest
     rank was. The division by the rank's own median keeps a machine that is always slower from counting as a straggler.
     """
-    logs = [log for log in collect(events).values() if len(log.steps)]
+    logs = [log for log in read_rank_logs(events).values() if len(log.steps)]
     if not logs:
         raise DataError(
             "no rank of this run has recorded a step",

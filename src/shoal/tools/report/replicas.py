@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from shoal.config.load import load_config
 from shoal.errors import DataError
 from shoal.events import Event
-from shoal.run_folder import RunFolder, may, no_access
+from shoal.run_folder import RunFolder, is_accessible, no_access_error
 from shoal.tools.report.membership import is_joined, last_members, ranks_elsewhere
-from shoal.tools.report.rank_log import Floats, collect
+from shoal.tools.report.rank_log import Floats, read_rank_logs
 
 TOLERANCE = 1e-5
 BLOCK_BYTES = 4 * 2**20  # a multiple of every element size, so that no block cuts a number in two
@@ -94,7 +94,7 @@ def compare_replicas(
 
 def judge_replicas(run: RunFolder) -> ReplicaReport:
     """Compare the states if all are in this folder, otherwise the digests that the ranks recorded in their events."""
-    logs = collect(run.read_all_events())
+    logs = read_rank_logs(run.read_all_events())
     on = load_config(run.config).run.on
     away = ranks_elsewhere(logs, is_joined(on, logs))
     files, members = run.state_files(), [rank for rank in last_members(logs) if rank not in away]
@@ -195,9 +195,9 @@ class StateFile:
 
 
 def open_state(path: Path) -> StateFile:
-    if path.exists() and not may(path, os.R_OK):
+    if path.exists() and not is_accessible(path, os.R_OK):
         # safetensors reports such a file as missing.
-        raise no_access(path, "be read")
+        raise no_access_error(path, "be read")
     try:
         with safe_open(path, framework="np"):  # checks the header, the offsets and the length of the file
             pass

@@ -33,8 +33,8 @@ from shoal.tools.report.rank_log import (
     Span,
     Steps,
     as_float,
-    collect,
     is_step,
+    read_rank_logs,
 )
 
 # "unfinished": still running, or dead without an `end` event. The folder alone does not show which.
@@ -123,7 +123,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 
     If the world size changed, use only the steps of the size that `choose_measured_size` returns.
     """
-    all_logs = collect(events)
+    all_logs = read_rank_logs(events)
     logs, members = logs_of_last_launch(all_logs), last_members(all_logs)
     member_logs = {rank: log for rank, log in logs.items() if rank in members}
     size = choose_measured_size(logs)
@@ -171,7 +171,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 
 def timing_rows(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `timings.jsonl`: one per step and rank, with the times that were recorded."""
-    for rank, log in collect(events).items():
+    for rank, log in read_rank_logs(events).items():
         columns = {name: log.column(name) for name in TIMES}
         for position, step in enumerate(log.steps.tolist()):
             times = {name: round(float(values[position]), 6) for name, values in columns.items()}
@@ -334,12 +334,12 @@ def _wire_bytes(logs: Logs) -> float | None:
 def _other_load(logs: Collection[RankLog]) -> float | None:
     """Return the cores that other programs kept busy on the busiest machine; None if any machine's load is unknown."""
     machines = {_machine(log) for log in logs}
-    loads = [cores_of_others([log.end for log in logs if _machine(log) == machine]) for machine in machines]
+    loads = [busy_cores_of_others([log.end for log in logs if _machine(log) == machine]) for machine in machines]
     known = [cores for cores in loads if cores is not None]
     return max(known, default=None) if len(known) == len(loads) else None
 
 
-def cores_of_others(meters: Collection[Event]) -> float | None:
+def busy_cores_of_others(meters: Collection[Event]) -> float | None:
     """Return the cores of one machine that programs other than these ranks kept busy, from each rank's load meter."""
     cpu, busy, wall = ([as_float(meter.get(key)) for meter in meters] for key in ("cpu_s", "machine_busy_s", "wall_s"))
     if not cpu or not all(0 < value < math.inf for value in (*cpu, *busy, *wall)):

@@ -25,13 +25,13 @@ from shoal.config.schema import Config
 from shoal.control.membership.types import NEVER, Ballot
 from shoal.errors import ShoalError
 from shoal.events import Event, FileMark, has_mark, parse_event
-from shoal.run_folder import RunFolder, may, user_name
+from shoal.run_folder import RunFolder, is_accessible, user_name
 from shoal.tools.report.commit_log import LedgerReport, check_ledger
 from shoal.tools.report.manifest import current_manifest
 from shoal.tools.report.membership import Logs, is_joined, last_members, ranks_elsewhere
-from shoal.tools.report.rank_log import as_float, collect, is_step, read_ballot
+from shoal.tools.report.rank_log import as_float, is_step, read_ballot, read_rank_logs
 from shoal.tools.report.replicas import ReplicaReport, StateFile, compare_digests, judge_replicas, open_state
-from shoal.units import count, format_spans, spans_of
+from shoal.units import format_spans, pluralize, to_spans
 
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 # Fields of a manifest that follow from events, ledger and configuration alone, in every version of shoal.
@@ -184,7 +184,7 @@ def _read(run: RunFolder) -> _Folder:
     for path in run.journals():
         for _ in _records(folder, path):
             pass
-    folder.logs = collect(event for events in folder.events.values() for event in events)
+    folder.logs = read_rank_logs(event for events in folder.events.values() for event in events)
     return folder
 
 
@@ -209,7 +209,8 @@ def _records(folder: _Folder, path: Path, lines: list[bytes] | None = None) -> I
         folder.wrong(path, f"cannot be read: {error.strerror}")
     if unreadable:
         folder.wrong(
-            path, f"{count(len(unreadable), 'line')} cannot be read: number {format_spans(spans_of(unreadable))}"
+            path,
+            f"{pluralize(len(unreadable), 'line')} cannot be read: number {format_spans(to_spans(unreadable))}",
         )
 
 
@@ -338,10 +339,10 @@ def _check_ledger_lines(folder: _Folder) -> None:
             if recorded and record.get("loss") not in recorded:
                 wrong.setdefault("the loss is not the one that the ranks recorded", []).append(step)
     for text, steps in wrong.items():
-        folder.wrong(path, f"step {format_spans(spans_of(steps))}: {text}")
+        folder.wrong(path, f"step {format_spans(to_spans(steps))}: {text}")
     if unknown:
         folder.unknown(
-            path, f"step {format_spans(spans_of(unknown))}: done by ranks whose events are on other machines"
+            path, f"step {format_spans(to_spans(unknown))}: done by ranks whose events are on other machines"
         )
 
 
@@ -363,7 +364,7 @@ def _check_recorded_steps(folder: _Folder) -> None:
         if lacking:
             folder.wrong(
                 folder.run.events(rank),
-                f"lacks step {format_spans(spans_of(lacking))}, which the ledger has for rank {rank}",
+                f"lacks step {format_spans(to_spans(lacking))}, which the ledger has for rank {rank}",
             )
 
 
@@ -377,7 +378,7 @@ def _check_ledger_order(folder: _Folder) -> None:
         return
     twice = [number for line, number in Counter(folder.lines).items() if number > 1 and b'"step"' in line]
     if twice:
-        folder.wrong(folder.run.commits, f"{count(len(twice), 'line')} stand there more than once")
+        folder.wrong(folder.run.commits, f"{pluralize(len(twice), 'line')} stand there more than once")
     went_back = any(event.get("event") == "divergence" for events in folder.events.values() for event in events)
     newest: dict[Ballot, int] = {}
     seen: set[tuple[int, Ballot, str]] = set()
@@ -453,13 +454,13 @@ def _check_states(folder: _Folder) -> ReplicaReport | None:
         path, digests = run.state(rank), recorded[rank]
         if not digests:
             folder.wrong(run.events(rank), f"rank {rank} has recorded no digest of its final state")
-        if rank in states and not may(path, os.R_OK):
+        if rank in states and not is_accessible(path, os.R_OK):
             folder.locked(path)
         elif rank in states:
             _check_state(folder, path, digests)
         elif folder.is_shared or not digests:
             folder.wrong(path, f"is missing: rank {rank} wrote it when it finished")
-    if not all(may(path, os.R_OK) for path in states.values()):
+    if not all(is_accessible(path, os.R_OK) for path in states.values()):
         # Compare what the ranks recorded instead of the files.
         last_digests = {rank: str(digests[-1].get("sha256")) for rank, digests in recorded.items() if digests}
         return compare_digests(last_digests) if last_digests else None

@@ -162,7 +162,7 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
         },
     ),
 )
-CHECK_IDS_CHECKS = {check_id: meaning for _, ids in CHECKS for check_id, meaning in ids.items()}
+CHECK_MEANINGS = {check_id: meaning for _, ids in CHECKS for check_id, meaning in ids.items()}
 
 
 def judge(cluster: ClusterFacts) -> list[Finding]:

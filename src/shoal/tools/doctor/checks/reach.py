@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.cluster.node import Node
-from shoal.host.facts import dial_order
+from shoal.host.facts import dial_priority
 from shoal.tools.doctor.checks.network import misplaced
 from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity, Trial
 
@@ -73,7 +73,7 @@ def check_family(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check that all addresses are of one family: gloo connects no others."""
     by_version: dict[int, list[Node]] = {}
     for node in cluster.nodes:
-        by_version.setdefault(dial_order(node.address)[0], []).append(node)
+        by_version.setdefault(dial_priority(node.address)[0], []).append(node)
     if len(by_version) == 1:
         return
     # With equally many of both, report those with IPv6: host names are looked up as IPv4.

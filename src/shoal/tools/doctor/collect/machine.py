@@ -20,16 +20,16 @@ from typing import Any
 
 import shoal
 from shoal.host.proc import (
-    describe,
+    describe_process,
+    environment_of,
+    find_listeners,
     is_orphan,
-    listeners,
+    list_pids,
     owner_of,
-    pids,
-    read,
-    read_list,
+    read_cpu_list,
     read_number,
+    read_text,
     user_name,
-    variables,
 )
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -88,7 +88,7 @@ def has_avx2() -> bool | None:
 
 
 def _read_cpuinfo(field: str) -> str:
-    lines = read("/proc/cpuinfo").splitlines()
+    lines = read_text("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
@@ -99,11 +99,11 @@ def cores() -> dict[str, Any]:
     """
     usable = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     # Intel has a folder for each kind of core, ARM a number for every core.
-    fast = read_list("/sys/devices/cpu_core/cpus") & usable
+    fast = read_cpu_list("/sys/devices/cpu_core/cpus") & usable
     if not fast:
         capacity = {cpu: read_number(_CPUS / f"cpu{cpu}/cpu_capacity") or 0 for cpu in usable}
         fast = {cpu for cpu in usable if capacity[cpu] == max(capacity.values())}
-    limit, _, period = read(_CGROUP / "cpu.max").partition(" ")
+    limit, _, period = read_text(_CGROUP / "cpu.max").partition(" ")
     quota = int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
     counts = {"threads": len(usable), "physical": _count_physical(usable), "quota": quota}
     if fast == usable:
@@ -113,7 +113,7 @@ def cores() -> dict[str, Any]:
 
 def _count_physical(cpus: set[int]) -> int:
     """Count two hardware threads of one core once: they share its arithmetic units."""
-    return len({read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
+    return len({read_text(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
 TEMPORARY = "temporary files"
@@ -121,7 +121,7 @@ TEMPORARY = "temporary files"
 
 def memory() -> dict[str, int]:
     """Return bytes, within the limit of the machine or of a container; empty where there is no /proc."""
-    lines = (line.split() for line in read("/proc/meminfo").splitlines())
+    lines = (line.split() for line in read_text("/proc/meminfo").splitlines())
     fields = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     if "MemAvailable" not in fields:
         return {}
@@ -140,7 +140,7 @@ def _available_in_cgroup() -> int | None:
     limit, used = read_number(_CGROUP / "memory.max"), read_number(_CGROUP / "memory.current")
     if limit is None or used is None:
         return None
-    lines = (line.split() for line in read(_CGROUP / "memory.stat").splitlines())
+    lines = (line.split() for line in read_text(_CGROUP / "memory.stat").splitlines())
     cached_files = sum(int(words[1]) for words in lines if words[0] == "inactive_file")
     return max(0, limit - used + cached_files)
 
@@ -190,8 +190,8 @@ def frequency() -> dict[str, Any]:
     if not highest_khz:
         return {}
     return {
-        "driver": read(folder / "scaling_driver"),
-        "governor": read(folder / "scaling_governor"),
+        "driver": read_text(folder / "scaling_driver"),
+        "governor": read_text(folder / "scaling_governor"),
         "most_khz": highest_khz,
         "base_khz": read_number(folder / "base_frequency"),
         "allowed_khz": read_number(folder / "scaling_max_freq") or highest_khz,
@@ -228,12 +228,12 @@ _SUPPLIES = Path("/sys/class/power_supply")
 
 def power() -> dict[str, Any]:
     # Batteries of mice and keyboards have the scope "Device".
-    supplies = [path for path in _list_folder(_SUPPLIES) if read(path / "scope") != "Device"]
-    batteries = [path for path in supplies if read(path / "type") == "Battery"]
-    mains = [path for path in supplies if read(path / "type") != "Battery" and read_number(path / "online") == 1]
+    supplies = [path for path in _list_folder(_SUPPLIES) if read_text(path / "scope") != "Device"]
+    batteries = [path for path in supplies if read_text(path / "type") == "Battery"]
+    mains = [path for path in supplies if read_text(path / "type") != "Battery" and read_number(path / "online") == 1]
     if not batteries:
         return {}
-    is_discharging = any(read(path / "status") == "Discharging" for path in batteries)
+    is_discharging = any(read_text(path / "status") == "Discharging" for path in batteries)
     percent = [value for path in batteries if (value := read_number(path / "capacity")) is not None]
     return {"on_battery": is_discharging and not mains, "percent": min(percent, default=None)}
 
@@ -301,14 +301,14 @@ def observe_processes(request: dict[str, Any]) -> dict[str, Any]:
 def workers() -> dict[str, list[dict[str, Any]]]:
     """Return `marked` processes, which name a run of shoal, and `strays`, orphaned ranks of other programs."""
     marked, strays = [], []
-    for pid in pids():
+    for pid in list_pids():
         # The process may end meanwhile.
         with contextlib.suppress(ProcessLookupError):
-            env = variables(pid)
+            env = environment_of(pid)
             if _has_other_values(env, (_RUN_VARIABLE,)) and _is_credible(pid, env):
-                marked.append({**describe(pid), **_run_facts(env), "orphan": is_orphan(pid)})
+                marked.append({**describe_process(pid), **_run_facts(env), "orphan": is_orphan(pid)})
             elif _has_other_values(env, _RANK_VARIABLES) and is_orphan(pid):
-                strays.append({**describe(pid), **{name.lower(): env[name] for name in _RANK_VARIABLES}})
+                strays.append({**describe_process(pid), **{name.lower(): env[name] for name in _RANK_VARIABLES}})
     return {"marked": marked, "strays": strays}
 
 
@@ -335,10 +335,10 @@ def _run_facts(env: Mapping[str, str]) -> dict[str, Any]:
 
 def holders(port: int) -> list[dict[str, Any]]:
     processes = []
-    for listener in listeners(port):
+    for listener in find_listeners(port):
         with contextlib.suppress(ProcessLookupError):
             pid = listener["pid"]
-            env = variables(pid) if pid else {}
-            more = {**describe(pid), **(_run_facts(env) if _RUN_VARIABLE in env else {})} if pid else {}
+            env = environment_of(pid) if pid else {}
+            more = {**describe_process(pid), **(_run_facts(env) if _RUN_VARIABLE in env else {})} if pid else {}
             processes.append({**listener, **more})
     return processes

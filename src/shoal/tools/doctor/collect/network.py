@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.host.proc import read
+from shoal.host.proc import read_text
 
 _SYS = Path("/sys/class/net")
 # Recognised by name, because many of these are plain bridges, tunnels or veth pairs to the kernel.
@@ -54,8 +54,8 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
         "routes": {peer: _route(peer, names) for peer in request.get("peers", [])},
         "firewall": firewall(),
         "host_name": host_name,
-        "hosts_file": hosts_file_addresses(read("/etc/hosts"), host_name),
-        "port_range": [int(word) for word in read("/proc/sys/net/ipv4/ip_local_port_range").split()],
+        "hosts_file": hosts_file_addresses(read_text("/etc/hosts"), host_name),
+        "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
     }
 
 
@@ -109,8 +109,8 @@ def observe_names(request: dict[str, Any]) -> dict[str, Any]:
         "took_s": answers["own"]["took_s"],
         "published": published(means),
         "reverse": {address: answers[f"name of {address}"] for address in peers},
-        "in_hosts_file": hosts_file_addresses(read("/etc/hosts"), own),
-        "sources": host_sources(read("/etc/nsswitch.conf")),
+        "in_hosts_file": hosts_file_addresses(read_text("/etc/hosts"), own),
+        "sources": host_sources(read_text("/etc/nsswitch.conf")),
     }
 
 
@@ -200,7 +200,7 @@ def firewall() -> dict[str, Any]:
             chains = blocking_chains(json.loads(_run([tools["nft"], "-j", "list", "ruleset"])))
     return {
         "tools": list(tools),
-        "ufw": "ufw" in tools and "ENABLED=yes" in read("/etc/ufw/ufw.conf").splitlines(),
+        "ufw": "ufw" in tools and "ENABLED=yes" in read_text("/etc/ufw/ufw.conf").splitlines(),
         "firewalld": "firewall-cmd" in tools and _run(["systemctl", "is-active", "firewalld"]).strip() == "active",
         "chains": chains,
     }
