@@ -36,7 +36,7 @@ def one_round(on: str, steps: int) -> tuple[float, ...]:
         words = (sys.executable, "-m", "shoal", "train", "--on", on, "--global-batch", "12", "--out", str(run.path))
         typed = time.time()
         subprocess.run([*words, "--steps", str(steps)], check=True, capture_output=True)
-        kept = _time(run.supervisor, "keeping")
+        kept = _time(run.supervisor, "supervising")
         started = _time(run.supervisor, "running")
         met = max(_time(path, "start") for path in run.event_files().values())
         stepped = max(_time(path, "step") for path in run.event_files().values())

@@ -120,7 +120,7 @@ def is_dead(pid: int) -> bool:
         return True
 
 
-# The rank's end of the agents' store without torch: what `shoal.sync.store` says on the wire.
+# The rank's end of the agents' store without torch: as `shoal.sync.kv_store_client` does.
 ASK = """
 import json, os, socket, time
 agent = socket.socket(fileno=int(os.environ["SHOAL_AGENT_FD"]))

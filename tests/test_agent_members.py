@@ -147,7 +147,7 @@ def test_two_of_three_agents_die_and_the_last_goes_on(tmp_path: Path) -> None:
         for agent in members[:2]:
             agent.process.kill()
         team.await_size(2, 1)
-        told = wait_until(lambda: members[2].said("tell"))[-1]
+        told = wait_until(lambda: members[2].said("announce"))[-1]
         assert "node1" in told["text"]
         start_again(members[1])
         team.await_size(1, 2)

@@ -59,10 +59,10 @@ def test_a_world_that_does_not_form_names_who_is_missing() -> None:
         "import torch\n"
         "from shoal.cluster.node import reserve_port\n"
         "from shoal.control.rank_env import Placement\n"
-        "from shoal.sync.world import join\n"
+        "from shoal.sync.world import join_world\n"
         "holder = reserve_port('127.0.0.1', 0)\n"
         "place = Placement(0, 2, 0, 2, master_addr='127.0.0.1', master_port=holder.getsockname()[1])\n"
-        "join(place, torch.device('cpu'), join_timeout_s=1.0)\n"
+        "join_world(place, torch.device('cpu'), join_timeout_s=1.0)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0

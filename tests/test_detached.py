@@ -289,7 +289,7 @@ def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) 
         assert f"error: whoever kept the run {run} was killed" in first.err
         state = state_of(run)
         assert state is not None
-        assert state["state"] == "unkept"
+        assert state["state"] == "unsupervised"
         assert shoal("attach", run).returncode == 3
         stopped = shoal("stop", run)
         assert (stopped.returncode, stopped.stdout) == (0, f"{run} stopped when it was asked to\n")

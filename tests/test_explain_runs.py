@@ -91,7 +91,7 @@ def test_a_script_that_fails_is_explained_at_its_end(tmp_path: Path) -> None:
 def keep(run: RunFolder, error: ShoalError | None) -> None:
     """What a supervisor leaves of one launch."""
     log = EventLog(run.supervisor, 0)
-    log.write("keeping", pid=1)
+    log.write("supervising", pid=1)
     log.write("ended", code=error.exit_code if error else 0, **(error.as_dict() if error else {}))
     log.close()
 

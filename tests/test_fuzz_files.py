@@ -186,7 +186,7 @@ OF_AGENTS: dict[str, dict[str, Any]] = {
             "ended": {"name": "rank-0", "code": 1, "by_us": False, "starved": False},
             "restart": {"name": "rank-0"},
             "note": {"text": "x"},
-            "tell": {"generation": "2-0", "text": "x"},
+            "announce": {"generation": "2-0", "text": "x"},
             "pause": {"text": "x"},
             "abandon": {"lineage": "1-0", "standing": "2-0", "shared_step": 3, "text": "x"},
             "broken": {"name": "rank-0", "why": "x"},
@@ -209,7 +209,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "fault", "rank": 0, "time": 1.0, "error": "RunFailed", "seen": "x", "why": "y", "fix": "z"},
     {"event": "membership", "rank": 0, "time": 1.0, "generation": "1-0", "lineage": "1-0", "ids": [0], "step": 1},
     *({"event": kind, "rank": 0, "time": 1.0, "launch": "L", **fields} for kind, fields in OF_AGENTS.items()),
-    {"event": "keeping", "rank": 0, "time": 1.0, "pid": 7},
+    {"event": "supervising", "rank": 0, "time": 1.0, "pid": 7},
     {"event": "ended", "rank": 0, "time": 1.0, "code": 3, "error": "RunFailed", "seen": "x"},
 ]  # fmt: skip
 EVENT_LINES = st.lists(

@@ -25,8 +25,8 @@ from shoal.host.proc import start_ticks
 from tests.lab_checks import Traces, as_ordinary_user, assert_gone, need_lab, new_name, shoal, standing_lab
 from tests.test_lab_nodes import hears, nearly, on, said, wait_for
 
-_UP = "import sys\nfrom shoal.cluster.lab.lab import up\nfrom shoal.cluster.lab.spec import make_spec\n"
-_UP_AND_STAY = _UP + "import os, time\nup(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"
+_UP = "import sys\nfrom shoal.cluster.lab.lab import build_lab\nfrom shoal.cluster.lab.spec import make_spec\n"
+_UP_AND_STAY = _UP + "import os, time\nbuild_lab(make_spec(2, name=sys.argv[1]), owner=os.getpid())\ntime.sleep(60)"
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +52,7 @@ def test_a_name_is_taken_once() -> None:
 def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
     need_lab()
     name = new_name()
-    builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(5, name=sys.argv[1]))", name])
+    builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(5, name=sys.argv[1]))", name])
     wait_for(lambda: (lab_state.lab_folder(name) / file).exists(), seconds=20)
     builder.send_signal(signal.SIGKILL)
     builder.wait(5)
@@ -68,7 +68,7 @@ def test_an_up_killed_half_way_is_cleaned_by_down(file: str) -> None:
 def test_what_an_interrupted_up_left_does_not_block_the_next() -> None:
     need_lab()
     name = new_name()
-    builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(5, name=sys.argv[1]))", name])
+    builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(5, name=sys.argv[1]))", name])
     wait_for(lambda: (lab_state.lab_folder(name) / "node1.pid").exists(), seconds=20)
     builder.send_signal(signal.SIGKILL)
     builder.wait(5)
@@ -239,9 +239,9 @@ _ROOTLESS = """
 import subprocess, sys
 from pathlib import Path
 from shoal.cluster.lab import lab as changes
-from shoal.cluster.lab.lab import up
+from shoal.cluster.lab.lab import build_lab
 from shoal.cluster.lab.spec import make_spec
-lab = up(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit", delay="20ms"))
+lab = build_lab(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit", delay="20ms"))
 try:
     said = lambda *argv: subprocess.run(lab.command("node1", argv), capture_output=True, text=True)
     assert lab.state.rootless
@@ -256,14 +256,14 @@ try:
     assert "tbf" in said("tc", "qdisc", "show", "dev", "eth0").stdout
     sleepers = [lab.start(node, ["sleep", "60"], {}, Path("/dev/null")) for node in ("node1", "node2")]
     while len(lab.processes("node1") + lab.processes("node2")) < 2: pass
-    lab.perform(changes.stop_or_go("node1", frozen=True))
-    lab.perform(changes.stop_or_go("node1", frozen=False))
+    lab.perform(changes.set_frozen("node1", frozen=True))
+    lab.perform(changes.set_frozen("node1", frozen=False))
     sleepers[0].terminate()
     assert sleepers[0].wait(5) == -15
-    lab.perform(changes.stop_or_go("node2", frozen=True))
-    lab.perform(changes.kill("node2", silent=True))
+    lab.perform(changes.set_frozen("node2", frozen=True))
+    lab.perform(changes.kill_node("node2", silent=True))
     assert sleepers[1].wait(5) == -9
-    lab.perform(changes.restart("node2"))
+    lab.perform(changes.restart_node("node2"))
     print(lab.folder, *lab.state.notes)
 finally:
     lab.close()
@@ -294,7 +294,7 @@ def test_an_up_killed_at_any_moment_is_cleaned() -> None:
     need_lab()
     for step in range(25):
         name = new_name()
-        builder = subprocess.Popen([sys.executable, "-c", _UP + "up(make_spec(4, name=sys.argv[1]))", name])
+        builder = subprocess.Popen([sys.executable, "-c", _UP + "build_lab(make_spec(4, name=sys.argv[1]))", name])
         time.sleep(0.25 + 0.03 * step)
         builder.send_signal(signal.SIGKILL)
         builder.wait(5)

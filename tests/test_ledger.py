@@ -297,14 +297,14 @@ def finished_run(folder: Path) -> RunFolder:
         with run.events(event["rank"]).open("a") as file:
             file.write(json.dumps(event | read if event["event"] == "start" else event) + "\n")
     run.supervisor.write_text(
-        "".join(json.dumps({"event": name, "rank": 0, "code": 0}) + "\n" for name in ("keeping", "ended"))
+        "".join(json.dumps({"event": name, "rank": 0, "code": 0}) + "\n" for name in ("supervising", "ended"))
     )
     write_derived_files(run)
     return run
 
 
 def launch_ended(code: int) -> str:
-    return f'{{"event":"keeping","rank":0}}\n{{"event":"ended","rank":0,"code":{code}}}\n'
+    return f'{{"event":"supervising","rank":0}}\n{{"event":"ended","rank":0,"code":{code}}}\n'
 
 
 def about_settings(run: RunFolder) -> list[str]:
@@ -332,7 +332,7 @@ def test_settings_that_stay_the_same_are_not_written_anew(tmp_path: Path) -> Non
     run.config.write_bytes(before)
     reopen_run(run.path)
     assert run.config.read_bytes() == before
-    assert [event["event"] for event in read_jsonl(run.supervisor)] == ["keeping", "ended"]
+    assert [event["event"] for event in read_jsonl(run.supervisor)] == ["supervising", "ended"]
 
 
 def test_what_was_trained_before_a_recovery_stands() -> None:

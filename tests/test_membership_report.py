@@ -37,7 +37,7 @@ def both_sides() -> list[Event]:
     return [line for place, line in enumerate(ours) for line in (line, *theirs[place : place + 1])]
 
 
-def tell(generation: str | None, text: str, event: str = "tell", at: float = 1.0) -> Event:
+def tell(generation: str | None, text: str, event: str = "announce", at: float = 1.0) -> Event:
     return {"event": event, "generation": generation, "text": text, "time": at}
 
 
@@ -89,7 +89,7 @@ def test_what_most_agents_say_is_the_sentence() -> None:
     history = summarize(killed_and_back()).history
     said = [tell("4-0", "a longer sentence of the one that was let in"), tell("4-0", "short"), tell("4-0", "short")]
     pauses = [tell(None, "later", "pause", 9.0), tell(None, "earlier", "pause", 3.0), tell(None, "later", "pause", 9.5)]
-    changes = describe_changes(history, [], [*said, *pauses, {"event": "tell", "generation": "x"}])
+    changes = describe_changes(history, [], [*said, *pauses, {"event": "announce", "generation": "x"}])
     assert changes.recoveries[1].text == "short"
     assert changes.notes == ["earlier", "later"]
 

@@ -539,7 +539,7 @@ def their_run(as_root: None) -> Iterator[RunFolder]:
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     run = make_run(place / "run")
-    run.supervisor.write_text('{"event":"keeping","rank":0}\n{"event":"ended","rank":0,"code":0}\n')
+    run.supervisor.write_text('{"event":"supervising","rank":0}\n{"event":"ended","rank":0,"code":0}\n')
     save_file({"weight": np.zeros(3, dtype=np.float32)}, run.state(0))
     checkpoint = make_folder(run.checkpoints / "step-00000100", 0o755)
     run.checkpoints.chmod(0o755)

@@ -111,7 +111,7 @@ def test_the_first_checkpoint_is_promised_within_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, promise: str
 ) -> None:
     run = make_run(tmp_path / "run", all_events(), "train.steps=400", f"train.checkpoint_every={every}")
-    monkeypatch.setattr("shoal.cli.report.find", lambda path: ["a running process"])
+    monkeypatch.setattr("shoal.cli.report.find_processes", lambda path: ["a running process"])
     with pytest.raises(DataError) as caught:
         refuse_without_checkpoint(run)
     assert caught.value.why.endswith(promise)

@@ -116,7 +116,7 @@ def test_the_others_go_on_at_its_word_and_it_comes_back(tmp_path: Path) -> None:
             wait_until(lambda: lock(tmp_path / "logind"), why=team.everything)
             (tmp_path / "logind" / "sleep").touch()
             team.await_size(0, 2)
-            told = others[0].said("tell")[-1]["text"]
+            told = others[0].said("announce")[-1]["text"]
             assert "node3 was put to sleep" in told
             team.await_commits(0, more=100)
             assert [len(event["ids"]) for event in team.notes(0, "enter")] == [3, 2], "it is let in when it has woken"

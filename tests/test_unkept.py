@@ -41,7 +41,7 @@ def test_what_a_killed_supervisor_leaves_is_shown_and_ended_when_asked(tmp_path:
     saw = json.loads(done.stdout)
     run, pids = tmp_path / "run", saw["pids"]
     assert pids.keys() == {"agent", "rank-0", "rank-1"}
-    assert saw["state"] == "unkept"
+    assert saw["state"] == "unsupervised"
 
     code, words = saw["resumed"]
     assert code == 3

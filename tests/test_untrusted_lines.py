@@ -291,7 +291,7 @@ class Silent:
         {"event": "note"},
         {"event": "note", "text": 7},
         {"event": "restart", "name": "rank-0"},
-        {"event": "tell", "text": "x", "generation": [1]},
+        {"event": "announce", "text": "x", "generation": [1]},
         {"event": "lost", "node": {}, "how": "x"},
         {"event": "peer", "node": "node1"},
         {"event": "broken", "name": "rank-9", "why": "x"},

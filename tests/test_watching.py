@@ -115,7 +115,7 @@ def test_who_attaches_to_a_plain_launch_hears_nothing_of_older_generations(tmp_p
 
 def test_notes_of_an_earlier_launch_are_not_told_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    lines = [{"event": "keeping"}, note("old"), {"event": "keeping"}, {"event": "running"}, note(LEFT)]
+    lines = [{"event": "supervising"}, note("old"), {"event": "supervising"}, {"event": "running"}, note(LEFT)]
     run.supervisor.write_text("".join(json.dumps(line) + "\n" for line in lines))
     keeping = SupervisorLog(run)
     assert [each["text"] for each in keeping.poll()] == [LEFT]

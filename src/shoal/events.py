@@ -452,7 +452,7 @@ AGENT_EVENTS: Schema = {
     "ended": {"name": _is_text, "code": _is_int, "by_us": _is_bool, "starved": _is_bool},
     "restart": {"name": _is_text},
     "note": {"text": _is_text},
-    "tell": _ANNOUNCEMENT,
+    "announce": _ANNOUNCEMENT,
     "pause": _ANNOUNCEMENT,
     "abandon": _ANNOUNCEMENT,
     "broken": {"name": _is_text, "why": _is_text},

@@ -372,7 +372,7 @@ class AgentMembership:
             case PauseTraining():
                 write("pause", text=action.text)
             case LogSentence():
-                write("tell", generation=action.generation and str(action.generation), text=action.text)
+                write("announce", generation=action.generation and str(action.generation), text=action.text)
             case AbandonLineage():
                 lineage, standing, shared = action.lineage, action.standing, action.shared_step
                 self._abandon = rank_messages.AbandonCommits(lineage=lineage, standing=standing, shared_step=shared)

@@ -290,7 +290,7 @@ def _seconds(stats: Percentiles | None, which: str) -> str:
     return "–" if stats is None else f"{getattr(stats, which):.2f}"
 
 
-class SoakDisplay:
+class SoakProgress:
     """Show the progress of a soak on stderr: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, bar: Progress) -> None:
@@ -319,11 +319,11 @@ class SoakDisplay:
 
 
 @contextlib.contextmanager
-def _soak_progress() -> Iterator[SoakDisplay]:
+def _soak_progress() -> Iterator[SoakProgress]:
     console = make_console(stderr=True)
     columns = (TextColumn("{task.completed:.0f} faults"), BarColumn(20), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield SoakDisplay(console, bar)
+        yield SoakProgress(console, bar)
 
 
 def _print_soak(result: SoakResult) -> None:

@@ -186,7 +186,7 @@ class RemoteProgram:
         """Send a request and return its answer. Raise `ControlError` when the program has ended, does not answer in
         time, or answers with an error."""
         self.send(**request)
-        return self.hear(deadline_s, str(request.get("do", "")))
+        return self.receive_answer(deadline_s, str(request.get("do", "")))
 
     def send(self, **request: Any) -> None:
         """Send a request without waiting for its answer, so that several nodes can work at once."""
@@ -194,7 +194,7 @@ class RemoteProgram:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
-    def hear(self, deadline_s: float, about: str = "") -> Answer:
+    def receive_answer(self, deadline_s: float, about: str = "") -> Answer:
         line = self._read_line(time.monotonic() + deadline_s, about)
         try:
             answer = json.loads(line)
@@ -297,7 +297,7 @@ def ask_each(
         programs[name].send(**request)
     for name, request in requests.items():
         try:
-            answers[name] = programs[name].hear(max(0.0, deadline - time.monotonic()), str(request["do"]))
+            answers[name] = programs[name].receive_answer(max(0.0, deadline - time.monotonic()), str(request["do"]))
         except ControlError as error:
             errors[name] = error
     return answers, errors

@@ -325,7 +325,7 @@ class Launch:
                 self._note(f"{node}: {event['text']}")
             case "restart":
                 self.ends = [end for end in self.ends if end.name != event["name"]]
-            case "tell" | "pause" | "abandon":
+            case "announce" | "pause" | "abandon":
                 # All agents of a generation announce the same: note it once.
                 key = event.get("generation") or event["text"]
                 if key not in self._announced:

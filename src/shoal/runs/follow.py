@@ -44,7 +44,7 @@ class SupervisorLog:
         notes: list[Event] = []
         for event in self._tail.poll():
             match event["event"]:
-                case "keeping":
+                case "supervising":
                     # A later launch of the same run: forget the earlier one.
                     self.running, self.ended, notes, self._questions = False, None, [], []
                 case "running":

@@ -56,8 +56,8 @@ class RunState:
     run: Path
     what: str  # the preset or the script
     on: str
-    # running; unkept: its agents go on without a supervisor; left over: only ranks or their children are there, which
-    # no process will ever end; folder removed: its processes are about to end because the run folder was deleted.
+    # running; unsupervised: its agents go on without a supervisor; left over: only ranks or their children are there,
+    # which no process will ever end; folder removed: its processes are about to end because the run folder was deleted.
     state: str
     step: int | None
     steps: int | None
@@ -82,7 +82,7 @@ def leftovers(states: Iterable[RunState]) -> list[RunProcess]:
 def describe(path: Path, processes: list[RunProcess]) -> RunState:
     run = RunFolder(path)
     parts = {process.part for process in processes}
-    state = "running" if has_supervisor(processes) else "unkept" if AGENT in parts else "left over"
+    state = "running" if has_supervisor(processes) else "unsupervised" if AGENT in parts else "left over"
     if processes and run.is_removed():
         state = "folder removed"
     what, on, steps = _read_purpose(run)

@@ -107,7 +107,7 @@ def main(folder: Path) -> int:
         signal.signal(signum, signal.default_int_handler)
     # Private: it contains the code of an invitation.
     log = EventLog(run.supervisor, 0, private=True)
-    log.write("keeping", pid=os.getpid())
+    log.write("supervising", pid=os.getpid())
     error: ShoalError | None = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)

@@ -89,7 +89,7 @@ class StepStats:
     stop: bool
     wait_s: float
     edge: bool  # a rank was asked that all stop together after a step
-    told: tuple[RankStats, ...]  # by rank
+    by_rank: tuple[RankStats, ...]  # by rank
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _PendingGather:
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
             edge=bool(edge.any()),
-            told=tuple(RankStats(ready, HostStats(*host)) for _, ready, _, _, *host in matrix.tolist()),
+            by_rank=tuple(RankStats(ready, HostStats(*host)) for _, ready, _, _, *host in matrix.tolist()),
         )
 
 
@@ -165,7 +165,7 @@ class StepGather:
         self.late_s = self._waited_s if self._lag else 0.0
         return stats
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Drop the group: nothing more is gathered or read. `own_losses` stay known."""
         self._world = without_group(self._world)
 

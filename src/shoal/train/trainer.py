@@ -172,7 +172,7 @@ class Trainer:
         with suppress(OSError, RuntimeError, ShoalError):
             self.sync.close()
         self.exchanges = Exchanges(NoExchange(self.model), EveryStep(), self.exchange)
-        self.exchange.let_go()
+        self.exchange.close()
         self.recorder.leave_world()
         self.world = without_group(self.world)
 
@@ -340,7 +340,7 @@ class Trainer:
         """Judge on all ranks and warn on the first: when that rank leaves, the next one repeats no warning."""
         work, exposed_s = self.batch_plan.micro_batches, self.times.get("exposed", 0.0)
         for stats in known:
-            for slow in self.stragglers.observe(stats.told, work, self.times["step"], exposed_s):
+            for slow in self.stragglers.observe(stats.by_rank, work, self.times["step"], exposed_s):
                 if self.world.is_main:
                     self.recorder.warn(slow, step=self.progress.step)
 

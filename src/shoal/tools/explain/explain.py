@@ -319,7 +319,7 @@ def _last_launch(path: Path) -> list[tuple[int, Event]]:
     id."""
     with path.open("rb") as file:
         events = [(number, event) for number, line in enumerate(file, 1) if (event := parse_event(line)) is not None]
-    starts = [place for place, (_, event) in enumerate(events) if event.get("event") == "keeping"]
+    starts = [place for place, (_, event) in enumerate(events) if event.get("event") == "supervising"]
     newest = events[starts[-1] :] if starts else events
     return [(number, event) for number, event in newest if event.get("launch") == newest[-1][1].get("launch")]
 

@@ -113,7 +113,7 @@ class LinkMeters:
         """Send all requests, then wait for the answers in turn."""
         for name, request in zip(names, requests, strict=True):
             self._talks[name].send(do=step, **request)
-        return [self._talks[name].hear(requests[0]["seconds"] + _FLOW_SLACK_S, step) for name in names]
+        return [self._talks[name].receive_answer(requests[0]["seconds"] + _FLOW_SLACK_S, step) for name in names]
 
     def _place(self, target: str) -> dict[str, Any]:
         return {"address": self._addresses[target], "port": self._ports[target], "token": self._token}

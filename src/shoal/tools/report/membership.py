@@ -278,6 +278,6 @@ def _agent_texts(agent_events: Iterable[Event]) -> dict[Ballot, str]:
     counts: dict[Ballot, Counter[str]] = {}
     for event in agent_events:
         generation = read_ballot(event.get("generation")) if event.get("generation") else None
-        if event.get("event") == "tell" and generation is not None and event.get("text"):
+        if event.get("event") == "announce" and generation is not None and event.get("text"):
             counts.setdefault(generation, Counter())[str(event["text"])] += 1
     return {generation: max(texts, key=lambda text: (texts[text], len(text))) for generation, texts in counts.items()}
