@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.agent.agent import read_orders
-from shoal.agent.invite import ID, ask_agent
+from shoal.agent.invite_server import ID, ask_agent
 from shoal.agent.membership import RankNumbering
 from shoal.control.membership.settings import MembershipSettings
 from shoal.control.orders import GoOrder, MembershipOrder, StartProcess

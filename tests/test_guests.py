@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shoal.agent.agent import read_orders, save_orders
-from shoal.agent.invite import ID, WHO, InviteReply, InviteServer, ask_agent
+from shoal.agent.invite_server import ID, WHO, InviteReply, InviteServer, ask_agent
 from shoal.agent.mesh import AgentAddresses
 from shoal.cluster.hosts.messenger import FileSender
 from shoal.control.channel import make_token

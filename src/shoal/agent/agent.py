@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.agent.invite import InviteServer
+from shoal.agent.invite_server import InviteServer
 from shoal.agent.kv_store import KvStoreClient
 from shoal.agent.membership import AgentMembership
 from shoal.agent.mesh import Mesh

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.agent.agent import read_orders
-from shoal.agent.invite import ID, WHO, InviteReply, ask_agent
+from shoal.agent.invite_server import ID, WHO, InviteReply, ask_agent
 from shoal.cluster.join import Confirm, JoinedLink, JoinServer
 from shoal.config.load import load_config
 from shoal.control.channel import seal
