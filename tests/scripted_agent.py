@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 from shoal.agent.kv_store import KvStore, derive_key, read_request
 from shoal.agent.kv_store import to_frame as key_frame
 from shoal.cluster.node import start_process
+from shoal.control.channel import LENGTH
 from shoal.control.membership.types import Ballot, Lineage, State
 from shoal.control.rank_env import AGENT_FD, KEEPS_FILES, Placement
 from shoal.control.rank_messages import (
-    LENGTH,
     MEMBERSHIP_FD,
     EnterGeneration,
     GroupFormed,

@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from shoal.cli.output import command, print_json, shown, stdout_console
+from shoal.config.defaults import SEED
 from shoal.config.load import load_config
 from shoal.control.processes import find_processes
 from shoal.errors import DataError, ShoalError
@@ -177,7 +178,7 @@ def sample(
     prompt: Annotated[str, typer.Option(help="The beginning of each text.")] = "",
     temperature: Annotated[float, typer.Option(min=0, max=10, help="0 always takes the most likely token.")] = 0.7,
     length: Annotated[int, typer.Option(min=1, max=100_000, help="Most tokens per text.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same texts.")] = 35_000,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same texts.")] = SEED,
     json: Annotated[bool, typer.Option("--json", help="Print the texts as JSON on stdout.")] = False,
 ) -> None:
     """Generate text with a trained model, from its newest checkpoint."""

@@ -56,6 +56,30 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int, what: str) ->
     return await reader.readexactly(size)
 
 
+def receive_frame(connection: socket.socket, max_bytes: int, what: str) -> bytes | None:
+    """Do the same in a thread that blocks. None when the other end closed the connection."""
+    head = _receive_exactly(connection, LENGTH)
+    if head is None:
+        return None
+    size = int.from_bytes(head, "big")
+    if size > max_bytes:
+        raise ControlError(f"{what} has {size} bytes", why="the stream is broken")
+    return _receive_exactly(connection, size)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < size:
+        try:
+            part = connection.recv(size - len(received))
+        except OSError:
+            return None
+        if not part:
+            return None
+        received += part
+    return bytes(received)
+
+
 def make_token(path: Path) -> str:
     """Write a fresh token, readable only by its owner from the first moment."""
     token = secrets.token_hex(32)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from shoal.config.defaults import RESTARTS
 from shoal.config.schema import MembersConfig
 from shoal.control.channel import SAME_VERSIONS
 from shoal.control.membership.settings import MembershipSettings
@@ -100,7 +101,7 @@ class MembershipOrder:
     """How nodes may come and go in this run."""
 
     rules: MembershipSettings
-    restarts: Number = 3  # how often a killed rank is restarted
+    restarts: Number = RESTARTS  # how often a killed rank is restarted
     above: Annotated[int, Field(ge=0, lt=2**53)] = 0  # the highest generation of earlier launches: none is used twice
 
 

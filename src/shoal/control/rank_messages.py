@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shoal.control.channel import LENGTH as LENGTH
 from shoal.control.channel import frame
-from shoal.control.membership.settings import LEASE_S as LEASE_S
 from shoal.control.membership.types import Ballot, Count, Lineage, State, StrictModel
 from shoal.errors import ControlError
 

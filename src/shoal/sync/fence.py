@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from shoal.control.membership.settings import LEASE_S
 from shoal.control.membership.types import NEVER, Ballot, State
-from shoal.control.rank_messages import LEASE_S
 from shoal.host.facts import boot_clock
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-_LENGTH = 4
+from shoal.control.channel import frame, receive_frame
+
+# The agent answers with keys that this process set, or with an error of one line.
+_MAX_REPLY_BYTES = 64 << 20
 # One request blocks at most this long, because another thread of this process may need the connection.
 _REQUEST_WAIT_S = 0.2
 # Locks are not fair: a thread that asks again at once gets the lock first again (measured: others waited up to 2.4 s).
@@ -83,19 +86,14 @@ class AgentStore(dist.Store):
     def _request(self, **request: Any) -> dict[str, Any]:
         payload = json.dumps(request).encode()
         with self._request_lock:
-            self._socket.sendall(len(payload).to_bytes(_LENGTH, "big") + payload)
-            reply: dict[str, Any] = json.loads(self._read(int.from_bytes(self._read(_LENGTH), "big")))
+            self._socket.sendall(frame(payload))
+            answer = receive_frame(self._socket, _MAX_REPLY_BYTES, "a reply of the agent's key-value store")
+        if answer is None:
+            raise dist.DistStoreError("the agent that keeps the keys closed the connection")
+        reply: dict[str, Any] = json.loads(answer)
         if "error" in reply:
             raise dist.DistStoreError(reply["error"])
         return reply
-
-    def _read(self, size: int) -> bytes:
-        received = bytearray()
-        while len(received) < size:
-            if not (part := self._socket.recv(size - len(received))):
-                raise dist.DistStoreError("the agent that keeps the keys closed the connection")
-            received += part
-        return bytes(received)
 
 
 def _encode(value: str | bytes) -> str:

@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+from shoal.control.channel import receive_frame
 from shoal.control.membership.types import Ballot
 from shoal.control.rank_messages import (
-    LENGTH,
     MAX_BYTES,
     AbandonCommits,
     EnterGeneration,
@@ -30,7 +30,7 @@ from shoal.control.rank_messages import (
     read_to_rank,
     to_frame,
 )
-from shoal.errors import ControlError, Interrupted, RunFailed
+from shoal.errors import Interrupted, RunFailed
 from shoal.sync.fence import GenerationFence
 from shoal.sync.interruptible import Connections, GroupInterrupt
 
@@ -54,26 +54,8 @@ class AgentConnection:
 
     def receive(self) -> ToRank | None:
         """Return the next message; None when the agent has closed its end."""
-        head = self._read(LENGTH)
-        if head is None:
-            return None
-        size = int.from_bytes(head, "big")
-        if size > MAX_BYTES:
-            raise ControlError(f"a message of {size} bytes from the agent", why="the stream is broken")
-        payload = self._read(size)
+        payload = receive_frame(self._socket, MAX_BYTES, "a message from the agent")
         return None if payload is None else read_to_rank(payload)
-
-    def _read(self, size: int) -> bytes | None:
-        received = bytearray()
-        while len(received) < size:
-            try:
-                part = self._socket.recv(size - len(received))
-            except OSError:
-                return None
-            if not part:
-                return None
-            received += part
-        return bytes(received)
 
 
 class MembershipClient:

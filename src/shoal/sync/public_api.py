@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.config.defaults import SYNC_TIMEOUT_S
 from shoal.control.rank_env import Placement
 from shoal.errors import UsageError
 from shoal.sync.world import World, choose_device, join_world
 
 
-def init_distributed(backend: str | None = None, device: str = "auto", timeout_s: float = 60.0) -> World:
+def init_distributed(backend: str | None = None, device: str = "auto", timeout_s: float = SYNC_TIMEOUT_S) -> World:
     """Join the process group that the launcher (shoal, torchrun) describes; without a launcher, form a group of one.
 
     The backend follows the device (gloo on CPU, NCCL on CUDA) unless given. Unpacks: `rank, size = init_distributed()`.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shoal.config.defaults import JOIN_TIMEOUT_S, SYNC_TIMEOUT_S
 from shoal.control.membership.types import NEVER, Ballot, Lineage
 from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import EnterGeneration
@@ -173,8 +174,8 @@ def join_world(
     placement: Placement,
     device: torch.device,
     backend: str | None = None,
-    join_timeout_s: float = 60.0,
-    timeout_s: float = 60.0,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+    timeout_s: float = SYNC_TIMEOUT_S,
     warn: Warn = warn_in_log,
 ) -> World:
     """Wait for the other ranks at the store and form the group; raise an error that names missing ranks.

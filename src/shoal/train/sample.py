@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.config.defaults import SEED
 from shoal.config.load import load_config
 from shoal.control.rank_env import use_private_caches
 from shoal.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--length", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--seed", type=int, default=35_000)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:

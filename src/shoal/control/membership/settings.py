@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.config.defaults import MAX_NODES, MIN_NODES, SILENT_AFTER_S
+
 
 @dataclass(frozen=True)
 class MembershipSettings:
@@ -17,7 +19,7 @@ class MembershipSettings:
     heartbeat_s: float = 0.25
     # A peer that sent nothing for this long is suspected. Raise it when busy machines or a bad Wi-Fi are suspected
     # wrongly; every silent loss then takes that much longer to notice.
-    silent_after_s: float = 2.5
+    silent_after_s: float = SILENT_AFTER_S
     # A connection that closes this soon after a message was closed by the other node. Longer: a connection that timed
     # out may be taken for a process that ended.
     closed_within_s: float = 0.5
@@ -37,8 +39,8 @@ class MembershipSettings:
     # What both halves of an exact tie do when neither hears the other.
     on_silent_tie: Literal["continue", "pause"] = "continue"
     # Fewer nodes pause; more are not admitted.
-    min_nodes: int = 1
-    max_nodes: int = 64
+    min_nodes: int = MIN_NODES
+    max_nodes: int = MAX_NODES
     # Every rank needs a sample of each batch.
     max_ranks: int = 4096
 
@@ -77,7 +79,7 @@ REFUSED_RECONNECT_S = 2.0
 # How long one attempt to reconnect may take.
 CONNECT_TIMEOUT_S = 2.0
 # A connection without a message for this long is replaced: the kernel repeats lost packets ever less often.
-REDIAL_SILENT_AFTER_S = 2.5
+REDIAL_SILENT_AFTER_S = SILENT_AFTER_S
 # In a run that ends when a node is lost: the interval of heartbeats, and the silence after which a node is lost. Long
 # enough for a busy Wi-Fi, short enough that a run does not wait minutes for a node that has left.
 FIXED_HEARTBEAT_S = 1.0

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from shoal.config.defaults import SEED
 from shoal.control.processes import find_processes, wait_until_ended
 from shoal.errors import Interrupted, ShoalError, UsageError
 from shoal.events import Event, EventTail
@@ -202,7 +203,7 @@ class ScenarioPlayer:
         try:
             if self.scenario.trains:
                 self.report("starts")
-                config = self.scenario.config(self.testbed.on, seed=35_000)
+                config = self.scenario.config(self.testbed.on, seed=SEED)
                 start_training(config, self.folder, NoDisplay, detach=True, before=self.testbed.before)
             self._inject_all(injections)
             stop_s = self._watch_to_the_end() if self.scenario.trains else None
