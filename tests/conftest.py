@@ -12,9 +12,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.harness import standing_helpers
+from tests.support.paths import ROOT
+from tests.support.ranks import standing_helpers
 
-ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 5.0
 # pytest names the running test in one; torch sets the other when the first optimizer is made.
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}

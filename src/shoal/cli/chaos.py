@@ -206,7 +206,7 @@ def _print_list(scenarios: Sequence[ChaosScenario]) -> None:
     console.print(table)
     console.print("\n[bold]not covered by a scenario[/]")
     for row in rows_without_scenario(scenarios):
-        text = "; ".join(filter(None, (row.why, ", ".join(row.tests))))
+        text = "; ".join(filter(None, (row.why, ", ".join(f"tests/{test}.py" for test in row.tests))))
         console.print(f"{row.number:>3}  {row.fault}: {text}", soft_wrap=True)
 
 

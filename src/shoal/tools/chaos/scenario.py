@@ -290,64 +290,93 @@ class FaultRow:
 
     number: int
     fault: str
-    tests: tuple[str, ...] = ()  # that cover it, beside scenarios or in their place
+    tests: tuple[str, ...] = ()  # modules in tests/ that cover it, beside scenarios or in their place
     why: str = ""  # no scenario plays it
 
 
 FAULT_ROWS = (
-    FaultRow(1, "kill -9 of any rank, at any moment", ("tests/test_membership_faults.py",)),
+    FaultRow(1, "kill -9 of any rank, at any moment", ("unit/control/test_membership_faults",)),
     FaultRow(
-        2, "kill -9 of the leader, or of the agent with the key-value store", ("tests/test_membership_faults.py",)
+        2,
+        "kill -9 of the leader, or of the agent with the key-value store",
+        ("unit/control/test_membership_faults",),
     ),
-    FaultRow(3, "every process of a node killed; power cut or pulled cable", ("tests/test_membership_faults.py",)),
-    FaultRow(4, "two of three nodes die at once", ("tests/test_membership_faults.py",)),
-    FaultRow(5, "freeze for 1.5 s", ("tests/test_membership_faults.py",)),
-    FaultRow(6, "freeze for 30 s, then wake", ("tests/test_membership_faults.py",)),
-    FaultRow(7, "partition and heal: 2 against 1, 1 against 1", ("tests/test_membership_faults.py",)),
-    FaultRow(8, "one-way block", ("tests/test_doctor_faults_net.py",)),
-    FaultRow(9, "link flap of 0.5 s and of 5 s", ("tests/test_membership_faults.py",)),
-    FaultRow(10, "a slow link; a rank three times slower", ("tests/test_stragglers.py",)),
-    FaultRow(11, "packet loss of 1% and 5%", ("tests/test_stragglers.py",)),
-    FaultRow(12, "a restarted or new machine joins", ("tests/test_membership_faults.py",)),
-    FaultRow(13, "kill during a checkpoint", ("tests/test_checkpoint.py", "tests/test_long.py")),
-    FaultRow(14, "checkpoint truncated or zero-filled", ("tests/test_checkpoint.py",)),
-    FaultRow(15, "one flipped bit in a checkpoint", ("tests/test_checkpoint.py",)),
-    FaultRow(16, "disk full, read-only folder", ("tests/test_bad_input.py",)),
+    FaultRow(
+        3,
+        "every process of a node killed; power cut or pulled cable",
+        ("unit/control/test_membership_faults",),
+    ),
+    FaultRow(4, "two of three nodes die at once", ("unit/control/test_membership_faults",)),
+    FaultRow(5, "freeze for 1.5 s", ("unit/control/test_membership_faults",)),
+    FaultRow(6, "freeze for 30 s, then wake", ("unit/control/test_membership_faults",)),
+    FaultRow(7, "partition and heal: 2 against 1, 1 against 1", ("unit/control/test_membership_faults",)),
+    FaultRow(8, "one-way block", ("integration/tools/test_doctor_faults_network",)),
+    FaultRow(9, "link flap of 0.5 s and of 5 s", ("unit/control/test_membership_faults",)),
+    FaultRow(10, "a slow link; a rank three times slower", ("integration/train/test_stragglers",)),
+    FaultRow(11, "packet loss of 1% and 5%", ("integration/train/test_stragglers",)),
+    FaultRow(12, "a restarted or new machine joins", ("unit/control/test_membership_faults",)),
+    FaultRow(13, "kill during a checkpoint", ("unit/train/test_checkpoint", "integration/test_whole_runs")),
+    FaultRow(14, "checkpoint truncated or zero-filled", ("unit/train/test_checkpoint",)),
+    FaultRow(15, "one flipped bit in a checkpoint", ("unit/train/test_checkpoint",)),
+    FaultRow(16, "disk full, read-only folder", ("integration/cli/test_bad_input",)),
     FaultRow(
         17,
         "a clock that is wrong or jumps",
-        ("tests/test_clocks.py", "tests/test_membership_rules.py", "tests/test_doctor_faults_machine.py"),
+        (
+            "integration/launch/test_clocks",
+            "unit/control/test_membership_rules",
+            "integration/tools/test_doctor_faults_machine",
+        ),
         "a lab's nodes have one clock, unless a test gives one of them another",
     ),
-    FaultRow(18, "port taken, stale run", ("tests/test_detached.py", "tests/test_doctor_machine.py")),
-    FaultRow(19, "garbage and idle connections on every port", ("tests/test_secure_runs.py",)),
+    FaultRow(
+        18,
+        "port taken, stale run",
+        ("integration/runs/test_detached", "unit/tools/doctor/test_checks_machine"),
+    ),
+    FaultRow(19, "garbage and idle connections on every port", ("integration/runs/test_secure_runs",)),
     FaultRow(
         20,
         "wrong, missing or replayed token",
         (
-            "tests/test_mesh_strangers.py",
-            "tests/test_connection_guard.py",
-            "tests/test_agents.py",
-            "tests/test_guests.py",
+            "unit/agent/test_mesh_unknown_connections",
+            "unit/control/test_connection_guard",
+            "integration/agent/test_agents",
+            "integration/agent/test_joining_nodes",
         ),
         "the tests use the protocol with a wrong token; a scenario only connects",
     ),
     FaultRow(
         21,
         "a peer with another torch, protocol, config or data set",
-        ("tests/test_hello.py", "tests/test_agents.py"),
+        ("unit/control/test_handshake", "integration/agent/test_agents"),
         "nodes of a lab run one installation",
     ),
-    FaultRow(22, "out of memory in one rank", ("tests/test_out_of_memory.py", "tests/test_workplace.py")),
-    FaultRow(23, "NaN or Inf loss on one rank", ("tests/test_refusal.py",)),
-    FaultRow(24, "one weight bit changed on one rank", ("tests/test_comparing.py",)),
+    FaultRow(
+        22,
+        "out of memory in one rank",
+        ("integration/launch/test_out_of_memory", "unit/agent/test_rank_processes"),
+    ),
+    FaultRow(23, "NaN or Inf loss on one rank", ("integration/train/test_refused_steps",)),
+    FaultRow(24, "one weight bit changed on one rank", ("integration/train/test_divergence",)),
     FaultRow(
         25,
         "dead DNS, a host name that is 127.0.1.1, the wrong interface",
-        ("tests/test_doctor_faults_net.py", "tests/test_doctor_faults_machine.py"),
+        (
+            "integration/tools/test_doctor_faults_network",
+            "integration/tools/test_doctor_faults_machine",
+        ),
         "doctor's own tests break each of them on a node",
     ),
-    FaultRow(26, "SSH drops, launcher killed, terminal closed", ("tests/test_detached.py", "tests/test_hosts_ssh.py")),
-    FaultRow(27, "SIGINT once and twice, SIGTERM", ("tests/test_failing_ranks.py", "tests/test_chaos_runs.py")),
+    FaultRow(
+        26,
+        "SSH drops, launcher killed, terminal closed",
+        ("integration/runs/test_detached", "integration/cluster/test_hosts_ssh"),
+    ),
+    FaultRow(
+        27,
+        "SIGINT once and twice, SIGTERM",
+        ("integration/launch/test_failing_ranks", "integration/tools/test_chaos_runs"),
+    ),
     FaultRow(28, "soak: a random fault every 15 s", (), "shoal chaos soak"),
 )

@@ -1,4 +1,4 @@
-"""All known failures by the program that prints them; tests/failures/produce.py provokes nearly all of them."""
+"""All known failures by the program that prints them; tests/support/failures/produce.py provokes nearly all of them."""
 
 from __future__ import annotations
 

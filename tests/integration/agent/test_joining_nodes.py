@@ -1,0 +1,290 @@
+"""A machine that was never part of a run comes into it while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shoal.agent.agent import read_orders, save_orders
+from shoal.agent.invite_server import ID, WHO, InviteReply, InviteServer, ask_agent
+from shoal.agent.mesh import AgentAddresses
+from shoal.cluster.hosts.messenger import FileSender
+from shoal.control.channel import make_token
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.membership.types import next_member
+from shoal.control.orders import STOP, GoOrder, MeetOrder, RosterEntry
+from shoal.errors import RunFailed, UsageError
+from shoal.run_folder import RunFolder
+from tests.support.agents import Agent, agents
+from tests.support.members import Team, start_again
+from tests.support.programs import shoal
+from tests.support.runs import wait_until
+
+
+@contextlib.contextmanager
+def newcomer(folder: Path, number: int) -> Iterator[Agent]:
+    """An agent in a folder of its own."""
+    guest = Agent(folder, number, {})
+    try:
+        yield guest
+    finally:
+        guest.close()
+
+
+def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
+    number = next_member(2, 1, 0)
+    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        assert stat.S_IMODE(members[1].run.door("node2").stat().st_mode) == 0o600
+        rank = team.let_come(guest, members[1])
+        entered = team.await_size(rank, 3, entries=1)
+        assert (entered["ids"], entered["holds"]) == ([0, 1, rank], False)
+        team.await_size(0, 3)
+        assert members[0].said("generation")[-1]["members"] == ["node1", "node2", guest.node]
+        assert guest.said("generation")[-1]["members"] == ["node1", "node2", guest.node]
+        team.check_ledgers(0, 1, rank)
+        members[0].tell(STOP)
+        assert [agent.code(within_s=10) for agent in (*members, guest)] == [0, 0, 0]
+        assert not members[1].run.door("node2").exists()
+
+
+# Acts as another user: connects to the socket that is named first, reads the files after it, prints what it may.
+TRY_AS_OTHER_USER = """
+import os, socket, sys
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+door, *files = sys.argv[1:]
+os.chdir(os.path.dirname(door))
+with socket.socket(socket.AF_UNIX) as trying:
+    try:
+        trying.connect(os.path.basename(door))
+        print(os.path.basename(door))
+    except PermissionError:
+        pass
+for file in files:
+    try:
+        with open(file, "rb") as opened:
+            opened.read()
+        print(os.path.basename(file))
+    except PermissionError:
+        pass
+"""
+
+
+def try_as_other_user(*paths: Path) -> list[str]:
+    words = [sys.executable, "-I", "-c", TRY_AS_OTHER_USER, *map(str, paths)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+
+def test_another_user_cannot_open_the_socket_or_read_the_secrets_of_an_agent() -> None:
+    """In a folder that this user can enter. The journal and, with mode 0666, the socket show that the test can tell."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        token = make_token(RunFolder(folder).token)
+        with agents(folder, folder, changes=[{"token": token}] * 2) as members:
+            team = Team(members, (1, 1))
+            team.go()
+            team.await_commits(0)
+            run, node = members[1].run, members[1].node
+            secrets = (run.token, run.orders(node), run.votes(node))
+            wait_until(lambda: all(path.exists() for path in secrets))
+            assert token in run.orders(node).read_text()
+            assert try_as_other_user(run.door(node), *secrets, run.journal(node)) == [run.journal(node).name]
+            run.door(node).chmod(0o666)
+            assert try_as_other_user(run.door(node)) == [run.door(node).name]
+
+
+def test_ids_are_never_given_twice(tmp_path: Path) -> None:
+    """Not by two sponsors, and not by one that was started again."""
+    with agents(tmp_path, tmp_path) as members:
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        doors = [agent.run.door(agent.node) for agent in members]
+        given = [ask_agent(door, ID).member for door in doors for _ in range(2)]
+        who = ask_agent(doors[0], WHO)
+        assert who.member is None
+        assert {place.node for place in who.places.values()} == {"node1", "node2"}
+        members[1].process.kill()
+        start_again(members[1])
+        wait_until(lambda: len(members[1].said("ready")) == 2 and doors[1].exists())
+        given.append(wait_until(lambda: answered(doors[1])))
+    assert len(set(given)) == 5
+    assert min(member for member in given if member is not None) >= 2
+
+
+def answered(door: Path) -> int | None:
+    with contextlib.suppress(OSError, UsageError):
+        return ask_agent(door, ID).member
+    return None
+
+
+@pytest.mark.long
+def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
+    number = next_member(2, 0, 0)
+    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+        team = Team(members, (1, 1))
+        team.go(rules=MembershipSettings(max_nodes=2))
+        team.await_commits(0)
+        assert ask_agent(members[0].run.door("node1"), WHO).full
+        rank = team.let_come(guest, members[0])
+        team.await_notes(rank, "here")
+        team.await_commits(0, more=200)
+        assert team.notes(rank, "enter") == []
+        members[1].process.kill()
+        team.await_size(rank, 2, entries=1)
+        assert members[0].said("generation")[-1]["members"] == ["node1", guest.node]
+
+
+def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
+    """Its machine is switched off: nobody who trains has to stop for that."""
+    number = next_member(2, 0, 0)
+    with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
+        team = Team(members, (1, 1))
+        team.go(rules=MembershipSettings(max_nodes=2))
+        team.await_commits(0)
+        rank = team.let_come(guest, members[0])
+        team.await_notes(rank, "here")
+        guest.process.terminate()
+        guest.process.wait(20)
+        team.await_commits(0, more=50)
+        assert guest.said("left")
+        assert [agent.process.poll() for agent in members] == [None, None]
+
+
+@pytest.mark.long
+def test_a_guest_that_was_killed_comes_back_and_invites_another(tmp_path: Path) -> None:
+    """Its inviter is gone by then, so only the joining node can tell the next one where everybody is."""
+    first = next_member(2, 1, 0)
+    second = next_member(2, first, 0)
+    with (
+        agents(tmp_path, tmp_path) as members,
+        newcomer(tmp_path / "first", first) as guest,
+        newcomer(tmp_path / "second", second) as other,
+    ):
+        team = Team(members, (1, 1))
+        team.go()
+        team.await_commits(0)
+        rank = team.let_come(guest, members[1])
+        team.await_size(rank, 3, entries=1)
+        guest.process.kill()
+        team.await_size(0, 2, entries=3)
+        start_again(guest)
+        team.await_size(rank, 3)
+        members[1].process.kill()
+        team.await_size(0, 2, entries=5)
+        last = team.let_come(other, guest)
+        entered = team.await_size(last, 3, entries=1)
+        assert entered["ids"] == [0, rank, last]
+        team.check_ledgers(0, rank, last)
+
+
+def test_orders_name_those_who_came_later(tmp_path: Path) -> None:
+    run, place = RunFolder(tmp_path), RosterEntry("node9", "10.0.0.9", 4000, "m", (), 2)
+    (tmp_path / "agents").mkdir()
+    meet = MeetOrder(str(tmp_path), "node1", 0, "10.0.0.1", None, "t" * 64, "l", 1.0, "c", "d")
+    save_orders(run, meet, GoOrder((place,), (), None, {66: place}))
+    _, go = read_orders(run, "node1")
+    assert go.places() == {0: place, 66: place}
+
+
+@dataclass
+class Host:
+    """What an agent's membership would answer."""
+
+    why: str = ""
+    broken: bool = False
+
+    def why_closed(self) -> str:
+        return self.why
+
+    def is_full(self) -> bool:
+        return False
+
+    def invite(self) -> int:
+        if self.broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return 7
+
+
+def asked(path: Path, host: Host, question: str) -> InviteReply:
+    async def live() -> InviteReply:
+        server = InviteServer(path, host, AgentAddresses())
+        await server.open()
+        try:
+            return await asyncio.to_thread(ask_agent, path, question)
+        finally:
+            server.close()
+
+    return asyncio.run(live())
+
+
+def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
+    """In a folder whose name is longer than a socket's may be."""
+    folder = tmp_path / ("deep" * 30)
+    folder.mkdir()
+    door = folder / "node1.door"
+    assert asked(door, Host(), ID).member == 7
+    assert asked(door, Host(broken=True), WHO).member is None
+    with pytest.raises(UsageError, match="no machine can join the run"):
+        asked(door, Host(why="it is about to end"), ID)
+    with pytest.raises(RunFailed, match="No space left"):
+        asked(door, Host(broken=True), ID)
+    assert not door.exists()
+
+
+def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
+    async def live() -> list[bytes]:
+        server = InviteServer(tmp_path / "door", Host(), AgentAddresses())
+        await server.open()
+        answers = []
+        for line in (b"\n", b"[]\n", b"nonsense\n", b'{"ask": [1]}\n'):
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "door"))
+            writer.write(line)
+            answers.append(await asyncio.wait_for(reader.readline(), 10))
+            writer.close()
+        server.close()
+        return answers
+
+    *others, last = asyncio.run(live())
+    assert all(b"cannot read" in answer for answer in others)
+    assert b'"member": null' in last
+
+
+def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    done = shoal("host", tmp_path)
+    assert done.returncode == 2
+    assert f"error: nobody trains in {tmp_path} on this machine" in done.stderr
+    assert f"shoal train --resume {tmp_path}" in done.stderr
+    given = shoal("host", tmp_path, "--steps", "5")
+    assert "error: a running run keeps its settings" in given.stderr
+    (tmp_path / "empty").mkdir()
+    assert "is not a run folder" in shoal("host", tmp_path / "empty").stderr
+
+
+def test_what_was_promised_and_ordered_does_not_travel(tmp_path: Path) -> None:
+    """The host would refuse it, and with it everything else that this machine sends."""
+    for name in ("node2.jsonl", "node2.log", "node2.orders", "node2.votes"):
+        (tmp_path / "agents").mkdir(exist_ok=True)
+        (tmp_path / "agents" / name).write_text("words\n")
+    sent: list[str] = []
+    FileSender(RunFolder(tmp_path), "node2", (), {}, False, lambda name, offset, piece: sent.append(name)).send_new()
+    assert sorted(sent) == ["agents/node2.jsonl", "agents/node2.log"]

@@ -1,0 +1,128 @@
+"""A machine that is suspended says so first, and comes back when it has woken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.agent.sleep import read_signal, watch_for_sleep
+from tests.support.agents import Agent, agents
+from tests.support.members import Team
+from tests.support.runs import wait_until
+
+# What gdbus says when it begins to listen, and of a laptop whose lid is closed and opened again.
+OPENING = (
+    "Monitoring signals on object /org/freedesktop/login1 owned by org.freedesktop.login1",
+    "The name org.freedesktop.login1 is owned by :1.4",
+)
+SIGNAL = "/org/freedesktop/login1: org.freedesktop.login1.Manager.PrepareForSleep ({},)"
+LISTENER = """#!{python} -IS
+import os, sys, time
+for line in {opening!r}:
+    print(line, flush=True)
+for wish in ("sleep", "wake"):
+    while not os.path.exists({folder!r} + "/" + wish):
+        time.sleep(0.02)
+    print({signal!r}.format("true" if wish == "sleep" else "false"), flush=True)
+time.sleep(600)
+"""
+HOLDER = """#!/bin/sh
+echo "$@" >> {folder}/lock
+cat
+echo released >> {folder}/lock
+"""
+
+
+def fake_logind(folder: Path) -> dict[str, str]:
+    """Variables under which the tools that speak with logind are ours; a file `sleep` or `wake` makes it say so."""
+    tools = folder / "tools"
+    tools.mkdir(parents=True)
+    words = {"python": sys.executable, "opening": OPENING, "folder": str(folder), "signal": SIGNAL}
+    for name, text in (("gdbus", LISTENER), ("systemd-inhibit", HOLDER)):
+        (tools / name).write_text(text.format(**words))
+        (tools / name).chmod(0o755)
+    return {"PATH": f"{tools}:{os.environ['PATH']}"}
+
+
+def lock(folder: Path) -> list[str]:
+    path = folder / "lock"
+    return [line for line in path.read_text().splitlines() if "--mode=block" not in line] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        (SIGNAL.format("true"), True),
+        (SIGNAL.format("false") + "\n", False),
+        (SIGNAL.format("true").replace("PrepareForSleep", "PrepareForShutdown"), None),
+        (SIGNAL.format("maybe"), None),
+        (OPENING[0], None),
+        ("", None),
+    ],
+)
+def test_only_the_signal_is_taken_for_one(line: str, meaning: bool | None) -> None:
+    assert read_signal(line) is meaning
+
+
+def test_the_lock_is_given_back_when_goodbye_is_said_and_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", fake_logind(tmp_path)["PATH"])
+    heard: list[str] = []
+
+    async def until(happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not happened():
+                await asyncio.sleep(0.02)
+
+    async def live() -> None:
+        watching = asyncio.ensure_future(watch_for_sleep(lambda: heard.append("sleep"), lambda: heard.append("wake")))
+        await until(lambda: len(lock(tmp_path)) == 1)
+        assert heard == []
+        (tmp_path / "sleep").touch()
+        await until(lambda: lock(tmp_path)[1:] == ["released"])
+        assert heard == ["sleep"]
+        (tmp_path / "wake").touch()
+        await until(lambda: len(lock(tmp_path)) == 3)
+        assert heard == ["sleep", "wake"]
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(live())
+    first = lock(tmp_path)[0]
+    assert "--what=sleep" in first
+    assert "--mode=delay" in first
+
+
+def test_without_a_tool_to_listen_with_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asyncio.run(asyncio.wait_for(watch_for_sleep(pytest.fail, pytest.fail), 10))
+
+
+@pytest.mark.long
+def test_the_others_go_on_at_its_word_and_it_comes_back(tmp_path: Path) -> None:
+    laptop_tools = fake_logind(tmp_path / "logind")
+    with agents(tmp_path, tmp_path) as others:
+        laptop = Agent(tmp_path, 2, laptop_tools)
+        try:
+            team = Team([*others, laptop], (1, 1, 1))
+            team.go()
+            team.await_commits(2)
+            wait_until(lambda: lock(tmp_path / "logind"), why=team.everything)
+            (tmp_path / "logind" / "sleep").touch()
+            team.await_size(0, 2)
+            told = others[0].said("announce")[-1]["text"]
+            assert "node3 was put to sleep" in told
+            team.await_commits(0, more=100)
+            assert [len(event["ids"]) for event in team.notes(0, "enter")] == [3, 2], "it is let in when it has woken"
+            (tmp_path / "logind" / "wake").touch()
+            team.await_size(2, 3)
+            team.check_ledgers(0, 1, 2)
+            assert laptop.said("ended") == [], "its rank kept its process"
+        finally:
+            laptop.close()

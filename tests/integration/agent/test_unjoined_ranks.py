@@ -1,0 +1,347 @@
+"""Told from outside which ranks never came to the meeting: by texts of /proc, and by real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.agent.unjoined_ranks import JoinWatch, Socket, is_at, no_rank_joined, observe, read_table, who_is_alone
+from shoal.cluster.agent_link import AgentLink
+from shoal.cluster.cluster import LocalCluster
+from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
+from shoal.config.schema import RunConfig
+from shoal.control.rank_env import script_store_command
+from shoal.events import EventLog, EventTail, read_events
+from shoal.launch.launcher import AgentHandle, Launch
+from shoal.launch.plan import RankCommand, plan_script
+from shoal.run_folder import RunFolder
+from tests.support.labs import standing_lab
+from tests.support.programs import shoal
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+REST = "00000000:00000000 00:00000000 00000000     0        0"
+# A store on port 45125 as rank 0 (node 10.77.0.1) and rank 1 (10.77.0.2) show it: torch opens IPv6 sockets.
+LISTENS = f"   0: {'0' * 32}:B045 {'0' * 32}:0000 0A {REST} 101 1 0 100 0 0 10 0\n"
+ACCEPTED = f"   1: {'0' * 16}FFFF000001004D0A:B045 {'0' * 16}FFFF000002004D0A:A312 01 {REST} 102 1 0 20 4 15 18 -1\n"
+CONNECTED = f"   2: {'0' * 16}FFFF000002004D0A:A312 {'0' * 16}FFFF000001004D0A:B045 01 {REST} 103 1 0 20 4 16 18 -1\n"
+ASKING = f"   3: 02004D0A:A314 01004D0A:B045 02 {REST} 104 1 0 20 4 16 18 -1\n"
+LEFT = f"   4: 02004D0A:A312 01004D0A:B045 06 {REST} 0 3 0\n"
+IPV6 = f"   5: 000000FD000000000000000002000000:A312 000000FD000000000000000001000000:B045 01 {REST} 105 1 0 20 4\n"
+ELSEWHERE = f"   6: 02004D0A:A316 01004D0A:1F90 01 {REST} 106 1 0 20 4 16 18 -1\n"
+
+JOINS = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+dist.destroy_process_group()
+Path(f"{sys.argv[1]}-{os.environ['RANK']}").touch()
+time.sleep(60)
+"""
+# Rank 2 is the script that thinks it is alone.
+ONE_DOES_NOT = """
+import os, time
+if os.environ["RANK"] == "2":
+    time.sleep(60)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+def sockets(text: str) -> list[Socket]:
+    return list(read_table(HEAD + text).values())
+
+
+def test_a_table_is_read() -> None:
+    assert read_table(HEAD + LISTENS + CONNECTED + LEFT) == {
+        101: Socket(True, 45125, ip_address("::"), 0),
+        103: Socket(False, 41746, ip_address("10.77.0.1"), 45125),
+    }
+    assert read_table(HEAD) == read_table("") == {}
+
+
+def test_an_ipv6_address_is_read() -> None:
+    assert sockets(IPV6) == [Socket(False, 41746, ip_address("fd00::1"), 45125)]
+
+
+@pytest.mark.parametrize("text", [LISTENS, LISTENS + ACCEPTED, CONNECTED, ASKING, ELSEWHERE + ASKING])
+def test_who_serves_the_meeting_or_holds_on_to_it_is_there(text: str) -> None:
+    assert is_at(sockets(text), "10.77.0.1", 45125)
+
+
+@pytest.mark.parametrize("text", ["", LEFT, ELSEWHERE, ACCEPTED, IPV6])
+def test_other_sockets_say_nothing(text: str) -> None:
+    assert not is_at(sockets(text), "10.77.0.1", 45125)
+
+
+def test_a_meeting_may_have_an_ipv6_address() -> None:
+    assert is_at(sockets(IPV6), "fd00::1", 45125)
+    assert not is_at(sockets(IPV6), "fd00::2", 45125)
+
+
+@pytest.mark.parametrize(
+    ("met", "world_size", "alone"),
+    [
+        ({0: True, 1: True}, 2, []),
+        ({0: True, 2: False, 1: False}, 3, [1, 2]),
+        ({0: False, 1: None}, 2, [0]),
+        ({0: False}, 1, []),
+        # This node's own ranks of a larger world.
+        ({4: False}, 8, [4]),
+    ],
+)
+def test_who_is_alone(met: dict[int, bool | None], world_size: int, alone: list[int]) -> None:
+    assert who_is_alone(met, world_size) == alone
+
+
+def test_the_warning_names_ranks_and_place() -> None:
+    assert (
+        no_rank_joined([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
+    )
+    assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
+
+
+class Silent(AgentLink):
+    """An agent that is there and says nothing but by its journal."""
+
+    def send(self, line: bytes) -> None: ...
+    def ended(self) -> str | None:
+        return None
+
+    def is_reachable(self) -> bool:
+        return True
+
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Watched:
+    """The launcher's view of a script with one rank on each of several nodes."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        run = RunFolder.create(folder / "run")
+        nodes = [Node(f"node{rank + 1}", "10.77.0.1", None, 1, 1) for rank in range(ranks)]
+        self.journals = [EventLog(run.journal(node.name), 0) for node in nodes]
+        self.told = run.path / "told.jsonl"
+        self.world = Launch(run, LocalCluster(1), EventLog(self.told, 0), launch_id="L", grace_s=30.0)
+        self.world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+        self.world.commands = [
+            RankCommand(f"rank-{rank}", node, (rank,), ("python",), {}) for rank, node in enumerate(nodes)
+        ]
+        self.world._rendezvous = Rendezvous("10.77.0.1", 4711)
+
+    def says(self, node: int, event: str, **fields: Any) -> None:
+        self.journals[node].write(event, launch="L", **fields)
+
+    def ended(self, rank: int, code: int = 0) -> None:
+        self.says(rank, "ended", name=f"rank-{rank}", code=code, by_us=False, starved=False)
+
+    def notes(self) -> list[str]:
+        self.world._poll()
+        self.world._note_still_running()
+        return [event["text"] for event in read_events(self.told)] if self.told.exists() else []
+
+
+def test_the_rank_that_others_wait_for_is_named(tmp_path: Path) -> None:
+    """Each agent sees its own ranks; only together do they show who waits."""
+    watched = Watched(tmp_path, 3)
+    watched.says(1, "met", met=[], missing=[1], after_s=61.0)
+    watched.says(0, "met", met=[0], missing=[], after_s=60.2)
+    assert watched.notes() == []
+    watched.says(2, "met", met=[2], missing=[], after_s=60.2)
+    (note,) = watched.notes()
+    assert note.startswith("rank 0, 2 wait for rank 1, not seen at 10.77.0.1:4711 in 61 s: rank 1 hangs or is busy")
+    assert f"shoal logs {tmp_path / 'run'} --rank 1" in note
+    assert "makes no process group trains once" not in note
+
+
+def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, 2)
+    for rank in (0, 1):
+        watched.says(rank, "met", met=[], missing=[rank], after_s=60.2)
+    (note,) = watched.notes()
+    assert note.startswith("ranks 0, 1 have not met the others at 10.77.0.1:4711 in 60 s")
+
+
+def test_nothing_is_said_where_all_ranks_met(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, 2)
+    for rank in (0, 1):
+        watched.says(rank, "met", met=[rank], missing=[], after_s=60.2)
+    assert watched.notes() == []
+
+
+def test_a_rank_that_runs_long_after_another_has_ended_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, 2)
+    assert watched.notes() == []
+    watched.ended(1)
+    assert watched.notes() == []
+    monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", 0.0)
+    (note,) = watched.notes()
+    assert note.startswith("rank 1 ended 0 s ago with exit code 0, and rank 0 still runs: if it waits")
+    assert note.endswith(f"shoal stop {tmp_path / 'run'}")
+    assert watched.notes() == [note], "once"
+
+
+@pytest.mark.parametrize("codes", [[], [0, 0], [1]])
+def test_no_rank_is_left_behind_where_none_or_all_have_ended(
+    codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.launch.launcher.NOTE_RUNNING_AFTER_S", -1.0)
+    watched = Watched(tmp_path, 2)
+    for rank, code in enumerate(codes):
+        watched.ended(rank, code)
+    assert watched.notes() == []
+
+
+JOINS_BRIEFLY = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_noted"),
+    [("print('trained')\n", True), pytest.param(JOINS_BRIEFLY, False, marks=pytest.mark.long)],
+)
+def test_a_script_that_never_met_is_told_so_at_its_end(text: str, is_noted: bool, tmp_path: Path) -> None:
+    """However short it is: by the keys that its ranks left in their store."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    done = shoal("run", "--on", "local:2", "--out", tmp_path / "run", script)
+    assert done.returncode == 0, done.stderr
+    assert ("note: no rank joined a process group: each of the 2 ranks ran" in done.stderr) is is_noted
+
+
+def test_a_process_that_is_gone_cannot_be_told() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert observe(gone.pid) is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_what_a_child_of_the_rank_holds_counts(address: str) -> None:
+    """The rank may be a shell script around Python."""
+    try:
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError:
+        pytest.skip(f"cannot listen on {address} here")
+    connect = f"import socket; s = socket.create_connection(('{address}', {listener.getsockname()[1]})); s.recv(1)"
+    shell = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", connect]
+    with listener, subprocess.Popen(shell) as rank:
+        peer, _ = listener.accept()
+        with peer:
+            found = observe(rank.pid) or []
+        assert is_at(found, *listener.getsockname()[:2])
+        assert not any(each.listens for each in found), "the listener is ours, not the rank's"
+
+
+Starts = Callable[[RankCommand, Path], subprocess.Popen[bytes]]
+
+
+@contextlib.contextmanager
+def running(
+    nodes: list[Node], meeting: Rendezvous, start: Starts, folder: Path, text: str, *words: str
+) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
+    (folder / "script.py").write_text(text)
+    commands = plan_script(RunConfig(), [str(folder / "script.py"), *words], nodes, meeting)
+    started = [start(command, folder / f"{command.name}.log") for command in commands]
+    try:
+        yield JoinWatch(meeting.address, meeting.port), {rank: process.pid for rank, process in enumerate(started)}
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def two_here(folder: Path, text: str, *words: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
+    listener = listen_at(LOOPBACK, 0)
+    port = listener.getsockname()[1]
+    words_of_store = script_store_command(LOOPBACK, port, listener.fileno())
+    store = start_process(words_of_store, {}, folder / "store.log", (listener.fileno(),))
+    listener.close()
+    with (
+        ended(store),
+        running(
+            [local_node(2)],
+            Rendezvous(LOOPBACK, port),
+            lambda command, log: start_process(command.argv, command.env, log),
+            folder,
+            text,
+            *words,
+        ) as found,
+    ):
+        yield found
+
+
+@contextlib.contextmanager
+def three_in_a_lab(folder: Path, text: str) -> Iterator[tuple[JoinWatch, dict[int, int]]]:
+    with standing_lab(3) as lab:
+        with lab.listen("node1") as listener:
+            meeting = Rendezvous(*listener.getsockname())
+            words = script_store_command(meeting.address, meeting.port, listener.fileno())
+            store = lab.start("node1", words, {}, folder / "store.log", (listener.fileno(),))
+
+        def start(command: RankCommand, log: Path) -> subprocess.Popen[bytes]:
+            return lab.start(command.node.name, command.argv, command.env, log)
+
+        with ended(store), running(lab.nodes, meeting, start, folder, text) as found:
+            yield found
+
+
+def wait_for(is_so: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        logs = [log.read_text() for log in folder.glob("*.log")]
+        assert time.monotonic() < deadline, logs
+        time.sleep(0.1)
+
+
+def test_ranks_that_joined_are_remembered_when_their_group_is_gone(tmp_path: Path) -> None:
+    with two_here(tmp_path, JOINS, str(tmp_path / "end")) as (roll, pids):
+
+        def all_met() -> bool:
+            roll.look(pids)
+            return who_is_alone(roll.met, 2) == []
+
+        roll.look(pids)
+        assert who_is_alone(roll.met, 2) == [0, 1], "nobody can have imported torch yet"
+        wait_for(all_met, tmp_path)
+        (tmp_path / "end").touch()
+        wait_for(lambda: len(list(tmp_path.glob("end-*"))) == 2, tmp_path)
+        assert all_met()
+        assert not any(is_at(observe(pid) or [], roll.address, roll.port) for pid in pids.values())
+        roll.look({1: pids[1]})
+        assert roll.met == {1: True}, "a rank that ended is no longer asked after"
+
+
+@pytest.mark.long
+def test_a_rank_on_another_node_that_never_joins_is_named(tmp_path: Path) -> None:
+    with three_in_a_lab(tmp_path, ONE_DOES_NOT) as (roll, pids):
+
+        def two_met() -> bool:
+            roll.look(pids)
+            return roll.met[0] is True and roll.met[1] is True
+
+        wait_for(two_met, tmp_path)
+        assert who_is_alone(roll.met, 3) == [2]
+        assert roll.address == "10.77.0.1"

@@ -1,0 +1,510 @@
+"""The command line: what it says, on which stream, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal as package
+from shoal.cli import report as sample_cli
+from shoal.cli.main import main, take_debug
+from shoal.config.load import load_config, to_toml
+from shoal.errors import DataError
+from shoal.run_folder import RunFolder
+from shoal.runs.supervisor import training_files
+from shoal.tools.report.replicas import compare_replicas
+from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
+from tests.support.run_samples import make_run, start
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+class Call:
+    """`shoal WORDS` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *words: str | Path) -> Said:
+        self._monkeypatch.setattr(sys, "argv", ["shoal", *map(str, words)])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        out, err = self._capsys.readouterr()
+        assert isinstance(leaving.value.code, int)
+        return Said(leaving.value.code, out, err)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return Call(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished run of two ranks and its manifest as `--json` printed it."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    return folder, train_tiny(folder, "--steps", "4")
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "next_step"),
+    [
+        (["trian"], "there is no verb 'trian'", "shoal --help"),
+        (["bench", "scalign"], "Did you mean 'scaling'?", "shoal bench --help"),
+        (["train", "--bogus"], "No such option: --bogus", "shoal train --help"),
+        (["train", "--steps", "many"], "Invalid value for '--steps'", "shoal train --help"),
+        (["train", "--steps", "0"], "Invalid value for '--steps'", "shoal train --help"),
+        (["train", "--set", "steps"], "not of the form section.key=value", "--set train.steps=200"),
+        (["train", "--on", "moon:3"], "--on 'moon:3' names no cluster", "--on local:2"),
+        (["verify"], "Missing argument", "shoal verify --help"),
+        (["bench", "levers", "--on", "local:1"], "--on local:1 is one rank", "--on local:2"),
+        (["bench", "levers", "--levers", "ddp,dilco:50"], "did you mean 'diloco'?", "--levers stock,ddp"),
+        (["bench", "levers", "--levers", "stock+int8"], "stock DDP sends fp32", "--levers stock,ddp,int8"),
+        (["bench", "scaling", "--ranks", "1,two"], "--ranks '1,two' is not a list of numbers", "--ranks 1,2,4"),
+        (["bench", "scaling", "--ranks", "0,1"], "cannot measure on 0, 1 ranks", "--ranks 1,2,4"),
+        (
+            ["bench", "scaling", "--ranks", "1,99"],
+            "99 ranks cannot share a global batch",
+            "--set train.global_batch=99",
+        ),
+        (["sample", "nowhere"], "nowhere is not a run folder", "ls runs/"),
+    ],
+)
+def test_wrong_usage_is_said_in_words(call: Call, words: list[str], seen: str, next_step: str) -> None:
+    said = call(*words)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: ")
+    assert seen in said.err
+    assert next_step in said.err.rpartition("  next: ")[2]
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "scaling", "--ranks", "200"],
+        ["bench", "levers", "--on", "local:99"],
+        ["demo", "--set", "train.global_batch=1"],
+        ["emit", "slurm", "--on", "local:99"],
+        ["train", "--on", "local:99"],
+        ["train", "--on", "local:2", "--global-batch", "10", "--micro-batch", "4"],
+        ["plan", "--params", "1e8", "--nodes", "4", "--global-batch", "2"],
+        ["plan", "--nodes", "4", "--global-batch", "2"],
+    ],
+    ids=" ".join,
+)
+def test_every_option_that_is_advised_exists(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    """And a verb that takes `--set` for one model refuses it for another."""
+    monkeypatch.chdir(tmp_path)
+    said = call(*words)
+    assert said.code == 2
+    verb = words[: 2 if words[0] in ("bench", "emit") else 1]
+    advised = re.findall(r"--[a-z-]+", said.err.rpartition("  next: ")[2])
+    offered = call(*verb, "--help").out
+    assert [option for option in advised if option not in offered] == []
+    assert not ("--params" in words and "--set" in advised)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Options without effect
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        ("bench scaling --set run.on=lab:3", "--set run.on has no effect on shoal bench scaling"),
+        ("bench scaling --steps 5 --set train.steps=6", "train.steps is given twice: with --steps and with --set"),
+        ("bench levers --on local:3 --set run.on=local:2", "run.on is given twice: with --on and with --set"),
+        ("demo --set run.on=local:3", "--set run.on has no effect on shoal demo"),
+        ("host --set run.on=local:2", "--set run.on does not go with shoal host"),
+        ("host --steps 5 --set train.steps=6", "train.steps is given twice: with --steps and with --set"),
+        ("train --every 8", "sync.every has no effect here"),
+        ("train --sync stock --set sync.bucket_mb=4", "sync.bucket_mb has no effect here"),
+        ("train --sync local --set sync.outer_lr=0.5", "sync.outer_lr has no effect here"),
+        ("train --sync diloco --set sync.fragments=2", "sync.fragments has no effect here"),
+        ("train --tokenizer byte --set data.bpe_vocab=300", "data.bpe_vocab has no effect here"),
+        ("train --data my.txt --set data.sentences=300", "data.sentences has no effect here"),
+        ("train --launcher torchrun --on-silent-tie pause", "members.on_silent_tie has no effect here"),
+        ("train --set run.preset=gpt2-124m", "run.preset has no effect here"),
+        ("train --steps 3 --set train.steps=4", "train.steps is given twice: with --steps and with --set"),
+        ("train --dry-run --plan", "--plan does not go with --dry-run"),
+        ("plan --hours 5", "--hours has no effect without --simulate"),
+        ("plan --step-s 1", "--step-s has no effect without --simulate"),
+        ("plan --min-nodes 1", "--min-nodes has no effect without --simulate"),
+        ("plan --simulate --on local:2", "--on has no effect with --simulate"),
+        ("plan --simulate --recovery restart --rejoin-s 3", "--rejoin-s has no effect with --recovery restart"),
+        ("plan --calibrate runs/one --profile p.toml --nodes 3", "--nodes has no effect with --calibrate"),
+        ("plan --tokens 4096 --global-batch 4", "--tokens does not go with --global-batch"),
+        ("stop runs/one --now --wait 3", "--wait has no effect with --now"),
+        ("doctor --json --fix-commands", "--fix-commands does not go with --json"),
+        ("setup hosts.toml --project . --no-project", "--no-project does not go with --project"),
+        ("lab up 2 --dry-run --json", "--json does not go with --dry-run"),
+        ("lab firewall node1 --off --allow 22", "--allow does not go with --off"),
+        ("join 192.0.2.1:4000 --node node2", "--node goes with a run folder"),
+        ("join . --out elsewhere", "--out does not go with a run folder"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, seen: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = call(*words.split())
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"error: {seen}")
+    assert "  next: " in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--sync diloco --every 8",
+        "--sync auto --every 8",
+        "--sync streaming --set sync.fragments=2",
+        "--launcher torchrun --set members.digest_every=5",
+        "--data my.txt --tokenizer bpe --set data.bpe_vocab=300",
+        "--set data.sentences=300",
+    ],
+)
+def test_an_option_with_an_effect_is_accepted(call: Call, tmp_path: Path, words: str) -> None:
+    assert call("train", *words.split(), "--out", tmp_path / "run", "--dry-run").code == 0
+
+
+def test_settings_of_a_file_may_serve_several_ways_to_train(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[sync]\nevery = 20\n")
+    words = ("train", "--config", tmp_path / "my.toml", "--out", tmp_path / "run", "--dry-run")
+    assert call(*words).code == 0
+
+
+def test_a_plan_takes_how_to_synchronise_from_the_settings(call: Call, tmp_path: Path) -> None:
+    by_flags = call("plan", "--nodes", "2", "--sync", "diloco:20", "--accumulate", "2", "--json")
+    by_sets = call(
+        "plan", "--nodes", "2", *set_flags("sync.mode=diloco", "sync.every=20", "sync.accumulate=2"), "--json"
+    )
+    assert json.loads(by_sets.out) == json.loads(by_flags.out)
+    assert "diloco every 20 steps" in json.loads(by_sets.out)["lever"]
+
+
+def test_an_unknown_verb_names_the_nearest(call: Call) -> None:
+    assert "did you mean 'train'?" in call("trian").err
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_no_verb_prints_the_help_and_nothing_else(call: Call, words: list[str]) -> None:
+    said = call(*words)
+    assert (said.code, said.err) == (2, "")
+    assert "Usage: shoal" in said.out
+
+
+def test_debug_adds_the_traceback_and_changes_nothing_else(call: Call) -> None:
+    plain, debug = call("verify", "nowhere"), call("verify", "nowhere", "--debug")
+    assert debug.code == plain.code == 2
+    assert debug.err.startswith("Traceback")
+    assert debug.err.endswith(plain.err)
+
+
+def test_debug_after_two_dashes_belongs_to_somebody_else() -> None:
+    assert take_debug(["run", "--debug", "--", "a", "--debug"]) == (["run", "--", "a", "--debug"], True)
+    assert take_debug(["run", "--", "--debug"]) == (["run", "--", "--debug"], False)
+
+
+def test_a_bug_is_owned_up_to(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def surprise(*_: object) -> None:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr("shoal.cli.train.build_config", surprise)
+    said = call("train")
+    assert said.code == 3
+    assert "shoal failed unexpectedly: ZeroDivisionError: nobody thought of this" in said.err
+    assert "--debug" in said.err
+
+
+def test_version(call: Call) -> None:
+    assert call("--version") == Said(0, f"shoal {package.__version__}\n", "")
+
+
+# verify, report and sample without a run
+
+
+@pytest.mark.parametrize("verb", ["verify", "report", "sample"])
+def test_a_missing_folder_and_one_that_is_no_run_are_refused(call: Call, tmp_path: Path, verb: str) -> None:
+    for folder in (tmp_path / "nowhere", tmp_path):
+        said = call(verb, folder)
+        assert said.code == 2
+        assert said.err.startswith(f"error: {folder} is not a run folder: it has neither config.toml nor job.json\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --resume and --dry-run
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--depth", "0"], "--depth"),
+        (["--config", "my.toml"], "--config"),
+        (["--out", "elsewhere"], "--out"),
+        (["--dry-run"], "--dry-run"),
+        (["shakespeare-char"], "shakespeare-char"),
+    ],
+)
+def test_resume_takes_no_other_settings(call: Call, tmp_path: Path, words: list[str], named: str) -> None:
+    said = call("train", *words, "--resume", tmp_path / "run")
+    assert said.code == 2
+    assert said.err.startswith(f"error: {named} does not go with --resume\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "why"),
+    [
+        (["--global-batch", "48"], "--global-batch cannot be changed", "another training"),
+        (["--set", "train.lr=1"], "train.lr cannot be changed", "another training"),
+        (["--sync", "diloco"], "--sync cannot be changed", "the checkpoint holds"),
+        (["--set", "model.layers=2"], "model.layers cannot be changed", "a model of this shape"),
+        (["--data", "my.txt"], "--data cannot be changed", "order of the samples"),
+        (["--set", "run.on=lab:2"], "run.on cannot be changed", "this cluster"),
+        (["--set", "run.lineage=1-1"], "run.lineage cannot be changed", "--lineage"),
+        (["--threads", "0"], "run.threads=0", "greater than or equal to 1"),
+        (["--set", "run.thread=1"], "unknown setting run.thread", "did you mean 'run.threads'?"),
+        (["--set", "run.weights=1/1/1"], "run.weights=1/1/1 does not fit 2 ranks", "one number"),
+        (["--set", "train.steps=7", "--steps", "8"], "train.steps is given twice", "only one"),
+        (["--steps", "3"], "has done 4 steps already, more than 3", "never goes back"),
+        ([], "is finished: it has done its 4 steps", "nothing left to train"),
+        (["--json"], "is finished: it has done its 4 steps", "nothing left to train"),
+    ],
+    ids=str,
+)
+def test_what_a_resumed_run_cannot_have_is_refused_with_the_reason(
+    run: tuple[Path, dict[str, Any]], call: Call, words: list[str], seen: str, why: str
+) -> None:
+    folder = run[0]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = call("train", "--resume", folder, *words)
+    assert (said.code, said.out) == (2, "")
+    assert seen in said.err
+    assert why in said.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_is_continued_with_more_steps(run: tuple[Path, dict[str, Any]], call: Call) -> None:
+    assert f"shoal train --resume {run[0]} --steps 8; or" in call("train", "--resume", run[0]).err
+
+
+@pytest.mark.long
+def test_settings_change_for_the_rest_of_a_run(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """More steps for a finished run and less work for one rank; the next resume keeps both."""
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    words = set_flags("run.weights=1/0.34", "members.digest_every=2", "train.eval_every=1")
+    longer = shoal("train", "--resume", folder, "--steps", "6", *words)
+    assert longer.returncode == 0, longer.stderr
+    assert "train.steps: 4 → 6; train.eval_every: 50 → 1; run.weights: unset → 1/0.34" in longer.stderr
+    assert "the learning rate follows one schedule over 6 steps from here on: at step 5 it is" in longer.stderr
+    assert "going on after step 4" in longer.stderr
+    [event] = [each for each in read_jsonl(folder / "supervisor.jsonl") if each["event"] == "config"]
+    assert "run.weights: unset → 1/0.34" in event["changed"]
+    again = shoal("train", "--resume", folder, "--steps", "8")
+    assert again.returncode == 0, again.stderr
+    config = load_config(folder / "config.toml")
+    assert (config.run.weights, config.train.steps, config.members.digest_every) == ("1/0.34", 8, 2)
+    starts = [
+        [each["share"] for each in read_jsonl(folder / f"events/rank-{rank}.jsonl") if each["event"] == "start"]
+        for rank in (0, 1)
+    ]
+    # Micro-batches of each rank's part: equal at first, unequal from the first resume on.
+    assert [one > other for one, other in zip(*starts, strict=True)] == [False, True, True]
+    assert [step["step"] for step in steps_of(folder)] == list(range(1, 9))
+    verified = shoal("verify", folder)
+    assert verified.returncode == 0, verified.stdout
+    assert "complete: 8 steps" in verified.stdout
+    assert shoal("report", folder).returncode == 0
+    # Every machine is sent the settings as they are now.
+    assert training_files(RunFolder(folder)).texts(defaultdict(str))["config.toml"] == to_toml(config)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names", "module"),
+    [
+        ("shoal", ["rank-0", "rank-1", "rank-2"], "shoal.train.worker"),
+        ("torchrun", ["torchrun"], "torch.distributed.run"),
+        ("spawn", ["spawn"], "shoal.train.spawn"),
+    ],
+)
+def test_a_dry_run_prints_the_commands_and_starts_nothing(
+    call: Call, tmp_path: Path, launcher: str, names: list[str], module: str
+) -> None:
+    out = tmp_path / "it's here"
+    said = call("train", "--on", "local:3", "--launcher", launcher, "--out", out, "--dry-run")
+    blocks = [block.split("\n") for block in said.out.strip().split("\n\n")]
+    assert said.code == 0
+    assert [title for title, _ in blocks] == [f"# {name} on local" for name in names]
+    for _, command in blocks:
+        words = shlex.split(command)
+        assert {module, str(out)} <= set(words)
+        assert "GLOO_SOCKET_IFNAME=lo" in words
+    assert not out.exists()
+
+
+def test_a_dry_run_shows_each_rank_its_place(call: Call, tmp_path: Path) -> None:
+    said = call("train", "--on", "local:2", "--out", tmp_path / "run", "--dry-run")
+    first, second = (shlex.split(line) for line in said.out.splitlines() if " -m " in line)
+    assert {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"} <= set(first)
+    assert {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"} <= set(second)
+
+
+def test_a_dry_run_is_printed_as_json(call: Call, tmp_path: Path) -> None:
+    said = call("train", "--on", "local:2", "--steps", "7", "--out", tmp_path / "run", "--dry-run", "--json")
+    document = json.loads(said.out)
+    assert [each["env"]["RANK"] for each in document["commands"]] == ["0", "1"]
+    assert [each["name"] for each in document["commands"]] == ["rank-0", "rank-1"]
+    assert "shoal.train.worker" in document["commands"][0]["argv"]
+    assert (document["run"], document["config"]["train"]["steps"]) == (str(tmp_path / "run"), 7)
+    assert not (tmp_path / "run").exists()
+
+
+# A run that has just begun
+
+
+def test_a_running_run_without_a_checkpoint_is_not_called_ended(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_run(tmp_path / "run", [start(0), start(1)], "train.checkpoint_every=40")
+    monkeypatch.setattr(sample_cli, "find", lambda run: ["a process"])
+    said = call("sample", folder.path)
+    assert said.code == 2
+    assert "has no checkpoint yet" in said.err
+    assert "it is running and writes its first checkpoint after step 40" in said.err
+    assert f"logs -f {folder.path}\n" in said.err
+
+
+def test_advice_of_a_rank_names_the_run_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "my run")
+    named = run.name_in("end the run and resume it: shoal stop RUN; shoal train --resume RUN")
+    assert named == f"end the run and resume it: shoal stop '{run.path}'; shoal train --resume '{run.path}'"
+    with pytest.raises(DataError) as missing:
+        compare_replicas({}, [0, 1], run.path)
+    assert missing.value.fix == f"finish it, then verify again: shoal train --resume '{run.path}'"
+
+
+# Pipes
+
+
+def into_closed_pipe(*words: str | Path) -> tuple[int, str]:
+    """With Python's usual buffer, which is written when the program ends, after its last chance to catch anything."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    variables = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        shoal_command(*words), env=variables, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--dry-run", "--out", "never"]])
+def test_a_closed_pipe_ends_quietly(words: list[str]) -> None:
+    """141 is what a shell says of any program here; 0 and 1 would be answers to a question."""
+    assert into_closed_pipe(*words) == (141, "")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_verdict_nobody_reads_is_neither_yes_nor_no(run: tuple[Path, dict[str, Any]], more: list[str]) -> None:
+    assert into_closed_pipe("verify", run[0], *more) == (141, "")
+
+
+def test_a_reader_that_leaves_early_gets_its_line() -> None:
+    with subprocess.Popen(shoal_command("train", "--dry-run", "--out", "never"), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"# rank-0 on local\n"
+        process.stdout.close()
+        assert process.wait(30) in (0, 141)
+
+
+# Results
+
+
+def test_train_json_is_the_manifest_that_was_written(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, manifest = run
+    assert manifest == json.loads((folder / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+    assert manifest["world_size"] == 2
+    assert manifest["byte_equivalent"] is True
+    assert len(steps_of(folder)) == manifest["steps"] == 4
+
+
+def test_a_finished_run_verifies(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
+    said = call("verify", run[0])
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith("identical: 2 replicas")
+    assert "complete: 4 steps, 64 samples" in said.out
+
+
+def test_verify_json_is_one_document(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
+    said = call("verify", run[0], "--json")
+    verdict = json.loads(said.out)
+    assert (said.code, said.err) == (0, "")
+    assert (verdict["byte_equivalent"], verdict["ranks"], verdict["ledger"]["ok"]) == (True, 2, True)
+
+
+def test_verify_answers_no_when_one_bit_differs(call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    copy = shutil.copytree(run[0], tmp_path / "copy")
+    state = copy / "state-rank-1.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(content)
+    said = call("verify", copy)
+    assert said.code == 1
+    assert said.out.startswith("different: rank 1 differs from rank 0")
+    assert json.loads(call("verify", copy, "--json").out)["differing_ranks"] == [1]
+
+
+def test_verify_without_a_state_says_what_is_missing(
+    call: Call, run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run[0], tmp_path / "copy")
+    (copy / "state-rank-1.safetensors").unlink()
+    said = call("verify", copy)
+    assert said.code == 1
+    assert "wrong: state-rank-1.safetensors: is missing: rank 1 wrote it when it finished" in said.out
+
+
+def test_report_json_names_the_page(call: Call, run: tuple[Path, dict[str, Any]]) -> None:
+    said = call("report", run[0], "--json")
+    page = Path(json.loads(said.out)["report"])
+    assert (said.code, said.err) == (0, "")
+    assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+@pytest.mark.exhaustive
+def test_bench_scaling_json_is_one_document(tmp_path: Path) -> None:
+    done = shoal("bench", "scaling", "--ranks", "2,1", "--steps", "4", "--json", "--out", tmp_path, *set_flags(*TINY))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    one, two = document["rows"]
+    assert (one["ranks"], two["ranks"], one["speedup"]) == (1, 2, 1.0)
+    assert two["speedup"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
+    assert set(document["runs"]) == {"1", "2"}
+    assert Path(document["picture"]).is_file()
+    assert Path(document["report"]).is_file()
+    assert document["explanation"]

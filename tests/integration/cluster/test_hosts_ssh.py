@@ -1,0 +1,364 @@
+"""Hosts over real SSH: a server on each node of a lab, and everything that can be wrong on the way to one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cluster.hosts.spec import Host, HostsSpec
+from shoal.cluster.hosts.ssh import RemoteScript, run_script
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab.lab import Lab
+from shoal.errors import HostError
+from tests.support.labs import shoal, standing_lab
+from tests.support.needs import need_tool
+
+_READY = """
+import json, sys
+from pathlib import Path
+from shoal.cluster.hosts.setup import make_ready
+from shoal.cluster.hosts.spec import read_hosts
+from shoal.errors import ShoalError
+files = {digest: Path(local) for digest, local in json.loads(sys.argv[3]).items()}
+try:
+    ready = make_ready(read_hosts(Path(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2] else None, files)
+except ShoalError as error:
+    sys.exit(error.render())
+keys = ("here", "address", "interface", "cores", "python", "pythonpath", "project", "files", "runs")
+print(json.dumps([{"name": each.host.name, **{key: getattr(each, key) for key in keys}} for each in ready]))
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A lab whose nodes we log in to; each host has a folder of its own, as if it were another disk."""
+
+    lab: Lab
+    folder: Path
+
+    def hosts_file(self, *hosts: str, config: Path | None = None, name: str = "hosts.toml") -> Path:
+        file = self.folder / name
+        tables = "".join(f"[[host]]\n{host}\n" for host in hosts)
+        file.write_text(f'ssh_config = "{config or self.lab.folder / "ssh/config"}"\n{tables}')
+        return file
+
+    def host(self, node: str, folder: Path | None = None, python: str = sys.executable, **more: str) -> str:
+        settings = {"host": node, "python": python, "folder": str(folder or self.folder / node), **more}
+        return "\n".join(f'{key} = "{value}"' for key, value in settings.items())
+
+    def config(self, text: str) -> Path:
+        """The lab's own client configuration, after lines that come first and therefore win."""
+        file = self.folder / "config"
+        file.write_text(text + "\n" + (self.lab.folder / "ssh/config").read_text())
+        return file
+
+    def run(self, *argv: str, at: str = "switch", timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        words = self.lab.command(at, argv)
+        return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=self.folder)
+
+    def ready(self, file: Path, project: Path | str = "", at: str = "switch", **files: Path) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self._ask(file, project, at, files).stdout)
+        return found
+
+    def why_not(self, file: Path) -> str:
+        done = self._ask(file, "", "switch", {})
+        assert done.returncode == 1, done.stdout
+        return error_in(done.stderr)
+
+    def _ask(
+        self, file: Path, project: Path | str, at: str, files: dict[str, Path]
+    ) -> subprocess.CompletedProcess[str]:
+        wanted = json.dumps({digest: str(local) for digest, local in files.items()})
+        return self.run(sys.executable, "-c", _READY, str(file), str(project), wanted, at=at)
+
+
+def error_in(said: str) -> str:
+    """What, why and what next; never a traceback."""
+    assert said.startswith("error: "), said
+    assert "\n  next: " in said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    need_tool("ssh")
+    need_tool("sshd")
+    with standing_lab(2, sshd=True) as found:
+        yield found
+
+
+@pytest.fixture
+def site(lab: Lab, tmp_path: Path) -> Site:
+    return Site(lab, tmp_path)
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_what_follows_a_script_belongs_to_its_program(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sh").symlink_to(need_tool(shell))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = Host(host="localhost")
+    spec = HostsSpec(path=tmp_path / "hosts.toml", hosts=(host,))
+    payload = os.urandom(300_000)
+    done = run_script(host, spec, "printf 'begun '\nexec cat", [payload[:10], payload[10:]])
+    assert done.stdout == b"begun " + payload
+    failed = run_script(host, spec, "echo oh >&2\nexit 9")
+    assert (failed.returncode, failed.stdout, failed.stderr) == (9, b"", "oh\n")
+    assert run_script(host, spec, "true").returncode == 0
+
+
+@pytest.mark.parametrize("script", ["exec sleep 60", "sleep 60; true"])
+def test_a_script_that_never_ends_is_ended(tmp_path: Path, script: str) -> None:
+    host = Host(host="localhost")
+    spec = HostsSpec(path=tmp_path / "hosts.toml", hosts=(host,))
+    with pytest.raises(HostError, match="localhost gave no answer within 1 s"):
+        run_script(host, spec, script, deadline_s=1.0)
+    with RemoteScript(host, spec) as running:
+        running.start(script)
+    assert running.process.poll() is not None
+
+
+def test_no_ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    host = Host(host="laptop-b")
+    with pytest.raises(HostError, match="ssh is not installed here"):
+        run_script(host, HostsSpec(path=tmp_path / "hosts.toml", hosts=(host,)), "true")
+
+
+# Ready for a launch
+
+
+def test_two_hosts_are_made_ready_and_stay_so(site: Site) -> None:
+    project, text = site.folder / "project", site.folder / "a.tokens"
+    project.mkdir()
+    (project / "train.py").write_text("print(1)")
+    text.write_bytes(os.urandom(100_000))
+    file = site.hosts_file(site.host("node1"), site.host("root@node2", folder=site.folder / "node2"))
+    first, second = site.ready(file, project, abc=text)
+    assert (first["name"], first["address"], first["interface"]) == ("node1", "10.77.0.1", "eth0")
+    assert (second["name"], second["address"], second["here"]) == ("node2", "10.77.0.2", False)
+    assert first["python"] == sys.executable
+    assert (Path(first["project"]) / "train.py").read_text() == "print(1)"
+    assert Path(second["files"]["abc"]).read_bytes() == text.read_bytes()
+    assert Path(second["files"]["abc"]).is_relative_to(site.folder / "node2")
+    assert (Path(first["pythonpath"]) / "shoal/cluster/hosts/setup.py").is_file()
+    assert_runs_from(site, "node1", first["pythonpath"])
+    before = changed_at(site.folder / "node2")
+    assert site.ready(file, project, abc=text)[0] == first
+    assert changed_at(site.folder / "node2") == before, "nothing was written the second time"
+
+
+def assert_runs_from(site: Site, node: str, pythonpath: str) -> None:
+    """The copy there, not what the interpreter may have installed."""
+    words = f"PYTHONPATH={pythonpath} {sys.executable} -c 'import shoal; print(shoal.__file__)'"
+    done = site.run("ssh", "-F", str(site.lab.folder / "ssh/config"), node, words)
+    assert done.stdout == f"{pythonpath}/shoal/__init__.py\n"
+
+
+def changed_at(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_ctime_ns for path in folder.rglob("*")}
+
+
+def test_the_machine_itself_takes_part_without_ssh(site: Site) -> None:
+    file = site.hosts_file(site.host("node1"), site.host("node2"))
+    first, second = site.ready(file, site.folder, at="node1")
+    assert (first["here"], first["address"], first["project"]) == (True, "10.77.0.1", str(site.folder))
+    assert first["python"] == sys.executable
+    assert not (site.folder / "node1").exists(), "nothing is copied to where it is"
+    assert (second["here"], second["address"]) == (False, "10.77.0.2")
+
+
+def test_settings_for_the_users_own_logins_do_not_matter(site: Site) -> None:
+    """Settings of the user's own that would get in the way: a command, a master to share, a forwarded port."""
+    config = site.config(
+        "Host node1\n  RemoteCommand echo hello\n  ControlMaster auto\n  ControlPersist 60\n"
+        f"  ControlPath {site.folder}/socket\n  LocalForward 7777 localhost:22\n"
+    )
+    (ready,) = site.ready(site.hosts_file(site.host("node1"), config=config))
+    assert ready["address"] == "10.77.0.1"
+    assert not (site.folder / "socket").exists(), "no ssh stays in the background"
+
+
+# Bad input
+
+
+def test_an_unknown_host(site: Site) -> None:
+    said = site.why_not(site.hosts_file(site.host("no-such-host")))
+    assert "no address is known for no-such-host" in said
+    said = refused(site, site.host("no-such-host"))
+    assert "no machine is known by the name no-such-host" in said
+
+
+def refused(site: Site, *hosts: str, config: Path | None = None, at: str = "switch") -> str:
+    done = site.run(*shoal("setup", "--no-project", str(site.hosts_file(*hosts, config=config))), at=at)
+    assert done.returncode == 3, done.stderr
+    message = done.stderr[done.stderr.index("error: ") :]
+    return error_in(message)
+
+
+def test_a_wrong_user(site: Site) -> None:
+    said = refused(site, site.host("nobody-here@node1"))
+    assert "node1 does not let us in" in said
+    assert f"ssh-copy-id -F {site.lab.folder}/ssh/config nobody-here@node1" in said
+
+
+def test_a_changed_host_key(site: Site) -> None:
+    subprocess.run(
+        [need_tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(site.folder / "key")], check=True
+    )
+    known = site.folder / "known"
+    known.write_text(f"10.77.0.1 {(site.folder / 'key.pub').read_text()}")
+    said = refused(site, site.host("node1"), config=site.config(f"Host *\n  UserKnownHostsFile {known}\n"))
+    assert "the host key of node1 has changed" in said
+    assert f"ssh-keygen -f {known} -R 10.77.0.1, then: ssh -F {site.folder}/config node1" in said
+
+
+def test_an_unknown_host_key(site: Site) -> None:
+    known = site.folder / "known"
+    config = site.config(f"Host *\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking ask\n")
+    said = refused(site, site.host("node1"), config=config)
+    assert "the host key of node1 is not known here" in said
+    assert f"say yes: ssh -F {site.folder}/config node1" in said
+    assert not known.exists(), "no key is accepted unseen"
+
+
+def test_nobody_listens(site: Site) -> None:
+    said = refused(site, site.host("node1"), config=site.config("Host node1\n  Port 2299\n"))
+    assert "node1 is there, but no SSH server answers" in said
+
+
+@pytest.mark.exhaustive
+def test_a_host_that_is_cut_off(site: Site) -> None:
+    site.lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
+    began = time.monotonic()
+    try:
+        said = refused(site, site.host("node1"), site.host("node2"), at="node1")
+    finally:
+        site.lab.perform(lab_lab.heal_cuts(None, None))
+    assert "node2 did not answer within 10 s" in said
+    assert time.monotonic() - began < 30, "the stated seconds, and what a start takes"
+
+
+def test_no_python_there(site: Site) -> None:
+    said = refused(site, site.host("node1", python="/no/such/python3"))
+    assert "there is no /no/such/python3 on node1" in said
+    assert "there are: /" in said
+    assert "shoal has no environment on node1" in site.why_not(
+        site.hosts_file(f'host = "node1"\nfolder = "{site.folder}/fresh"')
+    )
+
+
+def test_a_python_that_does_not_work(site: Site) -> None:
+    broken = site.folder / "python"
+    broken.write_text("#!/bin/sh\necho no library >&2\nexit 1\n")
+    broken.chmod(0o755)
+    assert f"{broken} on node1 does not work" in refused(site, site.host("node1", python=str(broken)))
+
+
+def test_a_wrong_torch_there(site: Site) -> None:
+    python = bare_python(site.folder / "other", torch="2.9.0")
+    said = site.why_not(site.hosts_file(site.host("node1", python=python)))
+    assert "the Python of node1 cannot run this: it has torch 2.9.0, and here is 2." in said
+    assert f"next: shoal setup {site.folder}/hosts.toml" in said
+
+
+def bare_python(folder: Path, **installed: str) -> str:
+    """A real interpreter with nothing installed but what we claim."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for name, version in installed.items():
+        info = packages / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return str(folder / "bin/python")
+
+
+def test_no_venv_module_there(site: Site) -> None:
+    python = bare_python(site.folder / "debian")
+    (packages,) = (site.folder / "debian").glob("lib/python3*/site-packages")
+    (packages / "sitecustomize.py").write_text(
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'ensurepip' else find(name, *more)\n"
+    )
+    said = refused(site, site.host("node1", python=python))
+    assert "cannot make environments" in said
+    assert f"sudo apt install python3.{sys.version_info[1]}-venv" in said
+
+
+def test_no_such_interface(site: Site) -> None:
+    said = site.why_not(site.hosts_file(site.host("node1", interface="wlan7")))
+    assert "node1 has no interface wlan7" in said
+    assert "there are: lo, eth0" in said
+
+
+def test_an_address_that_is_not_its_own(site: Site) -> None:
+    said = site.why_not(site.hosts_file(site.host("node1", address="10.77.0.9")))
+    assert "node1 does not have the address 10.77.0.9" in said
+    assert "10.77.0.1 on eth0" in said
+
+
+def test_one_machine_by_two_names(site: Site) -> None:
+    config = site.config("Host twin\n  HostName 10.77.0.1\n")
+    said = site.why_not(site.hosts_file(site.host("node1"), site.host("twin"), config=config))
+    assert "node1 and twin in" in said
+    assert "are the same machine" in said
+    done = site.run(*shoal("setup", str(site.hosts_file(site.host("node1"), site.host("root@node1")))))
+    assert done.returncode == 2
+    assert "lists the host node1 twice" in error_in(done.stderr)
+
+
+def test_two_hosts_that_fail_are_both_named(site: Site) -> None:
+    said = refused(site, site.host("nobody-here@node1"), site.host("node2", python="/no/such/python3"))
+    assert "2 of 2 hosts cannot be used" in said
+    assert "node1 does not let us in" in said
+    assert "there is no /no/such/python3 on node2" in said
+
+
+_SLEEP = """
+import sys
+from pathlib import Path
+from shoal.cluster.hosts.spec import read_hosts
+from shoal.cluster.hosts.ssh import run_script
+from shoal.errors import ShoalError
+spec = read_hosts(Path(sys.argv[1]))
+try:
+    run_script(spec.hosts[0], spec, "touch " + sys.argv[2] + "; exec sleep 50", deadline_s=60)
+except ShoalError as error:
+    sys.exit(error.render())
+"""
+
+
+@pytest.mark.parametrize(
+    "begun", [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.exhaustive)]
+)
+def test_a_host_that_falls_asleep(site: Site, begun: bool) -> None:
+    """Before it answers, and in the middle of something: noticed by ssh, long before any deadline of ours."""
+    mark = site.folder / "begun"
+    words = [sys.executable, "-c", _SLEEP, str(site.hosts_file(site.host("node2"))), str(mark)]
+    freeze = lab_lab.set_frozen("node2", frozen=True)
+    if not begun:
+        site.lab.perform(freeze)
+    with subprocess.Popen(site.lab.command("switch", words), stderr=subprocess.PIPE, text=True) as process:
+        while begun and not mark.exists():
+            time.sleep(0.05)
+        if begun:
+            site.lab.perform(freeze)
+        try:
+            said = error_in(process.communicate(timeout=40)[1])
+        finally:
+            site.lab.perform(lab_lab.set_frozen("node2", frozen=False))
+    assert ("the connection to node2 was lost" if begun else "node2 did not answer within 10 s") in said

@@ -1,0 +1,89 @@
+"""Delays without netem: a process holds the packets back. Played on every kernel, also on one that has netem."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab import state
+from shoal.cluster.lab.kernel import Features, find_features
+from shoal.cluster.lab.lab import Lab, kill_node, restart_node, set_link
+from shoal.cluster.lab.processes import first_process
+from shoal.cluster.lab.spec import make_spec
+from shoal.errors import LabError
+from tests.support.labs import need_lab, new_name, run_on, standing_lab
+from tests.support.needs import need_tool
+
+
+@pytest.fixture
+def no_netem(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_lab()
+    without = replace(find_features(), netem=False, delay_line=True)
+    monkeypatch.setattr(lab_lab, "observe", lambda: without)
+
+
+@pytest.fixture
+def lab(no_netem: None) -> Iterator[Lab]:
+    need_tool("ping")
+    with standing_lab(2, delay="10ms") as lab:
+        yield lab
+
+
+def shortest_ms(lab: Lab) -> float:
+    """The shortest of several round trips: on a busy machine single ones are late."""
+    said = run_on(lab, "node1", "ping", "-q", "-c", "8", "-i", "0.05", "node2").stdout
+    found = re.search(r"= ([0-9.]+)/", said)
+    assert found, said
+    return float(found[1])
+
+
+def test_a_delay_is_felt_changed_removed_and_kept_over_a_restart(lab: Lab) -> None:
+    assert "a process" in lab.state.notes[0]
+    assert 20 <= shortest_ms(lab) < 30
+    lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.03})))
+    assert 40 <= shortest_ms(lab) < 55
+    for name in ("node1", "node2"):
+        lab.perform(set_link(name, lambda link: link.model_copy(update={"delay_s": 0.0})))
+    assert shortest_ms(lab) < 8
+    assert first_process(lab.folder, "node2-delay") is None
+    lab.perform(set_link("node2", lambda link: link.model_copy(update={"delay_s": 0.02})))
+    lab.perform(kill_node("node2", silent=True))
+    lab.perform(restart_node("node2"))
+    assert 20 <= shortest_ms(lab) < 35
+
+
+def test_a_delayed_link_carries_large_frames_and_what_is_sent_arrives_whole(lab: Lab) -> None:
+    """Bundles of 64 kB with unfinished checksums pass the process as they are."""
+    program = (
+        "import hashlib, socket, sys\n"
+        "data = bytes(range(256)) * 40000\n"
+        "if sys.argv[1] == 'serve':\n"
+        "    peer = socket.create_server(('0.0.0.0', 7001)).accept()[0]\n"
+        "    peer.sendall(data)\n"
+        "else:\n"
+        "    link = socket.create_connection(('node2', 7001)); got = b''.join(iter(lambda: link.recv(1 << 20), b''))\n"
+        "    assert got == data, len(got)\n"
+    )
+    log = lab.folder / "serve.log"
+    server = lab.start("node2", ["python3", "-c", program, "serve"], dict(os.environ), log)
+    try:
+        run_on(lab, "node1", "sh", "-c", 'until python3 -c "$0" ask; do sleep 0.1; done', program)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_lab_of_a_run_is_built_as_asked_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_lab()
+    poor: Features = replace(find_features(), netem=False, delay_line=False)
+    monkeypatch.setattr(lab_lab, "observe", lambda: poor)
+    spec = make_spec(2, name=new_name(), delay="5ms")
+    with pytest.raises(LabError, match="cannot build that lab: no delay") as refused:
+        lab_lab.build_lab(spec, owner=os.getpid())
+    assert "--on" in refused.value.render()
+    assert not state.lab_folder(spec.name).exists()

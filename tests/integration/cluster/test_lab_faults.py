@@ -1,0 +1,181 @@
+"""Faults on purpose: cuts, firewalls, lost packets, frozen and killed nodes; and all of it undone again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab.commands import ControlGroup, ControlGroups
+from shoal.cluster.lab.lab import Lab
+from shoal.errors import UsageError
+from tests.integration.cluster.test_lab_nodes import hears, on, said, wait_for
+from tests.support.labs import standing_lab
+from tests.support.needs import need_tool
+
+_COUNT = "import time, sys\nwhile True: print('.', end='', flush=True); time.sleep(0.01)"
+_REACHES = "import socket, sys\nsocket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()"
+_SERVE = (
+    "import socket, time\nservers = [socket.create_server(('', port)) for port in (7001, 7002)]\n"
+    "print('ready', flush=True)\ntime.sleep(60)"
+)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with standing_lab(3, sshd=True) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def healed(lab: Lab) -> Iterator[None]:
+    yield
+    lab.perform(lab_lab.heal_cuts(None, None))
+
+
+def test_a_cut_both_ways_and_healed(lab: Lab) -> None:
+    lab.perform(lab_lab.cut_off("node1", "node2", one_way=False))
+    assert not hears(lab, "node1", "node2")
+    assert not hears(lab, "node2", "node1")
+    assert hears(lab, "node1", "node3")
+    lab.perform(lab_lab.heal_cuts("node1", "node2"))
+    assert hears(lab, "node1", "node2")
+
+
+def test_a_one_way_cut_lets_the_other_way_through(lab: Lab) -> None:
+    lab.perform(lab_lab.cut_off("node1", "node2", one_way=True))
+    assert not received(lab, "node1", "node2")
+    assert received(lab, "node2", "node1")
+
+
+def received(lab: Lab, sender: str, hearer: str) -> bool:
+    """One datagram, which asks for no answer."""
+    script = (
+        "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ns.bind(('', 7003)); s.settimeout(1)\n"
+        "print('ready', flush=True)\nprint(s.recv(9).decode(), flush=True)"
+    )
+    send = "import socket, sys\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', (sys.argv[1], 7003))"
+    words = lab.command(hearer, [sys.executable, "-c", script])
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as ear:
+        assert ear.stdout is not None
+        ear.stdout.readline()
+        said(lab, sender, sys.executable, "-c", send, lab.state.spec.node(hearer).address)
+        return ear.stdout.readline().strip() == "hello"
+
+
+def test_a_cut_from_everybody(lab: Lab) -> None:
+    lab.perform(lab_lab.cut_off("node1", None, one_way=False))
+    assert not hears(lab, "node1", "node2")
+    assert not hears(lab, "node3", "node1")
+    assert hears(lab, "node2", "node3")
+
+
+def test_a_firewall_keeps_strangers_out_and_answers_in(lab: Lab, tmp_path: Path) -> None:
+    lab.perform(lab_lab.set_firewall("node2", ("7001",)))
+    reach = (sys.executable, "-c", _REACHES)
+    servers = [lab.start(node, [sys.executable, "-c", _SERVE], {}, tmp_path / node) for node in ("node1", "node2")]
+    wait_for(lambda: all((tmp_path / node).read_text() == "ready\n" for node in ("node1", "node2")))
+    assert on(lab, "node1", *reach, "10.77.0.2", "7001").returncode == 0
+    assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode != 0
+    assert on(lab, "node2", *reach, "10.77.0.1", "7002").returncode == 0
+    lab.perform(lab_lab.set_firewall("node2", None))
+    assert on(lab, "node1", *reach, "10.77.0.2", "7002").returncode == 0
+    for server in servers:
+        server.kill()
+        server.wait(5)
+
+
+def test_freezing_stops_a_counter_and_thawing_resumes_it(lab: Lab, tmp_path: Path) -> None:
+    check_freezing(lab, tmp_path / "count", "node3")
+
+
+def check_freezing(lab: Lab, log: Path, node: str) -> None:
+    process = lab.start(node, [sys.executable, "-c", _COUNT], {}, log)
+    wait_for(lambda: log.stat().st_size > 5)
+    lab.perform(lab_lab.set_frozen(node, frozen=True))
+    time.sleep(0.1)
+    stood_at = log.stat().st_size
+    time.sleep(0.3)
+    assert log.stat().st_size == stood_at
+    with pytest.raises(UsageError, match="frozen"):
+        lab.command(node, ["true"])
+    lab.perform(lab_lab.set_frozen(node, frozen=False))
+    wait_for(lambda: log.stat().st_size > stood_at + 5)
+    process.kill()
+    process.wait(5)
+
+
+def test_the_version_2_freezer_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside version 1 the other one is mounted, without controllers; freezing needs none."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    places = [fields[1] for fields in mounts if fields[2] == "cgroup2" and os.access(fields[1], os.W_OK)]
+    if not places:
+        pytest.skip("no version 2 control groups are mounted, or not for us")
+    groups = ControlGroups(freezer=ControlGroup(parent=Path(places[0]), version=2))
+    monkeypatch.setattr("shoal.cluster.lab.kernel.read_groups", lambda: groups)
+    with standing_lab(1) as lab:
+        assert lab.state.groups == groups
+        check_freezing(lab, tmp_path / "count", "node1")
+        lab.perform(lab_lab.set_frozen("node1", frozen=True))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_killed_node_is_gone_and_comes_back_as_it_was(lab: Lab, tmp_path: Path, silent: bool, frozen: bool) -> None:
+    process = lab.start("node2", ["sleep", "60"], {}, tmp_path / "log")
+    wait_for(lambda: any("sleep" in command for _, command in lab.processes("node2")))
+    if frozen:
+        lab.perform(lab_lab.set_frozen("node2", frozen=True))
+    lab.perform(lab_lab.kill_node("node2", silent))
+    assert process.wait(5) != 0
+    assert not lab.is_alive("node2")
+    assert not hears(lab, "node1", "node2")
+    with pytest.raises(UsageError, match="not running"):
+        lab.perform(lab_lab.kill_node("node2", silent))
+    lab.perform(lab_lab.restart_node("node2"))
+    assert hears(lab, "node1", "node2")
+    assert "tbf" in said(lab, "node2", "tc", "qdisc", "show", "dev", "eth0")
+
+
+def test_a_silent_kill_closes_no_connection(lab: Lab) -> None:
+    """The peer of a killed process reads an end; behind a dead cable it reads nothing."""
+    assert end_seen(lab, silent=False)
+    assert not end_seen(lab, silent=True)
+
+
+def end_seen(lab: Lab, silent: bool) -> bool:
+    serve = "import socket\ns = socket.create_server(('', 7004)); print('ready', flush=True); s.accept()[0].recv(1)"
+    watch = (
+        "import socket\ns = socket.create_connection(('10.77.0.2', 7004)); print('joined', flush=True)\n"
+        "s.settimeout(1.5)\ntry: s.recv(1); print('end', flush=True)\n"
+        "except TimeoutError: print('nothing', flush=True)\nexcept OSError: print('end', flush=True)"
+    )
+    commands = (lab.command(node, [sys.executable, "-c", code]) for node, code in (("node2", serve), ("node1", watch)))
+    with subprocess.Popen(next(commands), stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        with subprocess.Popen(next(commands), stdout=subprocess.PIPE, text=True) as watcher:
+            assert watcher.stdout is not None
+            watcher.stdout.readline()
+            lab.perform(lab_lab.kill_node("node2", silent))
+            seen = watcher.stdout.readline().strip()
+    lab.perform(lab_lab.restart_node("node2"))
+    return seen == "end"
+
+
+def test_ssh_to_a_node(lab: Lab) -> None:
+    need_tool("sshd")
+    if not lab.state.spec.sshd:
+        pytest.skip("; ".join(lab.state.notes))
+    ssh = ("ssh", "-F", str(lab.folder / "ssh/config"))
+    assert said(lab, "switch", *ssh, "node1", "hostname") == "node1"
+    assert said(lab, "node1", *ssh, "node3", "hostname") == "node3"
+    assert on(lab, "node1", *ssh, "node3", "exit 9").returncode == 9
+    modes = {path.stat().st_mode & 0o777 for path in (lab.folder / "ssh/id", lab.folder / "ssh/host")}
+    assert modes == {0o600}

@@ -1,0 +1,252 @@
+"""Real nodes: they are machines of their own, joined by links that are as fast as was asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.cluster.lab import lab as lab_lab
+from shoal.cluster.lab.lab import Lab
+from shoal.cluster.lab.spec import LabLink
+from shoal.errors import UsageError
+from tests.support.labs import shoal, standing_lab
+
+_LISTEN = """
+import socket, time
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("ready", flush=True)
+    peer, _ = server.accept()
+    received, began = len(peer.recv(1 << 20)), time.monotonic()
+    while data := peer.recv(1 << 20):
+        received += len(data)
+    print(8 * received / (time.monotonic() - began), flush=True)
+"""
+_SEND = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 7000)) as peer:
+    end = time.monotonic() + float(sys.argv[2])
+    while time.monotonic() < end:
+        peer.sendall(bytes(1 << 16))
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with standing_lab(3, link="100mbit/100mbit/1gbit", cpu="none/none/0.5") as found:
+        yield found
+
+
+def on(lab: Lab, node: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(lab.command(node, argv), capture_output=True, text=True, timeout=20)
+
+
+def said(lab: Lab, node: str, *argv: str) -> str:
+    done = on(lab, node, *argv)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def hears(lab: Lab, node: str, other: str) -> bool:
+    return on(lab, node, "ping", "-c", "1", "-W", "1", other).returncode == 0
+
+
+def rate_bps(lab: Lab, sender: str, receiver: str, seconds: float = 2.0) -> float:
+    """What arrives, as the receiver counts it."""
+    address = lab.state.spec.node(receiver).address
+    with subprocess.Popen(
+        lab.command(receiver, [sys.executable, "-c", _LISTEN]), stdout=subprocess.PIPE, text=True
+    ) as ear:
+        assert ear.stdout is not None
+        assert ear.stdout.readline().strip() == "ready"
+        said(lab, sender, sys.executable, "-c", _SEND, address, str(seconds))
+        return float(ear.stdout.readline())
+
+
+def nearly(lab: Lab, sender: str, receiver: str, wanted_bps: float) -> bool:
+    """Within 5%. The machine may be busy with others, so the best of three counts."""
+    return any(abs(rate_bps(lab, sender, receiver) / wanted_bps - 1) < 0.05 for _ in range(3))
+
+
+def test_a_node_is_a_machine_of_its_own(lab: Lab) -> None:
+    assert said(lab, "node2", "hostname") == "node2"
+    assert said(lab, "node2", "sh", "-c", "ls /sys/class/net").split() == ["eth0", "lo"]
+    assert "10.77.0.2/24" in said(lab, "node2", "ip", "-brief", "address", "show", "eth0")
+    assert said(lab, "node2", "cat", "/proc/1/comm") == "sleep"
+    processes = said(lab, "node2", "sh", "-c", "ls /proc | grep -c '^[0-9]*$'")
+    assert int(processes) < 8, "it sees processes of others"
+    assert said(lab, "node2", "pwd") == str(Path.cwd())
+
+
+def test_every_node_reaches_every_other_by_name(lab: Lab) -> None:
+    names = [node.name for node in lab.nodes]
+    assert all(hears(lab, one, other) for one in names for other in names)
+    assert hears(lab, "switch", "node3")
+
+
+def test_orphans_on_a_node_are_buried(lab: Lab) -> None:
+    said(lab, "node1", "sh", "-c", "(sleep 0.1 &)")
+    time.sleep(0.4)
+    assert lab.processes("node1") == []
+
+
+def test_a_link_is_as_fast_as_asked_in_both_directions(lab: Lab) -> None:
+    assert nearly(lab, "node1", "node2", 100e6)
+    assert nearly(lab, "node3", "node1", 100e6)
+
+
+@pytest.mark.long
+def test_a_link_can_be_changed(lab: Lab) -> None:
+    def slow(before: LabLink) -> LabLink:
+        return before.model_copy(update={"rate_bps": 20e6})
+
+    before = lab.state.spec.node("node2").link
+    lab.perform(lab_lab.set_link("node2", slow))
+    try:
+        assert nearly(lab, "node1", "node2", 20e6)
+        assert nearly(lab, "node2", "node1", 20e6)
+        assert lab.state.spec.node("node2").link.rate_bps == 20e6
+    finally:
+        lab.perform(lab_lab.set_link("node2", lambda _: before))
+
+
+def test_a_cpu_share_limits_a_busy_node(lab: Lab) -> None:
+    if lab.state.groups.cpu is None:
+        pytest.skip("; ".join(lab.state.notes))
+    busy = "import time; e = time.monotonic() + 1\nwhile time.monotonic() < e: pass\nprint(time.process_time())"
+    assert 0.2 < float(said(lab, "node3", sys.executable, "-c", busy)) < 0.62
+    lab.perform(lab_lab.set_cpu("node3", 0.2))
+    assert float(said(lab, "node3", sys.executable, "-c", busy)) < 0.32
+    lab.perform(lab_lab.set_cpu("node3", 0.5))
+
+
+def test_status_says_what_runs_where(lab: Lab, tmp_path: Path) -> None:
+    process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
+    wait_for(lambda: [command for _, command in lab.processes("node1")] == ["sleep 30"])
+    done = subprocess.run(
+        shoal("lab", "status", "--name", lab.name, "--json"), capture_output=True, text=True, timeout=30
+    )
+    process.kill()
+    process.wait(5)
+    nodes = {node["name"]: node for node in json.loads(done.stdout)["nodes"]}
+    assert [each["command"] for each in nodes["node1"]["processes"]] == ["sleep 30"]
+    assert nodes["node2"] | {"processes": []} == nodes["node2"]
+    assert (nodes["node3"]["link"], nodes["node3"]["address"], nodes["node3"]["state"]) == ("1gbit", "10.77.0.3", "up")
+
+
+def test_exec_passes_on_input_output_and_exit_code(lab: Lab) -> None:
+    words = shoal("lab", "exec", "--name", lab.name, "node1", "--", "sh", "-c", "cat; echo oops >&2; exit 7")
+    done = subprocess.run(words, input="hello", capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "hello", "oops\n")
+    gone = subprocess.run(
+        shoal("lab", "exec", "--name", lab.name, "node9", "true"), capture_output=True, text=True, timeout=30
+    )
+    assert gone.returncode == 2
+    assert "no node 'node9'" in gone.stderr
+
+
+def test_whoever_ends_exec_ends_the_command(lab: Lab) -> None:
+    script = "trap 'echo asked; exit 4' TERM; echo begun; while :; do sleep 0.05; done"
+    words = shoal("lab", "exec", "--name", lab.name, "node1", "--", "sh", "-c", script)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "begun\n"
+        command.terminate()
+        assert command.stdout.readline() == "asked\n"
+        assert command.wait(5) == 4
+
+
+def test_what_cannot_run_on_a_node_says_so(lab: Lab) -> None:
+    done = on(lab, "node1", "no-such-program")
+    assert (done.returncode, done.stderr) == (
+        127,
+        f"cannot run no-such-program in {Path.cwd()}: No such file or directory\n",
+    )
+    assert on(lab, "node1", "/etc/hosts").returncode == 126
+
+
+def test_a_started_process_has_its_log_its_variables_and_its_own_signals(lab: Lab, tmp_path: Path) -> None:
+    script = "trap 'echo $WORD asked; exit 5' INT; echo begun; while :; do sleep 0.05; done"
+    process = lab.start("node1", ["sh", "-c", script], {"WORD": "kindly"}, tmp_path / "logs/a.log")
+    wait_for(lambda: "begun" in (tmp_path / "logs/a.log").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 5
+    assert (tmp_path / "logs/a.log").read_text() == "begun\nkindly asked\n"
+
+
+def test_a_killed_process_says_by_which_signal(lab: Lab, tmp_path: Path) -> None:
+    process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
+    wait_for(lambda: lab.processes("node1") != [])
+    process.kill()
+    assert process.wait(5) == -signal.SIGKILL
+    wait_for(lambda: lab.processes("node1") == [])
+
+
+def test_a_process_that_was_stopped_and_continued_still_ends(lab: Lab, tmp_path: Path) -> None:
+    process = lab.start("node1", ["sleep", "30"], {}, tmp_path / "log")
+    wait_for(lambda: lab.processes("node1") != [])
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(process.inner()[0]).status() == psutil.STATUS_STOPPED)
+    time.sleep(0.2)
+    assert psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_an_open_file_is_passed_on(lab: Lab, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    process = lab.start(
+        "node1", ["sh", "-c", f"hostname > /proc/self/fd/{writing}"], {}, tmp_path / "log", pass_fds=(writing,)
+    )
+    os.close(writing)
+    assert process.wait(5) == 0
+    assert os.read(reading, 100) == b"node1\n"
+    os.close(reading)
+
+
+def test_a_socket_that_listens_on_a_node_can_be_held_here(lab: Lab) -> None:
+    send = "import socket, sys\nsocket.create_connection(('10.77.0.2', int(sys.argv[1])), timeout=5).sendall(b'hello')"
+    with lab.listen("node2") as server:
+        address, port = server.getsockname()
+        assert address == "10.77.0.2"
+        said(lab, "node1", sys.executable, "-c", send, str(port))
+        peer, (sender, _) = server.accept()
+        with peer:
+            assert (peer.recv(9), sender) == (b"hello", "10.77.0.1")
+
+
+def test_a_process_on_a_node_dies_with_whoever_started_it(lab: Lab, tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom shoal.cluster.lab.lab import Lab\n"
+        "Lab.open(sys.argv[1]).start('node1', ['sleep', '30'], {}, Path(sys.argv[2]))\ntime.sleep(30)"
+    )
+    starter = psutil.Popen([sys.executable, "-c", script, lab.name, str(tmp_path / "log")])
+    wait_for(lambda: lab.processes("node1") != [])
+    starter.kill()
+    starter.wait(5)
+    wait_for(lambda: lab.processes("node1") == [])
+
+
+def test_nodes_of_a_lab_are_nodes_like_any_other(lab: Lab) -> None:
+    found = lab.nodes[2]
+    assert (found.name, found.address, found.interface, found.slots) == ("node3", "10.77.0.3", "eth0", 1)
+    assert (found.cores or 0) >= 1
+    with pytest.raises(UsageError, match="no node 'node9'"):
+        lab.command("node9", ["true"])
+
+
+def wait_for(condition: object, seconds: float = 5.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)

@@ -1,0 +1,123 @@
+"""A training on emulated nodes: the same command, the same result, and no lab left when it is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.cluster import planned_nodes
+from shoal.cluster.lab import state
+from shoal.cluster.node import Rendezvous
+from shoal.cluster.target import ExistingLab, LocalSpec, parse_on, rank_count
+from shoal.config.schema import RunConfig
+from shoal.control.processes import find_processes, find_supervisor
+from shoal.errors import ConfigError, UsageError
+from shoal.launch.plan import plan_ranks
+from shoal.runs.manage import end_processes
+from tests.support.labs import need_lab, new_labs
+from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, train_tiny
+
+MEETING = Rendezvous("10.77.0.1", 4242)
+
+
+def test_on_names_a_cluster() -> None:
+    assert parse_on("local:3") == LocalSpec(3)
+    assert parse_on("lab") == ExistingLab(None)
+    assert parse_on("lab:attic") == ExistingLab("attic")
+    assert rank_count(parse_on("lab:3,link=100mbit")) == 3
+    for wrong in ("moon:3", "local:x", "lab:0", "lab:3,speed=1"):
+        with pytest.raises(UsageError):
+            parse_on(wrong)
+
+
+def test_the_plan_counts_ranks_through_the_nodes() -> None:
+    nodes = planned_nodes("lab:3,link=1gbit/1gbit/100mbit,cpu=0.5")
+    commands = plan_ranks(RunConfig(), lambda node: "run", nodes, MEETING, resume=False)
+    assert [command.node.name for command in commands] == ["node1", "node2", "node3"]
+    assert [command.env["RANK"] for command in commands] == ["0", "1", "2"]
+    assert {command.env["LOCAL_RANK"] for command in commands} == {"0"}
+    assert [command.env["GROUP_RANK"] for command in commands] == ["0", "1", "2"]
+    assert {command.env["MASTER_ADDR"] for command in commands} == {"10.77.0.1"}
+    assert {command.env["GLOO_SOCKET_IFNAME"] for command in commands} == {"eth0"}
+    assert [command.env["SHOAL_LINK_MBPS"] for command in commands] == ["1000", "1000", "100"]
+    assert all(command.uses_agent_store for command in commands)
+
+
+def test_other_launchers_stay_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match="this cluster has 3"):
+        plan_ranks(RunConfig(launcher="torchrun"), lambda node: "run", planned_nodes("lab:3"), MEETING, resume=False)
+
+
+@pytest.fixture
+def no_lab_left() -> Iterator[None]:
+    need_lab()
+    before = set(state.list_labs())
+    yield
+    deadline = time.monotonic() + 30
+    while left := new_labs(before):
+        assert time.monotonic() < deadline, f"left labs: {left}"
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("no_lab_left")
+def test_three_nodes_train_to_the_same_bits(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = ("train.steps=12", "train.global_batch=12", "train.checkpoint_every=5")
+    manifest = train_tiny(run, "--on", "lab:3,link=1gbit", sets=settings)
+    assert manifest["byte_equivalent"] is True
+    assert [(node["name"], node["link_mbps"]) for node in manifest["nodes"]] == [
+        ("node1", 1000),
+        ("node2", 1000),
+        ("node3", 1000),
+    ]
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["node1", "node2", "node3"]
+    assert [commit["step"] for commit in read_jsonl(run / "commits.jsonl")] == list(range(1, 13))
+    # Headers of every packet cross the link too.
+    assert manifest["theoretical_bytes_per_step"] < manifest["wire_bytes_per_step"]
+    assert shoal("verify", run).returncode == 0
+    assert shoal("train", "--resume", run, "--steps", "14").returncode == 0
+
+
+@pytest.mark.usefixtures("no_lab_left")
+@pytest.mark.parametrize(
+    "victim", [pytest.param("node", marks=pytest.mark.exhaustive), pytest.param("supervisor", marks=pytest.mark.long)]
+)
+def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = set_flags(*TINY, "members.on_loss=end", "train.compile=off")
+    command = shoal_command("train", "--on", "lab:2", "--out", run, "--steps", "1000000", *flags)
+    with (tmp_path / "stderr").open("wb") as stderr:
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+    try:
+        wait_for_ledger(run, training)
+        supervisor = find_supervisor(run)
+        assert supervisor is not None
+        if victim == "supervisor":
+            os.kill(supervisor.pid, signal.SIGKILL)
+            seen = f"error: whoever kept the run {run} was killed"
+        else:
+            lab = f"run-{supervisor.pid}"
+            subprocess.run(shoal_command("lab", "kill", "node2", "--name", lab), check=True, capture_output=True)
+            seen = "error: node2 is gone, and rank 1 with it"
+        assert training.wait(30) == 3
+    finally:
+        end_processes(find_processes(run))
+        if training.poll() is None:
+            training.kill()
+            training.wait()
+    assert seen in (tmp_path / "stderr").read_text()
+
+
+def wait_for_ledger(run: Path, training: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "commits.jsonl").exists() or not (run / "commits.jsonl").stat().st_size:
+        assert time.monotonic() < deadline
+        assert training.poll() is None
+        time.sleep(0.05)

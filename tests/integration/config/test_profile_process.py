@@ -1,0 +1,17 @@
+"""What is made of a probe's figures: the profile and its file, notes and verdicts, tables an: what starts processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.programs import shoal
+
+
+def test_nothing_but_a_profile_is_replaced(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.toml"
+    notes.write_text("mine = true\n")
+    for wrong in (notes, tmp_path / "no/such/folder.toml"):
+        done = shoal("probe", "-o", wrong)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert str(wrong.parent if "no/such" in str(wrong) else wrong) in done.stderr
+    assert notes.read_text() == "mine = true\n"

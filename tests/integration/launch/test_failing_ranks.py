@@ -1,0 +1,283 @@
+"""Ranks that raise, are killed or interrupted: the cause is named, and no process is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shoal.control.processes import AGENT, find_processes
+from shoal.launch.failure import ProcessEnd, diagnose
+from shoal.runs.manage import end_processes
+from tests.support.programs import TINY, read_jsonl, set_flags, shoal, shoal_command, steps_of, train_tiny
+
+TINY_FLAGS = set_flags(*TINY)
+# Compiling would be worth it for so many.
+LONG = ("--steps", "1000000", *set_flags("train.compile=off"))
+
+
+@pytest.mark.long
+def test_a_training_that_diverges_says_so_once(tmp_path: Path) -> None:
+    done = shoal("train", "--out", tmp_path / "run", "--steps", "20", *TINY_FLAGS, *set_flags("train.lr=1e30"))
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert done.returncode == 3
+    assert error.count(" became nan in step") == 1
+    assert "why:  the training diverged" in error
+    assert error.count("failed too") == 1
+    assert "Traceback" not in error
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_raises_hands_its_error_to_the_launcher(tmp_path: Path) -> None:
+    """Only the ranks read the tokenizer that a run keeps."""
+    run = tmp_path / "run"
+    train_tiny(run, "--steps", "1")
+    os.truncate(run / "tokenizer.json", 100)
+    done = shoal("train", "--resume", run, "--steps", "2")
+    assert done.returncode == 2
+    assert f"error: {run / 'tokenizer.json'} is not a tokenizer: " in done.stderr
+    assert "why:  the file is damaged, or something else wrote it" in done.stderr
+    faults = [read_jsonl(run / "events" / f"rank-{rank}.jsonl")[-1] for rank in (0, 1)]
+    assert any(fault["event"] == "fault" and fault["error"] == "DataError" for fault in faults)
+
+
+def ending(rank: int, code: int, order: int, **more: Any) -> ProcessEnd:
+    return ProcessEnd(f"rank-{rank}", "here", (rank,), code, order, **more)
+
+
+def fault(rank: int, kind: str, why: str = "") -> dict[str, Any]:
+    return {"rank": rank, "error": kind, "seen": f"rank {rank} broke", "why": why, "fix": "", "time": 10.0 - rank}
+
+
+def test_the_cause_is_named_even_when_its_consequence_was_seen_first() -> None:
+    faults = {0: fault(0, "PeerLost"), 1: fault(1, "RunFailed")}
+    error = diagnose([ending(0, 3, order=0), ending(1, 3, order=1)], faults, {"rank-1": "its last words"})
+    assert error is not None
+    assert error.seen == "rank 1 broke"
+    assert error.why == "rank 0 then ended because a peer was gone\nthe end of its log:\nits last words"
+
+
+def test_a_process_that_stands_for_many_ranks_is_explained_by_the_one_that_broke() -> None:
+    faults = {0: fault(0, "PeerLost"), 1: fault(1, "DataError", why="cut short"), 2: fault(2, "PeerLost")}
+    error = diagnose([ProcessEnd("torchrun", "here", (0, 1, 2), 1, 0)], faults, {"torchrun": "a long log"})
+    assert error is not None
+    assert (error.exit_code, error.seen, error.why) == (2, "rank 1 broke", "cut short")
+
+
+def test_ranks_that_we_ended_are_nobodys_failure() -> None:
+    assert diagnose([ending(0, 0, order=0), ending(1, -9, order=1, by_us=True)], {}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(7, "exit code 7"), (-11, "killed by SIGSEGV"), (-40, "killed by signal 40")]
+)
+def test_how_a_process_ended_is_said_in_words(code: int, how: str) -> None:
+    error = diagnose([ending(0, code, order=0, log="/a b/rank-0.log")], {}, {})
+    assert error is not None
+    assert error.seen.startswith("rank 0 on here")
+    assert error.seen.endswith(how)
+    assert error.fix == "read its log: less '/a b/rank-0.log'"
+
+
+class Training:
+    """`shoal train` under way: wait for what its ranks write, send it signals, see how it ended."""
+
+    def __init__(self, out: Path, *words: str) -> None:
+        self.out = out
+        self._stderr = out.with_suffix(".stderr")
+        with self._stderr.open("wb") as stderr:
+            command = shoal_command("train", "--out", out, *TINY_FLAGS, *words)
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+
+    def wait_until(self, happened: Callable[[], Any], deadline_s: float = 90.0) -> Any:
+        deadline = time.monotonic() + deadline_s
+        while not (value := happened()):
+            assert time.monotonic() < deadline, f"waited in vain: {self.stderr()}"
+            assert self.process.poll() is None, f"ended early: {self.stderr()}"
+            time.sleep(0.02)
+        return value
+
+    def starting(self) -> list[int]:
+        """The ranks as soon as there are two, long before they have imported torch."""
+        ranks: list[int] = self.wait_until(lambda: len(found := self._started()) == 2 and found)
+        return ranks
+
+    def _started(self) -> list[int]:
+        return [found.pid for found in find_processes(self.out) if found.part.startswith("rank-")]
+
+    def pids(self) -> list[int]:
+        """The ranks, once all of them train."""
+        self.wait_until(lambda: all(self._events(rank, "step") for rank in (0, 1)))
+        return [self._events(rank, "start")[0]["pid"] for rank in (0, 1)]
+
+    def _events(self, rank: int, kind: str) -> list[dict[str, Any]]:
+        path = self.out / "events" / f"rank-{rank}.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in events if event["event"] == kind]
+
+    def end(self, within_s: float) -> int:
+        return self.process.wait(within_s)
+
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def error(self) -> str:
+        return self.stderr()[self.stderr().index("error: ") :]
+
+
+@contextlib.contextmanager
+def training(out: Path, *words: str) -> Iterator[Training]:
+    started = Training(out, *words)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+        end_processes(find_processes(out))
+
+
+def wait_gone(pids: list[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if is_running(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"still there: {left}")
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_killed_rank_is_named_and_the_other_folded_beneath(tmp_path: Path) -> None:
+    with training(tmp_path / "run", *LONG, *set_flags("members.on_loss=end")) as run:
+        pids = run.pids()
+        os.kill(pids[1], signal.SIGKILL)
+        assert run.end(within_s=5) == 3
+        wait_gone(pids, within_s=0.5)
+    assert run.error().startswith("error: rank 1 on local was killed (SIGKILL)")
+    assert "why:  rank 0 then ended because a peer was gone" in run.error()
+    assert "rank 1 of 2: " in run.error(), "the end of its log"
+    assert f"less {tmp_path / 'run' / 'logs' / 'local' / 'rank-1.log'}" in run.error()
+
+
+@pytest.mark.long
+def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path: Path) -> None:
+    with training(tmp_path / "run", *LONG) as run:
+        pids = run.pids()
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(within_s=10) == 130
+        wait_gone(pids, within_s=0.5)
+    done_steps = len(steps_of(run.out))
+    assert run.error().startswith("error: interrupted: saved what was done\n")
+    assert f"next: go on from the last checkpoint: shoal train --resume {run.out}" in run.error()
+    assert (run.out / "checkpoints" / f"step-{done_steps:08d}").is_dir()
+    again = shoal("train", "--resume", run.out, "--steps", str(done_steps + 2), "--json")
+    assert again.returncode == 0, again.stderr
+    assert f"going on after step {done_steps}" in again.stderr
+    assert [step["step"] for step in steps_of(run.out)] == list(range(1, done_steps + 3))
+    assert json.loads(again.stdout)["byte_equivalent"] is True
+
+
+@pytest.mark.long
+def test_a_second_interrupt_ends_everything_at_once(tmp_path: Path) -> None:
+    """The ranks are stopped, so that none can finish its step: only the second interrupt can end them."""
+    with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1000000")) as run:
+        pids = run.pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        run.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.end(within_s=1)
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(within_s=3) == 130
+        wait_gone(pids, within_s=0.5)
+    assert run.error().startswith("error: interrupted before the first checkpoint\n")
+
+
+def test_an_interrupt_while_the_ranks_start_ends_them(tmp_path: Path) -> None:
+    with training(tmp_path / "run", *LONG) as run:
+        ranks = run.starting()
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(within_s=10) == 130
+        wait_gone(ranks, within_s=0.5)
+    assert run.error().startswith("error: interrupted before the first checkpoint\n")
+
+
+@pytest.mark.long
+def test_a_killed_agent_takes_its_ranks_along(tmp_path: Path) -> None:
+    """Ranks need seconds to import torch, and could then find themselves alone without ever having had a parent."""
+    with training(tmp_path / "run", *LONG) as run:
+        ranks = run.starting()
+        agent = next(found for found in find_processes(run.out) if found.part == AGENT)
+        os.kill(agent.pid, signal.SIGKILL)
+        assert run.end(within_s=5) == 3
+        wait_gone(ranks, within_s=0.5)
+    assert run.error().startswith("error: local is gone, and rank 0 with it")
+    assert "its agent was killed (SIGKILL)" in run.error()
+
+
+@pytest.mark.exhaustive
+def test_a_kill_right_after_a_checkpoint_leaves_no_gap_in_the_ledger(tmp_path: Path) -> None:
+    with training(tmp_path / "run", *LONG, *set_flags("train.checkpoint_every=1", "train.eval_every=100000")) as run:
+        run.wait_until(lambda: any((run.out / "checkpoints").glob("step-*")))
+        end_processes(find_processes(run.out))
+        assert run.end(within_s=5) == 3
+    newest = max(int(path.name[5:13]) for path in (run.out / "checkpoints").glob("step-*"))
+    assert max(commit["step"] for commit in read_jsonl(run.out / "commits.jsonl")) >= newest
+    done = shoal("train", "--resume", run.out, "--steps", str(newest + 2))
+    assert done.returncode == 0, done.stderr
+    assert shoal("verify", run.out).returncode == 0
+
+
+@pytest.mark.long
+def test_a_signal_to_one_rank_stops_all_of_them_in_order(tmp_path: Path) -> None:
+    with training(tmp_path / "run", *LONG) as run:
+        os.kill(run.pids()[1], signal.SIGINT)
+        assert run.end(within_s=10) == 130
+    assert "interrupted: saved what was done" in run.error()
+    assert len(steps_of(run.out, 0)) == len(steps_of(run.out, 1))
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_alive_cannot_be_resumed_beside_itself(tmp_path: Path) -> None:
+    with training(tmp_path / "run", *LONG) as run:
+        run.pids()
+        beside = shoal("train", "--resume", run.out)
+        assert beside.returncode == 2
+        assert "is being trained in right now" in beside.stderr
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(within_s=10) == 130
+
+
+@pytest.mark.exhaustive
+def test_an_old_state_is_never_compared(tmp_path: Path) -> None:
+    """Finished, then resumed for more steps and interrupted: the states of the first end prove nothing now."""
+    run = tmp_path / "run"
+    train_tiny(run, "--steps", "2")
+    command = shoal_command("train", "--resume", run, "--steps", "1000000")
+    resumed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 40
+    while len(steps_of(run)) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    resumed.send_signal(signal.SIGINT)
+    assert resumed.wait(10) == 130
+    done = shoal("verify", run)
+    assert done.returncode == 2
+    assert "identical" not in done.stdout

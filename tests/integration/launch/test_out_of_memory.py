@@ -1,0 +1,88 @@
+"""A rank that runs out of memory says so, says how much it wanted, and what to type."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import string
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import build_config
+from shoal.control.rank_env import Placement
+from shoal.cost.memory import out_of_memory_advice
+from shoal.errors import OutOfMemory
+from shoal.launch.failure import ProcessEnd, diagnose
+from shoal.train.worker import as_fault
+from tests.support.programs import read_jsonl, set_flags, shoal_command
+
+LIMIT_BYTES = 3 << 29
+# The first layer's output alone has 128 × 2048 × 1024 numbers, 1.07 GB a rank; the model has 52 MB.
+LARGE = (
+    "model.layers=1",
+    "model.heads=2",
+    "model.width=1024",
+    "model.seq_len=2048",
+    "data.tokenizer=byte",
+    "train.global_batch=256",
+    "train.micro_batch=128",
+    "train.compile=off",
+)
+
+
+@pytest.mark.long
+def test_a_rank_without_memory_names_itself_and_the_next_micro_batch(tmp_path: Path) -> None:
+    """A limit on the address space refuses it what a machine of that size would."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(random.Random(1).choices(string.ascii_lowercase + " \n", k=700_000)))
+    run = tmp_path / "run"
+    command = shoal_command("train", "--data", text, "--out", run, "--on", "local:2", *set_flags(*LARGE))
+    done = subprocess.run(
+        ["/usr/bin/env", "prlimit", f"--as={LIMIT_BYTES}", *command],
+        env={**os.environ, "PYTHONWARNINGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 3
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert " on local is out of memory: it asked for 1.07 GB more" in error
+    assert "next: start a new run with a smaller micro-batch: --micro-batch 64 (it was 128)" in error
+    faults = [read_jsonl(run / "events" / f"rank-{rank}.jsonl")[-1] for rank in (0, 1)]
+    assert any(fault["event"] == "fault" and fault["error"] == "OutOfMemory" for fault in faults)
+
+
+def test_lack_of_memory_is_recognised_from_inside_a_communication_hook() -> None:
+    """As seen of a rank that got no more memory: torch wraps what its hook raised."""
+    wrapped = "Got the following error when running the callback: MemoryError: <EMPTY MESSAGE>"
+    place = Placement(rank=2, world_size=3, local_rank=0, local_world_size=1, node="attic")
+    fault = as_fault(RuntimeError(wrapped), place, relief="less")
+    assert isinstance(fault, OutOfMemory)
+    assert fault.seen.startswith("rank 2 on attic is out of memory")
+    assert not isinstance(as_fault(RuntimeError("shapes differ"), place, relief="less"), OutOfMemory)
+
+
+def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
+    config = build_config("grammar", None, sets=("train.global_batch=24", "train.micro_batch=6"))
+    ending = ProcessEnd("rank-1", "attic", (1,), -signal.SIGKILL, order=0, starved=True)
+    error = diagnose([ending], {}, {}, out_of_memory_advice(config, 2))
+    assert isinstance(error, OutOfMemory)
+    assert error.seen == "rank 1 on attic was killed (SIGKILL) when the machine ran out of memory"
+    assert error.fix == "start a new run with a smaller micro-batch: --micro-batch 3 (it was 6)"
+
+
+@pytest.mark.parametrize(
+    ("present", "advice"),
+    [
+        (10, "--micro-batch 5 "),
+        (5, "--micro-batch 2 "),
+        (1, "a shorter --seq-len than 64: the micro-batch is 1 already"),
+    ],
+)
+def test_the_advice_is_one_that_the_batch_can_be_dealt_in(present: int, advice: str) -> None:
+    config = build_config("grammar", None, sets=("train.global_batch=20", f"train.micro_batch={present}"))
+    assert advice in out_of_memory_advice(config, 2)

@@ -1,0 +1,146 @@
+"""`shoal run`: other people's scripts, unmodified, on local ranks and on emulated nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import socket
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.labs import need_lab
+from tests.support.paths import SCRIPTS
+from tests.support.programs import shoal, shoal_command
+
+# What a tutorial has: nothing of shoal in them. All three train the same model on the same data.
+SAMPLES = 120
+LINE = re.compile(r"\[(\d)] rank (\d) of (\d) on (\S+): samples (\d+) loss (\S+) weights (\w+)")
+
+
+def script(folder: Path, text: str) -> Path:
+    file = folder / "my script.py"
+    file.write_text(text)
+    return file
+
+
+def run_script(folder: Path, on: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return shoal("run", "--on", on, "--out", folder / "run", script(folder, (SCRIPTS / name).read_text()), *words)
+
+
+@cache
+def loss_of_one_process() -> float:
+    """What the scripts end with when one process has every batch whole."""
+    torch.manual_seed(0)
+    inputs = torch.linspace(-1, 1, 48).reshape(24, 2)
+    targets = inputs.prod(dim=1, keepdim=True)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in (0, 12) * 5:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs[start : start + 12]), targets[start : start + 12]).backward()
+        optimizer.step()
+    return torch.nn.functional.mse_loss(model(inputs), targets).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "words"),
+    [
+        ("plain_ddp.py", "local:2", ["--epochs", "3"]),
+        pytest.param("plain_ddp.py", "lab:3", ["--epochs", "3"], marks=pytest.mark.exhaustive),
+        pytest.param("accelerate_train.py", "local:2", [], marks=pytest.mark.exhaustive),
+        pytest.param("accelerate_train.py", "lab:3", [], marks=pytest.mark.long),
+        pytest.param("fabric_train.py", "local:2", ["--devices", "2"], marks=pytest.mark.exhaustive),
+        pytest.param("fabric_train.py", "lab:3", ["--num-nodes", "3"], marks=pytest.mark.long),
+    ],
+)
+def test_a_script_trains_as_it_is_in_one_world(name: str, on: str, words: list[str], tmp_path: Path) -> None:
+    if on.startswith("lab"):
+        need_lab()
+    ranks = int(on[-1])
+    hosts = [f"node{rank + 1}" for rank in range(ranks)] if on.startswith("lab") else [socket.gethostname()] * ranks
+    done = run_script(tmp_path, on, name, *words)
+    assert done.returncode == 0, done.stderr
+    found = sorted(match.groups() for match in LINE.finditer(done.stdout))
+    expected = [(str(rank), str(rank), str(ranks), hosts[rank], str(SAMPLES // ranks)) for rank in range(ranks)]
+    assert [line[:5] for line in found] == expected
+    assert len({weights for *_, weights in found}) == 1, "replicas differ"
+    # Each rank had only its share of every batch, so this holds only if they exchanged gradients.
+    assert float(found[0][5]) == pytest.approx(loss_of_one_process(), abs=2e-6)
+    if name == "plain_ddp.py":
+        assert done.stdout.count(f"was asked for {' '.join(words)}\n") == ranks
+
+
+@pytest.mark.long
+def test_fabric_is_told_how_large_the_world_is(tmp_path: Path) -> None:
+    """A script that says three, started as two: refused at once, where it would wait for a third."""
+    done = run_script(tmp_path, "local:2", "fabric_train.py", "--devices", "3")
+    assert done.returncode == 1
+    assert "does not match the world size (2)" in done.stdout
+
+
+@pytest.mark.long
+def test_it_ends_with_the_code_of_the_first_rank_to_fail(tmp_path: Path) -> None:
+    file = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n")
+    done = shoal("run", "--out", tmp_path / "run", file, timeout_s=20)
+    assert done.returncode == 7
+    assert "error: rank 1 on local ended with exit code 7" in done.stderr
+
+
+def test_nothing_that_is_printed_is_lost(tmp_path: Path) -> None:
+    """Both streams, a long line whole, and last words without a line's end."""
+    text = "import sys\nprint('x' * 5000)\nprint('to stderr', file=sys.stderr)\nsys.stdout.write('last words')\n"
+    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0] " + "x" * 5000, "[0] to stderr", "[0] last words"]
+    assert "last words" in (tmp_path / "run/logs/local/rank-0.log").read_text()
+
+
+BAR = """
+import sys, time
+for percent in range(0, 101, 4):
+    sys.stderr.write(f"\\r{percent}%")
+    sys.stderr.flush()
+    time.sleep(0.06)
+sys.stderr.write("\\n")
+"""
+
+
+@pytest.mark.long
+def test_a_progress_bar_moves_on_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = shoal_command("run", "--on", "local:1", "--out", tmp_path / "run", script(tmp_path, BAR))
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        # Reading from a terminal that no process has open any more is an error.
+        with contextlib.suppress(OSError):
+            while block := os.read(ours, 1 << 16):
+                seen += block
+        os.close(ours)
+        assert process.wait(20) == 0, seen
+    states = re.findall(r"\[0\] (\d+)%\r\n\x1b\[1A\r\x1b\[J", seen.decode())
+    assert len(states) > 3, seen
+    assert list(map(int, states)) == sorted(map(int, states))
+    assert seen.decode().endswith("100%\r\n"), "its last state stays as a line"
+
+
+def test_a_module_runs_too(tmp_path: Path) -> None:
+    done = shoal("run", "--on", "local:1", "--out", tmp_path / "run", "-m", "platform")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[0] Linux")
+
+
+@pytest.mark.parametrize("words", [("no.py",), ("-m",)])
+def test_what_cannot_be_started_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = shoal("run", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "next: " in done.stderr
+    assert not (tmp_path / "runs").exists()

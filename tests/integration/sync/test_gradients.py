@@ -1,0 +1,271 @@
+"""Every way of exchanging gradients gives the sum that one process computes alone, the same bits on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.cost.buckets import fill_buckets
+from shoal.cost.buckets import gradients as cost_gradients
+from shoal.model.gpt import GPT
+from shoal.sync.compression.base import Bucket, NoState
+from shoal.sync.gradients import HookedDDP, make_gradient_sync
+from shoal.sync.replicas import broadcast_integers, broadcast_tensors, have_equal_digests
+from shoal.sync.step_stats import CommTimes, StepGather, sum_over_world
+from shoal.sync.world import World, barrier
+from shoal.train.checkpoint import digest, weights
+from tests.support.ranks import run_ranks
+
+Gradients = dict[str, npt.NDArray[np.float32]]
+
+SHAPE = ModelConfig(layers=2, heads=2, width=32, seq_len=8, vocab_size=50)
+WAYS: list[dict[str, Any]] = [
+    {"mode": "ddp", "measure": "hook", "inside": "gloo"},
+    {"mode": "ddp", "measure": "hook", "inside": "copies"},
+    {"mode": "ddp", "measure": "hook", "inside": "shared"},
+    {"mode": "ddp", "measure": "off", "inside": "gloo"},
+    {"mode": "ddp", "measure": "off"},
+    {"mode": "ddp", "measure": "barrier"},
+    {"mode": "ddp", "measure": "hook", "bucket_mb": 0.01},
+    {"mode": "ddp", "measure": "hook", "bucket_mb": 0.01, "inside": "gloo"},
+    {"mode": "ddp", "measure": "barrier", "bucket_mb": 0.01},
+    {"mode": "ddp", "measure": "barrier", "inside": "gloo"},
+    {"mode": "stock", "measure": "hook"},
+]
+
+
+def rows_of(rank: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + micro)
+    return torch.randint(0, SHAPE.vocab_size, (2, SHAPE.seq_len + 1), generator=generator)
+
+
+def fresh_model() -> GPT:
+    torch.manual_seed(1)
+    return GPT(SHAPE)
+
+
+def gradients(model: GPT) -> Gradients:
+    return {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def shares(size: int) -> list[int]:
+    """Unequal on purpose: rank r has r + 1 micro-batches."""
+    return [rank + 1 for rank in range(size)]
+
+
+def exchange(world: World, settings: dict[str, Any]) -> tuple[Gradients, CommTimes]:
+    model = fresh_model()
+    sync = make_gradient_sync(SyncConfig(**settings), model, world)
+    micros = shares(world.size)
+    scale = sync.loss_scale(sum(micros) * 2 * SHAPE.seq_len)
+    for micro in range(micros[world.rank]):
+        rows = rows_of(world.rank, micro)
+        with sync.micro_batch(last=micro == micros[world.rank] - 1):
+            (sync.module(rows[:, :-1], rows[:, 1:]) * scale).backward()
+    comm = sync.finish()
+    return gradients(model), comm
+
+
+def alone(size: int) -> Gradients:
+    model = fresh_model()
+    blocks = [rows_of(rank, micro) for rank, share in enumerate(shares(size)) for micro in range(share)]
+    rows = torch.cat(blocks)
+    (model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("settings", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_the_sum_is_that_of_one_process(settings: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+    reference = alone(world_size)
+    results = run_ranks(exchange, world_size, tmp_path, settings)
+    for found, comm in results:
+        assert found.keys() == reference.keys()
+        for name, gradient in found.items():
+            np.testing.assert_allclose(gradient, reference[name], rtol=1e-4, atol=1e-6)
+            assert gradient.tobytes() == results[0][0][name].tobytes(), f"{name} differs between ranks"
+        assert comm.tail_s >= 0
+        is_timed = settings["measure"] != "off" and settings["mode"] != "stock"
+        assert (comm.allreduce_s is not None) == (comm.hidden_s is not None) == is_timed
+
+
+def closed(world: World, settings: dict[str, Any]) -> tuple[bool, Gradients]:
+    """What a model without an exchange makes of its own rows, after one that had one; whether that one is gone."""
+    model = fresh_model()
+    # So few tokens that DDP is to leave the tied weight to us.
+    sync = make_gradient_sync(SyncConfig(**settings), model, world, tokens=SHAPE.seq_len // 2)
+    rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
+    for _ in range(3):
+        with sync.micro_batch(last=True):
+            sync.module(rows[:, :-1], rows[:, 1:]).backward()
+        sync.finish()
+        model.zero_grad(set_to_none=True)
+    barrier(world)
+    assert (sync.extra_bytes > 0) == (settings["mode"] == "ddp" and settings["inside"] != "shared")
+    wrapped = sync.module
+    held = weakref.ref(wrapped if wrapped is not model else sync)
+    sync.close()
+    del sync, wrapped
+    gc.collect()
+    if world.rank == 0:
+        # The others do not come: whoever still exchanged would wait for them in vain.
+        model(rows[:, :-1], rows[:, 1:]).backward()
+    return held() is None, gradients(model)
+
+
+@pytest.mark.parametrize(
+    "settings", [WAYS[0], WAYS[1], WAYS[2], WAYS[-1]], ids=lambda way: "-".join(map(str, way.values()))
+)
+def test_a_closed_exchange_leaves_the_model_alone(settings: dict[str, Any], tmp_path: Path) -> None:
+    (is_gone, found), _ = run_ranks(closed, 2, tmp_path, settings)
+    assert is_gone
+    model, rows = fresh_model(), rows_of(0, 0)[:1, : SHAPE.seq_len // 2 + 1]
+    model(rows[:, :-1], rows[:, 1:]).backward()
+    for name, gradient in gradients(model).items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def one_after_another(world: World, settings: dict[str, Any]) -> Gradients:
+    model = fresh_model()
+    for chosen in (settings, {"wire": "bf16", "inside": "gloo"}):
+        sync = make_gradient_sync(SyncConfig(**chosen), model, world, tokens=SHAPE.seq_len // 2)
+        rows = rows_of(world.rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with sync.micro_batch(last=True):
+                sync.module(rows[:, :-1], rows[:, 1:]).backward()
+            sync.finish()
+        barrier(world)
+        sync.close()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("settings", [WAYS[0], WAYS[2]], ids=["gloo", "shared"])
+def test_one_exchange_can_follow_another(settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_ranks(one_after_another, 2, tmp_path, settings)
+    model = fresh_model()
+    for rank in range(2):
+        rows = rows_of(rank, 0)[:1, : SHAPE.seq_len // 2 + 1]
+        model(rows[:, :-1], rows[:, 1:]).backward()
+    for name, gradient in gradients(model).items():
+        assert first[name].tobytes() == second[name].tobytes()
+        np.testing.assert_allclose(first[name], gradient, rtol=1e-2, atol=1e-2)
+
+
+def test_fp16_is_near_and_keeps_replicas_equal(tmp_path: Path) -> None:
+    reference = alone(2)
+    (first, _), (second, _) = run_ranks(exchange, 2, tmp_path, {"wire": "fp16", "inside": "gloo"})
+    for name, gradient in first.items():
+        assert gradient.tobytes() == second[name].tobytes()
+        np.testing.assert_allclose(gradient, reference[name], rtol=2e-3, atol=5e-5)
+    assert any((first[name] != exact).any() for name, exact in reference.items())
+
+
+def sent(world: World, settings: dict[str, Any]) -> list[int]:
+    """Parameters of every message of a second backward, when DDP has seen in which order gradients come."""
+    messages: list[int] = []
+
+    class Counted(NoState):
+        def __call__(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+            messages.append(bucket.flat.numel())
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.flat)
+            return done
+
+    torch.manual_seed(1)
+    sync = HookedDDP(GPT(ModelConfig(**settings["model"])), world, Counted(), settings["bucket_mb"])
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    for _ in range(2):
+        messages.clear()
+        with sync.micro_batch(last=True):
+            sync.module(tokens, tokens).backward()
+    return messages
+
+
+@pytest.mark.parametrize("bucket_mb", [0.05, 0.2, 25.0])
+def test_buckets_are_those_that_plans_reckon_with(bucket_mb: float, tmp_path: Path) -> None:
+    model = {"layers": 3, "heads": 2, "width": 64, "seq_len": 8, "vocab_size": 300}
+    [messages] = run_ranks(sent, 1, tmp_path, {"model": model, "bucket_mb": bucket_mb})
+    planned = fill_buckets(cost_gradients(ModelConfig(**model)), bucket_mb)
+    assert messages == [bucket.parameters for bucket in planned]
+
+
+def left_alone(world: World, steps: int) -> list[float]:
+    """Rank 1 dies before it tells of the last step; what rank 0 then still knows of its own."""
+    exchange = StepGather(world, lag=steps)
+    for step in range(steps):
+        if world.rank == 1 and step == steps - 1:
+            os._exit(0)
+        exchange.begin(2.5 + step, CommTimes(time.perf_counter(), 0.0, 0.0), stop=False)
+    with pytest.raises(RuntimeError):
+        exchange.drain()
+    return exchange.own_losses()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_whose_exchange_failed_is_still_known_to_who_did_it(steps: int, tmp_path: Path) -> None:
+    """Its samples are used, so the ledger must get it from somebody."""
+    losses, _ = run_ranks(left_alone, 2, tmp_path, steps, dying=[1])
+    assert losses == [2.5 + step for step in range(steps)]
+
+
+def slow_rank(world: World, where: str) -> tuple[float, float, bool]:
+    """Rank 1 takes 0.2 s longer in every step; rank 0 asks to stop in the third."""
+    exchange = StepGather(world)
+    late_s = 0.2 if world.rank == 1 else 0.0
+    for step in range(3):
+        time.sleep(late_s if where == "compute" else 0.0)
+        ready_at = time.perf_counter()
+        barrier(world)
+        comm = CommTimes(ready_at, time.perf_counter() - ready_at, 0.0)
+        exchange.begin(float(world.rank + 1), comm, stop=world.rank == 0 and step == 2)
+        time.sleep(late_s if where == "optimizer" else 0.0)
+        [shared] = exchange.finish()
+    return shared.loss_sum, shared.wait_s, shared.stop
+
+
+@pytest.mark.parametrize("where", ["compute", "optimizer"])
+def test_ranks_share_loss_waiting_and_the_wish_to_stop(where: str, tmp_path: Path) -> None:
+    (loss_0, wait_0, stop_0), (loss_1, wait_1, stop_1) = run_ranks(slow_rank, 2, tmp_path, where)
+    assert loss_0 == loss_1 == 3.0
+    assert stop_0
+    assert stop_1
+    assert wait_0 == pytest.approx(0.2, abs=0.1)
+    assert wait_1 == pytest.approx(0.0, abs=0.1)
+
+
+def make_unequal_then_equal(world: World) -> tuple[bool, bool, list[int], list[float]]:
+    torch.manual_seed(world.rank)
+    model = GPT(SHAPE)
+    before = have_equal_digests(world, digest(weights(model)))
+    broadcast_tensors(world, 0, weights(model).values())
+    after = have_equal_digests(world, digest(weights(model)))
+    return before, after, broadcast_integers(world, 1, [world.rank, 7]), sum_over_world(world, [1.5, world.rank])
+
+
+def test_replicas_are_compared_and_copied(tmp_path: Path) -> None:
+    for before, after, told, summed in run_ranks(make_unequal_then_equal, 3, tmp_path):
+        assert not before
+        assert after
+        assert told == [1, 7]
+        assert summed == [4.5, 3.0]
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("rank one says no")
+
+
+def test_the_harness_reports_the_first_failure(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank one says no"):
+        run_ranks(fail_on_one, 2, tmp_path)

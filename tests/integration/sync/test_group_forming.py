@@ -1,0 +1,80 @@
+"""Groups that do not form, and what is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.control.membership.types import Ballot, Lineage, State
+from shoal.control.rank_messages import EnterGeneration
+from shoal.sync import process_groups
+from shoal.sync.interruptible import GroupInterrupt
+from shoal.sync.process_groups import GroupForming, drop_groups
+from shoal.sync.world import RankIdentity, World, barrier, form_group, form_world, is_lost_peer
+from tests.support.ranks import run_ranks
+
+
+def order(world: World) -> EnterGeneration:
+    ballot = Ballot(7, 0)
+    return EnterGeneration(
+        generation=ballot,
+        lineage=Lineage(name=ballot),
+        rank=world.rank,
+        local_rank=world.rank,
+        local_size=world.size,
+        ids=(0, 1),
+        nodes=("here", "here"),
+        state=State(step=0),
+        source=0,
+        first=False,
+        holds=True,
+        keeps_files=False,
+        launched=2,
+    )
+
+
+@contextmanager
+def hasty() -> Iterator[None]:
+    """Waits less for those who will not come."""
+    usual = process_groups._PROOF_S, process_groups._SLACK_S
+    process_groups._PROOF_S = process_groups._SLACK_S = 0.2
+    yield
+    process_groups._PROOF_S, process_groups._SLACK_S = usual
+
+
+def one_tries_alone(world: World) -> int:
+    """Rank 0 gets as far as gloo with nobody there; then both come."""
+    store, place = world.store, RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt())
+    barrier(world)
+    drop_groups()
+    if world.rank == 0:
+        alone = dist.PrefixStore("nobody", store)
+        with hasty(), pytest.raises(RuntimeError):
+            form_group(GroupForming(alone, 0, 2, b"key", "alone", 0.2), place.device, "gloo", timeout_s=5)
+        drop_groups()
+    again = form_world(order(world), store, place, meet_s=20, timeout_s=10)
+    numbers = torch.tensor([again.rank + 1])
+    dist.all_reduce(numbers, group=again.group)
+    return int(numbers[0])
+
+
+def test_ranks_meet_after_one_of_them_has_tried_in_vain(tmp_path: Path) -> None:
+    assert run_ranks(one_tries_alone, 2, tmp_path) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_lost"),
+    [
+        ("[unbound_buffer.cc:129] Timed out waiting 60000ms for send operation to complete", True),
+        # What the exchanges beside the one that met its deadline say.
+        ("[pair.cc:553] Application timeout caused pair closure", True),
+        ("mat1 and mat2 shapes cannot be multiplied (4x5 and 6x5)", False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_ones_own(words: str, is_lost: bool) -> None:
+    assert is_lost_peer(RuntimeError(words)) == is_lost

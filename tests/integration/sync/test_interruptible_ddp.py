@@ -1,0 +1,62 @@
+"""A rank that waits inside DDP, in C++, is freed when its generation is over."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.sync.compression.base import Fp32
+from shoal.sync.gradients import HookedDDP, StockDDP
+from shoal.sync.interruptible import GroupInterrupt
+from shoal.sync.world import World
+from tests.support.ranks import run_ranks
+
+MAKE: dict[str, Callable[[nn.Module, World], HookedDDP | StockDDP]] = {
+    "hooked": lambda model, world: HookedDDP(model, world, Fp32(world), bucket_mb=1.0),
+    "stock": StockDDP,
+}
+
+
+def train_and_be_left(way: str, steps: int, world: World) -> float:
+    """All do so many steps; then the other does nothing any more. Seconds that rank 0 waited for it."""
+    release = GroupInterrupt()
+    world = replace(world, release=release)
+    model = nn.Linear(4, 4)
+
+    def train() -> None:
+        sync.module(torch.ones(2, 4)).sum().backward()
+
+    if steps:
+        sync = MAKE[way](model, world)
+        for _ in range(steps):
+            train()
+    if world.rank > 0:
+        time.sleep(1.5)
+        os._exit(0)
+    began = time.perf_counter()
+    threading.Timer(0.5, release.end).start()
+    with pytest.raises(Exception, match="generation was over"):
+        train() if steps else MAKE[way](model, world)
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        pytest.param("stock", 0, id="comparing shapes when DDP is made"),
+        pytest.param("hooked", 1, id="agreeing on buckets in the second step"),
+        pytest.param("stock", 2, id="summing gradients itself"),
+    ],
+)
+def test_whoever_waits_in_ddp_is_freed_with_its_generation(way: str, steps: int, tmp_path: Path) -> None:
+    waited_s = run_ranks(partial(train_and_be_left, way, steps), 2, tmp_path, dying=[1])[0]
+    assert 0.4 < waited_s < 1.2

@@ -1,0 +1,332 @@
+"""Attacks on gloo groups while they form: a process of another user takes the places of ranks before the ranks come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.control.rank_env import Placement
+from shoal.errors import ForeignConnection, ShoalError
+from shoal.sync import process_groups
+from shoal.sync import world as worlds
+from shoal.sync.fence import GenerationEnded
+from shoal.sync.interruptible import GroupInterrupt
+from shoal.sync.process_groups import (
+    FormingReport,
+    GroupForming,
+    drop_groups,
+    explain,
+    foreign_ends,
+    form_main_group,
+    pair_digest,
+)
+from shoal.sync.world import RankIdentity, World, barrier, form_world, with_second_group
+from shoal.tools.doctor import gloo_worker
+from tests.integration.sync.test_group_forming import order
+from tests.integration.train.test_recover import judge, make_run
+from tests.support.paths import SCRIPTS
+from tests.support.ranks import run_ranks
+from tests.support.scripted_agent import ScriptedAgent
+from tests.support.sockets import listening
+
+SCRIPT = SCRIPTS / "gloo_stranger.py"
+
+
+@contextlib.contextmanager
+def stranger(mode: str) -> Iterator[str]:
+    """The attacking process; yields the name by which it is sent ports."""
+    name = f"stranger-{secrets.token_hex(8)}"
+    with subprocess.Popen([sys.executable, str(SCRIPT), name, mode], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            yield name
+        finally:
+            process.kill()
+
+
+def attack(name: str, port: int) -> None:
+    """Returns when the stranger has taken every place at this port."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(20)
+        asking.connect("\0" + name)
+        asking.sendall(str(port).encode())
+        assert asking.recv(4) == b"done"
+
+
+class AttackedStore(dist.Store):
+    """Lets the stranger take the places at a new gloo port of this process before a peer can learn its address. gloo
+    listens first and writes its address then."""
+
+    def __init__(self, base: dist.Store, stranger: str, times: int) -> None:
+        super().__init__()
+        self.base = base
+        self.stranger = stranger
+        self.left = times
+        self.seen = {each.port for each in listening(os.getpid())}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        new = {each.port for each in listening(os.getpid())} - self.seen
+        self.seen |= new
+        if new and self.left > 0:
+            self.left -= 1
+            for port in new:
+                attack(self.stranger, port)
+        self.base.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self.base.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.base.wait(keys, timeout or timedelta(seconds=20))
+
+    def check(self, keys: list[str]) -> bool:
+        return self.base.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.base.add(key, amount)
+
+
+def total(world: World) -> float:
+    numbers = torch.tensor([float(world.rank + 1)])
+    dist.all_reduce(numbers, group=world.group)
+    return float(numbers[0])
+
+
+def here(warnings: list[ShoalError]) -> RankIdentity:
+    return RankIdentity("here", torch.device("cpu"), "lo", None, GroupInterrupt(), warnings.append)
+
+
+def form_attacked(world: World, name: str, times: int) -> tuple[float, float, list[str]]:
+    """Forms a generation whose ports are attacked: what an all-reduce gives, how long it took, and the warnings."""
+    warnings: list[ShoalError] = []
+    store = AttackedStore(world.store, name, times)
+    barrier(world)
+    drop_groups()
+    began = time.monotonic()
+    formed = form_world(order(world), store, here(warnings), meet_s=20, timeout_s=60)
+    return total(formed), time.monotonic() - began, [warning.seen for warning in warnings]
+
+
+@pytest.mark.parametrize("mode", ["silent", "close", pytest.param("garbage", marks=pytest.mark.long), "digest"])
+def test_a_group_whose_places_were_taken_is_formed_again(mode: str, tmp_path: Path) -> None:
+    with stranger(mode) as name:
+        answers = run_ranks(form_attacked, 2, tmp_path, name, 1)
+    assert [sum_ for sum_, _, _ in answers] == [3.0, 3.0]
+    # The timeout of a collective, in which the ranks waited before, is 60 s here.
+    assert max(seconds for _, seconds, _ in answers) < 20
+    [warning] = answers[0][2]
+    assert answers[1][2] == [], "one rank warns for all"
+    assert "rank 0" in warning or "rank 1" in warning
+    assert "formed again on new ports" in warning
+    if mode == "silent":
+        assert "a foreign connection from 127.0.0.1:" in warning
+        assert "between rank 0 on here and rank 1 on here" in warning
+
+
+def test_no_attack_no_warning(tmp_path: Path) -> None:
+    for sum_, _, warnings in run_ranks(form_attacked, 2, tmp_path, "", 0):
+        assert (sum_, warnings) == (3.0, [])
+
+
+def never_form(world: World, name: str) -> tuple[str, str, str]:
+    store = AttackedStore(dist.PrefixStore("again", world.store), name, 1000)
+    barrier(world)
+    drop_groups()
+    with pytest.raises(ForeignConnection) as raised:
+        form_main_group(GroupForming(store, world.rank, 2, b"key", "never", 0.5, attempts=2), 60)
+    dist.init_process_group("gloo", store=dist.PrefixStore("end", world.store), rank=world.rank, world_size=2)
+    return raised.value.seen, raised.value.why, raised.value.fix
+
+
+@pytest.mark.long
+def test_the_error_after_the_last_attempt_says_what_to_do(tmp_path: Path) -> None:
+    with stranger("silent") as name:
+        for seen, why, fix in run_ranks(never_form, 2, tmp_path, name):
+            assert seen.startswith("the group could not be formed in 2 attempts: a foreign connection from 127.0.0.1:")
+            assert "keeps connecting" in why
+            assert "127.0.0.1: ss -tnp" in fix
+            assert "docs/security.md" in fix
+
+
+def join_attacked(world: World, name: str) -> tuple[float, list[str]]:
+    """The way without elastic membership, which probe and `members.on_loss=end` use."""
+    store = AttackedStore(world.store, name, 1)
+    worlds._open_store = lambda placement, timeout_s: store
+    barrier(world)
+    drop_groups()
+    warnings: list[ShoalError] = []
+    placement = Placement(world.rank, 2, world.rank, 2)
+    joined = worlds.join_world(placement, torch.device("cpu"), "gloo", warn=warnings.append)
+    return total(joined), [warning.seen for warning in warnings]
+
+
+def test_a_world_that_nobody_can_leave_is_proved_too(tmp_path: Path) -> None:
+    with stranger("silent") as name:
+        answers = run_ranks(join_attacked, 2, tmp_path, name)
+    assert [sum_ for sum_, _ in answers] == [3.0, 3.0]
+    assert [len(warnings) for _, warnings in answers] == [1, 0]
+
+
+def form_second_attacked(world: World, name: str, members: list[int]) -> tuple[float, list[str]]:
+    """The first group forms in peace; the second one, of some ranks only, is attacked."""
+    warnings: list[ShoalError] = []
+    store = AttackedStore(world.store, name, 0)
+    barrier(world)
+    drop_groups()
+    placement = Placement(world.rank, 3, world.rank, 3)
+    worlds._open_store = lambda placement, timeout_s: store
+    joined = worlds.join_world(placement, torch.device("cpu"), "gloo", warn=warnings.append)
+    store.left = int(world.rank in members)
+    second = with_second_group(joined, 60, members)
+    third = with_second_group(joined, 60)
+    assert total(third) == 6.0
+    return total(second) if world.rank in members else 0.0, [warning.seen for warning in warnings]
+
+
+def test_a_second_group_of_some_ranks_is_proved_too(tmp_path: Path) -> None:
+    with stranger("silent") as name:
+        answers = run_ranks(form_second_attacked, 3, tmp_path, name, [0, 2])
+    assert [sum_ for sum_, _ in answers] == [3.0, 0.0, 3.0]
+    [warning] = answers[0][1]
+    assert "between rank 0 and rank 2" in warning
+
+
+def probe_attacked(world: World, name: str) -> dict[str, object]:
+    return gloo_worker.try_group(AttackedStore(world.store, name, 1), world.rank, (0, 1))
+
+
+def test_the_doctors_group_is_proved_too(tmp_path: Path) -> None:
+    with stranger("silent") as name:
+        answers = run_ranks(probe_attacked, 2, tmp_path, name)
+    assert [answer["ok"] for answer in answers] == [True, True]
+    assert "a foreign connection" in str(answers[0]["detail"])
+
+
+def take_several(world: World, name: str) -> tuple[float, list[str]]:
+    """Two connections to each peer; the stranger takes those of the second one."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
+    return form_attacked(world, name, 1)[::2]
+
+
+@pytest.mark.long
+def test_every_connection_of_a_pair_is_proved(tmp_path: Path) -> None:
+    with stranger("silent") as name:
+        answers = run_ranks(take_several, 2, tmp_path, name)
+    assert [sum_ for sum_, _ in answers] == [3.0, 3.0]
+    assert len(answers[0][1]) == 1
+
+
+def prove_with_another_key(world: World) -> str:
+    process_groups._PROOF_S = 1.0
+    barrier(world)
+    drop_groups()
+    store = dist.PrefixStore("keys", world.store)
+    key = f"key {world.rank}".encode()
+    with pytest.raises(ForeignConnection) as raised:
+        form_main_group(GroupForming(store, world.rank, 2, key, "two keys", 0.5, attempts=1), 60)
+    dist.init_process_group("gloo", store=dist.PrefixStore("end", world.store), rank=world.rank, world_size=2)
+    return raised.value.seen
+
+
+def test_a_peer_with_another_key_is_foreign(tmp_path: Path) -> None:
+    for seen in run_ranks(prove_with_another_key, 2, tmp_path):
+        assert "the connection between rank 0 and rank 1 did not prove that it belongs to this run" in seen
+
+
+def be_released(world: World) -> float:
+    """Rank 1 connects and sends nothing; rank 0's generation is over meanwhile."""
+    process_groups._PROOF_S = 30.0
+    barrier(world)
+    drop_groups()
+    store, release = dist.PrefixStore("over", world.store), GroupInterrupt()
+    if world.rank == 1:
+        dist.ProcessGroupGloo(dist.PrefixStore("attempt/0/0//cpu/", store), 1, 2, timedelta(seconds=5))
+        time.sleep(5)
+        os._exit(0)
+    threading.Timer(1.0, release.end).start()
+    began = time.monotonic()
+    with pytest.raises(GenerationEnded):
+        form_main_group(GroupForming(store, 0, 2, b"key", "over", 0.5, release=release), 60)
+    return time.monotonic() - began
+
+
+@pytest.mark.long
+def test_a_rank_that_waits_for_a_proof_is_freed_with_its_generation(tmp_path: Path) -> None:
+    assert run_ranks(be_released, 2, tmp_path, dying=[1])[0] < 20
+
+
+def test_a_digest_depends_on_everything_that_tells_connections_apart() -> None:
+    original = (b"key", "gen-1-0", 0, 0, 1, 2)
+    changed: list[tuple[bytes, str, int, int, int, int]] = [
+        (b"another", "gen-1-0", 0, 0, 1, 2),
+        (b"key", "gen-2-0", 0, 0, 1, 2),
+        (b"key", "gen-1-0", 1, 0, 1, 2),
+        (b"key", "gen-1-0", 0, 1, 1, 2),
+        # What comes back to its sender is not a proof.
+        (b"key", "gen-1-0", 0, 0, 2, 1),
+        (b"key", "gen-1-0", 0, 0, 1, 3),
+    ]
+    assert len({pair_digest(*each) for each in [original, *changed]}) == len(changed) + 1
+    assert pair_digest(*original) == pair_digest(*original)
+    assert len(pair_digest(*original)) == 32
+
+
+def test_foreign_are_the_connections_that_no_rank_opened() -> None:
+    listener = FormingReport(unproven=(1,), accepted=("10.0.0.2:40", "10.0.0.9:66"))
+    dialer = FormingReport(unproven=(0,), opened=("10.0.0.2:40",))
+    assert foreign_ends([listener, dialer]) == ["10.0.0.9:66"]
+    # Its sockets are closed, so what it had opened is not known.
+    failed = FormingReport(error="Connection closed by peer")
+    assert foreign_ends([listener, failed]) == []
+
+
+def test_a_warning_names_the_ranks_and_the_address() -> None:
+    forming = GroupForming(dist.HashStore(), 0, 2, b"", "", 0.5, names=("rank 4 on a", "rank 7 on b"))
+    reports = [FormingReport(unproven=(1,), accepted=("10.0.0.9:66",)), FormingReport(unproven=(0,))]
+    warning = explain(forming, reports)
+    assert "10.0.0.9:66 took the place of the connection between rank 4 on a and rank 7 on b" in warning.seen
+    assert "find the process on 10.0.0.9: ss -tnp" in warning.fix
+    assert "did not prove" in explain(forming, [FormingReport(unproven=(1,)), FormingReport()]).seen
+
+
+@pytest.mark.long
+def test_a_training_whose_regrouping_is_attacked_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "sync.inside=gloo")
+    with stranger("silent") as name, ScriptedAgent(run, 3) as agent:
+        agent.start(0, 1, 2)
+        agent.found((0, 1, 2))
+        agent.await_step(0, 5)
+        seen = {each.port for rank in agent.ranks.values() for each in listening(rank.process.pid)}
+        attacked = set()
+
+        def take_places(number: int, key: str) -> None:
+            new = {each.port for each in listening(agent.ranks[number].process.pid)} - seen
+            seen.update(new)
+            if new and number not in attacked:
+                attacked.add(number)
+                for port in new:
+                    attack(name, port)
+
+        agent.before_set = take_places
+        agent.kill(2)
+        agent.regroup((0, 1))
+        agent.await_end((0, 1))
+    assert attacked == {0, 1}
+    judge(run, (0, 1))
+    assert agent.events(0, "membership")[-1]["formed_s"] < 20
+    warnings = [event for event in agent.events(0, "warning") if event["error"] == "ForeignConnection"]
+    assert "between rank 0 on local and rank 1 on local" in warnings[0]["seen"]

@@ -1,0 +1,59 @@
+"""The shape of the program: imports point one way, the tool half never imports torch, nothin: what starts processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.cli.main import VERBS
+from tests.unit.test_layers import (
+    HELP,
+    LOADED,
+    MODULES,
+    WORK_WITHOUT_PICKLE,
+    WORKER_HALF,
+    module_name,
+    package_of,
+    python,
+    verbs_and_subverbs,
+)
+
+
+def test_every_help_answers_without_torch() -> None:
+    words = verbs_and_subverbs()
+    answers = json.loads(python(HELP, json.dumps(words)))
+    assert ["bench", "scaling"] in words
+    assert answers.pop("blocker") == "works"
+    assert answers.keys() == {" ".join(verb) for verb in words}
+    assert all(f"Usage: shoal {verb}".strip() in text for verb, text in answers.items())
+
+
+def test_importing_shoal_alone_imports_neither_torch_nor_numpy() -> None:
+    script = "import sys, shoal\nprint(shoal.__version__, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    assert python(script).split() == [shoal.__version__, "False", "False"]
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_texts_checkpoints_and_replicas_are_read_without_unpickling(tmp_path: Path, tokenizer: str) -> None:
+    """The hook ends the program at the first class that anything unpickles, which its last lines prove."""
+    said = python(WORK_WITHOUT_PICKLE, str(tmp_path), tokenizer)
+    assert said == "tripped: unpickled ('collections', 'OrderedDict')\n"
+
+
+def test_the_overview_lists_every_verb_and_loads_none() -> None:
+    text, loaded = json.loads(python(LOADED))
+    assert all(f" {verb} " in text for verb in VERBS)
+    assert loaded == ["shoal.cli.main"]
+
+
+def test_the_tool_half_never_imports_torch() -> None:
+    names = [module_name(path) for path in MODULES if package_of(module_name(path)) not in WORKER_HALF]
+    tool = [name for name in names if not name.endswith("__main__")]
+    script = (
+        "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    )
+    assert "shoal.data.prepare" in tool
+    assert python(script, *tool).split() == ["False"]

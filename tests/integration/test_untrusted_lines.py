@@ -1,0 +1,386 @@
+"""Names, lines and sizes from other machines and from ranks: what is malformed is refused, and the rest goes on."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shoal
+from shoal.agent.kv_store import MAX_REQUEST_BYTES, read_request
+from shoal.cluster.agent_link import LINE_BYTES, PIECE_BYTES
+from shoal.cluster.hosts import cluster as hosts_link
+from shoal.cluster.hosts.cluster import SshLink
+from shoal.cluster.hosts.messenger import parse_order
+from shoal.cluster.hosts.setup import ReadyHost
+from shoal.cluster.hosts.spec import Host, HostsSpec
+from shoal.cluster.node import LocalProgram, Node, RemoteProgram, closing_all, ranks_of
+from shoal.control.channel import is_equal_secret
+from shoal.control.orders import read_member, read_places
+from shoal.errors import ControlError
+from shoal.events import AGENT_EVENTS, EventLog, EventTail, parse_event, read_events
+from shoal.launch.launcher import AgentHandle, Launch
+from shoal.launch.plan import RankCommand
+from shoal.run_folder import RunFolder, check_name, open_below
+from tests.support.runs import wait_until
+
+# Names
+
+NASTY = st.sampled_from(
+    [
+        "..",
+        ".",
+        "",
+        "/",
+        "a/b",
+        "../x",
+        "a\0b",
+        "a\nb",
+        "-rf",
+        ".ssh",
+        "~",
+        "*",
+        "a b",
+        "é",
+        "x" * 101,
+        "a/../b",
+        "\ud800",
+    ]
+)
+ANYTHING = st.none() | st.integers() | st.booleans() | st.text(max_size=120) | NASTY | st.just("node1") | st.just(2**40)
+METHODS = ("journal", "votes", "orders", "door", "agent_log", "logs", "events", "state", "text")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(METHODS), ANYTHING)
+def test_no_name_leads_out_of_a_run_folder(method: str, name: Any) -> None:
+    """Either it is refused, or it is one more part of a path below the folder."""
+    run = RunFolder(Path("/run/of/shoal"))
+    try:
+        paths = [getattr(run, method)(name)] if isinstance(name, str | int) else []
+        paths += [run.log(name, 0), run.log("node1", name)] if isinstance(name, str) else []
+    except ControlError:
+        return
+    for path in paths:
+        assert Path(os.path.normpath(path)) == path
+        assert path.is_relative_to(run.path)
+        assert len(path.relative_to(run.path).parts) <= 3
+        assert not path.name.startswith((".", "-"))
+
+
+@pytest.mark.parametrize("name", ["node1", "laptop-b.lan", "_x", "192.168.1.9", "A" * 100])
+def test_names_that_machines_have_are_accepted(name: str) -> None:
+    assert check_name(name) == name
+    assert RunFolder(Path("/r")).log(name, "torchrun") == Path(f"/r/logs/{name}/torchrun.log")
+
+
+def test_members_are_checked_where_they_are_read() -> None:
+    member = {"node": "den", "address": "10.0.0.1", "port": 9, "mark": "m", "ranks": [0], "life": 0}
+    assert read_places({"7": member})[7].node == "den"
+    for change in ({"node": "../x"}, {"port": 2**16}, {"port": -1}, {"ranks": [-1]}, {"ranks": [2**31]}, {"life": -1}):
+        with pytest.raises(ValueError):  # noqa: PT011 - pydantic's own
+            read_member({**member, **change})
+    too_many = {str(number): member for number in range(4097)}
+    tables: list[Any] = [{"-1": member}, {"x": member}, {str(2**31): member}, [], too_many]
+    for table in tables:
+        with pytest.raises(ValueError):  # noqa: PT011
+            read_places(table)
+
+
+def test_ranks_are_counted_through_the_nodes() -> None:
+    nodes = [Node(name, "", None, slots, 1) for name, slots in (("a", 2), ("b", 1), ("c", 3))]
+    assert [list(ranks_of(nodes, node)) for node in nodes] == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_an_errand_is_read_strictly(tmp_path: Path) -> None:
+    errand = {"folder": str(tmp_path), "node": "den", "ranks": [1], "texts": {}, "have": {"commits.jsonl": 3}}
+    assert parse_order(json.dumps(errand).encode()).ranks == (1,)
+    changes: list[dict[str, Any]] = [
+        {"node": "../x"},
+        {"ranks": [-1]},
+        {"have": {"commits.jsonl": -1}},
+        {"have": {"commits.jsonl": "3"}},
+        {"texts": {"config.toml": 7}},
+        {"keeps": "yes"},
+    ]
+    for change in changes:
+        with pytest.raises(ControlError, match="an order that it cannot read"):
+            parse_order(json.dumps({**errand, **change}).encode())
+
+
+def test_no_link_is_followed_below_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").write_text("secret")
+    (tmp_path / "in" / "file").symlink_to(tmp_path / "out")
+    (tmp_path / "in" / "folder").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "in" / "pipe")
+    for name in ("file", "folder/out", "pipe", "missing"):
+        with pytest.raises(OSError):  # noqa: PT011
+            open_below(tmp_path / "in", name, os.O_RDONLY)
+    for name in ("../out", "/etc/passwd", "", "a//b", "./file"):
+        with pytest.raises(ControlError, match="leads out of"):
+            open_below(tmp_path / "in", name, os.O_RDONLY)
+
+
+# A messenger that lies: the real link, and a program in the place of the messenger on "the other machine"
+
+
+def lying_link(folder: Path, *lives: bytes) -> tuple[SshLink, list[str]]:
+    """Each connection gets the next of these streams of bytes; the last one is repeated."""
+    for number, stream in enumerate(lives):
+        (folder / f"life-{number}").write_bytes(stream)
+    program = folder / "python"
+    program.write_text(
+        f"""#!{sys.executable} -ISu
+import os, sys
+sys.stdin.buffer.raw.readline()
+count = len([name for name in os.listdir({str(folder)!r}) if name.startswith("was-")])
+open(f"{folder}/was-{{count}}", "x").close()
+sys.stdout.buffer.write(open(f"{folder}/life-{{min(count, {len(lives) - 1})}}", "rb").read())
+"""
+    )
+    program.chmod(0o755)
+    return make_link(folder, str(program))
+
+
+def make_link(here: Path, python: str, **errand: Any) -> tuple[SshLink, list[str]]:
+    """A link to a messenger on this machine, which a shell starts here as SSH starts it elsewhere."""
+    host = Host(host="localhost", name="den")
+    about: dict[str, Any] = {"interface": "lo", "cores": 1, "link_mbps": None, "project": None, "files": {}}
+    path = str(Path(shoal.__file__).parent.parent)
+    ready = ReadyHost(
+        host,
+        True,
+        "127.0.0.1",
+        **about,
+        python=python,
+        pythonpath=path,
+        runs=str(here / "d/runs"),
+        facts=None,  # type: ignore[arg-type]
+    )
+    common = {"folder": "/nowhere", "node": "den", "ranks": [1], "texts": {}, "keeps": False, "follow": False}
+    notes: list[str] = []
+    run = here / "run"
+    (run / "events").mkdir(parents=True, exist_ok=True)
+    spec = HostsSpec(path=here / "hosts.toml", hosts=(host,))
+    return SshLink(ready, spec, run, None, {**common, "discard": False, **errand}, notes.append), notes
+
+
+def head(**fields: Any) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+GOOD = head(path="events/rank-1.jsonl", offset=0, size=5) + b"true\n" + head(end=True)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        b"no JSON\n",
+        b"[1]\n",
+        b"[" * 100_000 + b"\n",
+        head(path="events/rank-1.jsonl", offset=0, size=PIECE_BYTES + 1),
+        head(path="events/rank-1.jsonl", offset=0, size=-1),
+        head(path="events/rank-1.jsonl", offset=-1, size=1),
+        head(path="events/rank-1.jsonl", offset=2**70, size=1),
+        head(path=7, offset=0, size=1),
+        head(begins={"events/rank-1.jsonl": -1}),
+        head(begins=[1]),
+        head(path="events/rank-1.jsonl"),
+        b"x" * (LINE_BYTES + 70_000),
+    ],
+    ids=lambda lie: repr(lie[:40]),
+)
+def test_a_messenger_that_sends_nonsense_is_started_anew(
+    lie: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_link, "RECONNECT_S", 0.05)
+    link, notes = lying_link(tmp_path, lie, lie, GOOD)
+    try:
+        assert wait_until(link.ended, 30, why=lambda: notes) == "its agent ended"
+    finally:
+        link.close()
+    assert (tmp_path / "run/events/rank-1.jsonl").read_text() == "true\n"
+    assert len([note for note in notes if note.startswith("refused: den sent")]) == 1, notes
+
+
+def test_pieces_that_a_messenger_may_not_send_are_left_out(tmp_path: Path) -> None:
+    names = ["events/rank-0.jsonl", "token", "../x", "agents/other.jsonl", "commits.jsonl"]
+    lies = b"".join(head(path=name, offset=0, size=1) + b"x" for name in names * 2)
+    link, notes = lying_link(tmp_path, lies + GOOD)
+    try:
+        assert wait_until(link.ended, 30, why=lambda: notes) == "its agent ended"
+    finally:
+        link.close()
+    assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == ["rank-1.jsonl"]
+    assert len([note for note in notes if "into the run folder" in note]) == len(names), "each once"
+
+
+def test_a_messenger_brings_home_what_its_own_ranks_wrote(tmp_path: Path) -> None:
+    """The real one, in a folder that several nodes share: others' files stay, and the checkpoint comes whole."""
+    there = RunFolder(tmp_path / "there")
+    contents = {
+        "agents/den.jsonl": "journal\n",
+        "agents/den.orders": "token\n",
+        "agents/other.jsonl": "other\n",
+        "events/rank-0.jsonl": "other\n",
+        "events/rank-1.jsonl": "first\nsecond\n",
+        "logs/den/rank-1.log": "x" * (PIECE_BYTES + 5),
+        "logs/other/rank-0.log": "other\n",
+        "commits.jsonl": "ledger\n",
+        "checkpoints/step-00000001/manifest.json": "old",
+        "checkpoints/step-00000002/manifest.json": "new",
+        "checkpoints/step-00000002/model.safetensors": "weights",
+    }
+    for name, text in contents.items():
+        (there.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (there.path / name).write_text(text)
+    (tmp_path / "run/events").mkdir(parents=True)
+    (tmp_path / "run/events/rank-1.jsonl").write_text("first\n")
+    link, notes = make_link(tmp_path, sys.executable, folder=str(there.path), keeps=True, follow=True)
+    try:
+        assert wait_until(link.ended, 60, why=lambda: notes) == "its agent ended"
+    finally:
+        link.close()
+    home = tmp_path / "run"
+    came = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()}
+    own = ("agents/den.jsonl", "events/rank-1", "logs/den", "commits", "checkpoints/step-00000002")
+    assert came == {name: text for name, text in contents.items() if name.startswith(own)}
+    assert not [note for note in notes if "refused" in note]
+
+
+# A journal that lies
+
+
+class Silent:
+    """Stands for the link to an agent that goes on."""
+
+    def ended(self) -> None:
+        return None
+
+    def is_reachable(self) -> bool:
+        return True
+
+    def send(self, line: bytes) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {},
+        {"event": 7},
+        {"event": ["ready"]},
+        {"event": "ready"},
+        {"event": "ready", "life": "x"},
+        {"event": "ended"},
+        {"event": "ended", "name": "rank-7", "code": 0, "by_us": False, "starved": False},
+        {"event": "ended", "name": "rank-0", "code": 0, "by_us": False, "starved": False},
+        {"event": "ended", "name": "rank-1", "code": "0", "by_us": False, "starved": False},
+        {"event": "ended", "name": "../x", "code": 0, "by_us": False, "starved": False},
+        {"event": "note"},
+        {"event": "note", "text": 7},
+        {"event": "restart", "name": "rank-0"},
+        {"event": "announce", "text": "x", "generation": [1]},
+        {"event": "lost", "node": {}, "how": "x"},
+        {"event": "peer", "node": "node1"},
+        {"event": "broken", "name": "rank-9", "why": "x"},
+        {"event": "refused"},
+    ],
+    ids=lambda lie: json.dumps(lie)[:60],
+)
+def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_on(
+    lie: dict[str, Any], tmp_path: Path
+) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    nodes = [Node(f"node{number}", f"127.0.0.{number}", "lo", 1, 1) for number in (1, 2)]
+    world = Launch(run, None, EventLog(run.supervisor, 0))  # type: ignore[arg-type]
+    world.commands = [RankCommand(f"rank-{rank}", node, (rank,), ("true",), {}) for rank, node in enumerate(nodes)]
+    world.agents = [AgentHandle(node, Silent(), EventTail(run.journal(node.name))) for node in nodes]
+    journal = EventLog(run.journal("node2"), 1)
+    for _ in range(3):
+        journal.append({"launch": world.launch_id, **lie})
+    good = {"event": "ended", "name": "rank-1", "code": 0, "by_us": False, "starved": False}
+    journal.append({"launch": world.launch_id, **good})
+    world._poll()
+    assert [ending.name for ending in world.ends] == ["rank-1"], "the true line counts"
+    notes = [event["text"] for event in read_events(run.supervisor) if event["event"] == "note"]
+    assert len(notes) == 1
+    assert notes[0].startswith("the journal of node2 has lines that cannot be used and are ignored")
+    journal.close()
+    world.log.close()
+
+
+def test_events_that_the_supervisor_does_not_know_are_no_problem() -> None:
+    event = parse_event(b'{"event": "something-new", "text": 7}', AGENT_EVENTS)
+    assert event == {"event": "something-new", "text": 7, "rank": None, "time": None}
+
+
+# Ranks and programs on other machines
+
+
+@pytest.mark.parametrize("payload", [b"no JSON", b"[1]", b"[" * 100_000, b"7"])
+def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> None:
+    async def ask(frame: bytes) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(frame)
+        reader.feed_eof()
+        await read_request(reader)
+
+    with pytest.raises(ControlError, match="cannot be read"):
+        asyncio.run(ask(len(payload).to_bytes(4, "big") + payload))
+    with pytest.raises(ControlError, match=f"has {MAX_REQUEST_BYTES + 1} bytes"):
+        asyncio.run(ask((MAX_REQUEST_BYTES + 1).to_bytes(4, "big")))
+
+
+def test_a_program_whose_line_has_no_end_is_given_up() -> None:
+    endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
+    talks = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
+    with closing_all(talks), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
+        talks["node1"].ask(60.0, do="look")
+
+
+# Secrets
+
+
+@pytest.mark.parametrize("sent", ["é", "\ud800", "", "secre", "secret\0", b"\xff"])
+def test_secrets_are_compared_whatever_was_sent(sent: str | bytes) -> None:
+    assert not is_equal_secret(sent, "secret")
+    assert is_equal_secret("secret", b"secret")
+
+
+def test_secrets_are_compared_in_one_place() -> None:
+    """`compare_digest` raises for text that is not ASCII, which ended a thread."""
+    package = Path(shoal.__file__).parent
+    users = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr == "compare_digest")
+        or (isinstance(node, ast.alias) and node.name == "compare_digest")
+    }
+    assert users == {"control/channel.py"}
+
+
+def test_a_private_log_is_private_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
+    before = os.umask(0)
+    try:
+        EventLog(tmp_path / "supervisor.jsonl", 0, private=True).close()
+        monkeypatch.undo()
+        (tmp_path / "open.jsonl").touch(0o666)
+        EventLog(tmp_path / "open.jsonl", 0, private=True).close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {0o600}

@@ -1,0 +1,110 @@
+"""What takes minutes or a browser: the demo as a user runs it, its page as a user sees it, kills at a bad moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.control.processes import find_processes
+from shoal.tools.report.page import write_report
+from tests.support.needs import need_tool
+from tests.support.programs import TINY, set_flags, shoal, shoal_command, steps_of
+from tests.support.run_samples import all_events, demo_points, make_run
+from tests.support.runs import wait_until
+
+pytestmark = pytest.mark.long
+
+
+def opened(page: Path, profile: Path) -> str:
+    """The document as a real browser has it after its scripts have run."""
+    browser = need_tool("chromium", "chromium-browser", "google-chrome")
+    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+    argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
+    argv += ["--virtual-time-budget=5000", "--dump-dom", page.as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True)
+    return done.stdout
+
+
+def test_the_report_draws_in_a_real_browser(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", all_events(), "data.path='</script><script>document.title=1</script>'")
+    document = opened(write_report(run, demo_points()), tmp_path / "profile")
+    assert document.count('class="main-svg"') >= 8, "a chart is missing"
+    assert "<title>run · finished</title>" in document, "a path of the run was run as a script"
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_from_start_to_report(tmp_path: Path) -> None:
+    done = shoal("demo", "--steps", "30", "--out", tmp_path / "demo", "--json", timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    manifest = document["manifest"]
+    assert [row["ranks"] for row in document["rows"]] == [1, 2]
+    assert manifest["byte_equivalent"] is True
+    assert manifest["tokens_per_sec_1proc"] > 0
+    assert manifest["tokens_per_sec_2proc"] > 0
+    assert manifest["theoretical_bytes_per_step"] == 4 * manifest["model_params"], "the demo shows a real exchange"
+    assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert opened(Path(document["report"]), tmp_path / "profile").count('class="main-svg"') >= 8
+    one, two = (steps_of(Path(run)) for run in document["runs"].values())
+    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-3)
+
+
+@pytest.mark.timeout(600)
+def test_a_kill_at_any_moment_of_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
+    """A checkpoint after every step, all processes killed at a random moment, again and again, in one folder."""
+    run, rng, reached = tmp_path / "run", random.Random(5), 0
+    settings = set_flags(*TINY, "train.checkpoint_every=1", "train.eval_every=1000000", "train.compile=off")
+    command = shoal_command("train", "--out", run, "--steps", "1000000", *settings)
+    for _ in range(3):
+        training = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_step(run, reached + 3, training)
+            time.sleep(rng.random() * 0.2)
+        finally:
+            kill_everything_of(run)
+            training.kill()
+            training.wait()
+        newest = max(int(path.name[5:13]) for path in (run / "checkpoints").glob("step-*"))
+        assert newest >= reached, "a checkpoint was lost"
+        assert not list((run / "checkpoints").glob("*.corrupt")), "a kill left a broken checkpoint behind"
+        reached, command = newest, shoal_command("train", "--resume", run)
+    done = shoal("train", "--resume", run, "--steps", str(reached + 2))
+    assert done.returncode == 0, done.stderr
+    assert shoal("verify", run).returncode == 0
+    assert not list((run / "checkpoints").glob(".step-*"))
+
+
+def kill_everything_of(run: Path) -> None:
+    """As a power cut does: supervisor, agent and rank, until none is found any more."""
+
+    def killed() -> bool:
+        left = find_processes(run)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return not left
+
+    wait_until(killed)
+
+
+def wait_for_step(run: Path, step: int, training: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert training.poll() is None, (run / "logs/local/rank-0.log").read_text()[-2000:]
+        if any((run / "checkpoints").glob(f"step-{step:08d}")) or newest_step(run) > step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def newest_step(run: Path) -> int:
+    found = [int(path.name[5:13]) for path in (run / "checkpoints").glob("step-????????")]
+    return max(found, default=0)

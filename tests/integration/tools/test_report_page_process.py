@@ -1,0 +1,13 @@
+"""The report page: complete, self-contained, and deaf to what a run's texts would like it to: what starts processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_readers_import_no_torch() -> None:
+    names = ("page", "figures", "manifest", "replicas", "commit_log")
+    modules = ", ".join(f"shoal.tools.report.{name}" for name in names)
+    check = f"import sys, {modules}; sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'plotly')))"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

@@ -1,0 +1,23 @@
+"""From events to figures, and the files a run ends with: what starts processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from shoal.tools.report.manifest import write_derived_files
+from tests.support.run_samples import make_run
+
+
+def test_a_full_disk_is_a_message_and_loses_nothing(tmp_path: Path) -> None:
+    """A file-size limit of one block fails a write just as a full disk does."""
+    run = make_run(tmp_path / "run")
+    command = f'ulimit -f 1; exec "{sys.executable}" -m shoal.tools.report.manifest "{run.path}"'
+    done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "cannot write into" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not run.manifest.exists()
+    assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
+    assert write_derived_files(run).steps == 100

@@ -1,0 +1,261 @@
+"""Whole trainings with `--sync auto`: what they choose is said, done, kept, and the same to the bit after a resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.train import before_start
+from shoal.config.load import build_config, load_config, write_profile
+from shoal.config.profile import Profile
+from shoal.config.schema import Config
+from shoal.cost.select_sync import pick
+from shoal.cost.strategy import strategy_of_config
+from shoal.data.prepare import create_run
+from shoal.run_folder import RunFolder
+from shoal.tools.plan.compare import config_as_run, sync_options
+from shoal.tools.probe.run import assemble
+from shoal.tools.report.commit_log import check_ledger
+from shoal.tools.report.summary import summarize
+from tests.integration.train.test_outer_runs import back_to, events_of, figures
+from tests.support.labs import need_lab
+from tests.support.programs import TINY, read_jsonl, set_flags, shoal, train_tiny
+from tests.unit.config.test_profile import measured
+
+STEPS = 22
+SETS = (
+    f"train.steps={STEPS}",
+    "train.global_batch=12",
+    "train.eval_every=50",
+    "train.checkpoint_every=4",
+    "train.keep_checkpoints=9",
+)
+# The first two steps warm up, four are measured.
+CHOSEN_AFTER = 6
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """On one machine gradients go through memory, and outer steps have no time to pay."""
+    folder = tmp_path_factory.mktemp("auto") / "run"
+    return folder, train_tiny(folder, "--on", "local:2", "--sync", "auto", sets=SETS)
+
+
+@pytest.mark.long
+def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str, Any]]) -> None:
+    folder, manifest = here
+    levers = manifest["levers"]
+    assert (manifest["sync"], manifest["wire"], manifest["byte_equivalent"]) == ("ddp", "fp32", True)
+    assert (levers["asked"], levers["every"], levers["choice"]["step"]) == ("auto", 1, CHOSEN_AFTER)
+    assert levers["choice"]["why"].startswith("ddp in fp32: a step takes")
+    assert manifest["choice_notes"].startswith(f"After step {CHOSEN_AFTER} the run continued with ddp in fp32")
+    for rank in range(2):
+        [choice] = events_of(folder, "choice", rank)
+        assert choice["why"] == levers["choice"]["why"]
+    assert summarize(RunFolder.open(folder).read_all_events()).measured == (15, STEPS)
+
+
+@pytest.mark.long
+def test_a_run_too_short_to_choose_says_so(tmp_path: Path) -> None:
+    done = shoal("train", "--out", tmp_path / "run", "--sync", "auto", "--steps", "3", *set_flags(*TINY))
+    assert done.returncode == 0, done.stderr
+    assert "the first steps alone choose how to synchronise" in done.stderr
+    assert "Nothing was chosen by step 3" in done.stdout
+
+
+def as_if_chosen(folder: Path, **changes: Any) -> None:
+    """As if rank 0 had chosen otherwise; the others know nothing of it."""
+    events = read_jsonl(folder / "events" / "rank-0.jsonl")
+    changed = [{**event, **changes} if event["event"] == "choice" else event for event in events]
+    (folder / "events" / "rank-0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in changed))
+    others = [event for event in read_jsonl(folder / "events" / "rank-1.jsonl") if event["event"] != "choice"]
+    (folder / "events" / "rank-1.jsonl").write_text("".join(json.dumps(event) + "\n" for event in others))
+
+
+def resumed(folder: Path, saved: int) -> dict[str, Any]:
+    back_to(folder, saved)
+    done = shoal("train", "--resume", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    assert f"going on after step {saved}" in done.stderr
+    assert check_ledger(read_jsonl(folder / "commits.jsonl")).ok
+    manifest: dict[str, Any] = json.loads(done.stdout)
+    assert manifest["byte_equivalent"] is True
+    return manifest
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(("diloco", "fp16", 5), marks=pytest.mark.exhaustive),
+        pytest.param(("streaming", "fp32", 8), marks=pytest.mark.exhaustive),
+        pytest.param(("ddp", "int8", 1), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_choice_it_made(
+    here: tuple[Path, dict[str, Any]], chosen: tuple[str, str, int], tmp_path: Path
+) -> None:
+    """From before the choice, at the step at which it was made; from after it, at once. To the same bits."""
+    mode, wire, every = chosen
+    folder = tmp_path / "run"
+    shutil.copytree(here[0], folder)
+    as_if_chosen(folder, sync=mode, wire=wire, round_steps=every)
+    manifest = resumed(folder, 4)
+    assert (manifest["sync"], manifest["wire"], manifest["levers"]["every"]) == chosen
+    assert manifest["levers"]["choice"]["step"] == CHOSEN_AFTER
+    assert here[1]["theoretical_bytes_per_step"] == 0 < manifest["theoretical_bytes_per_step"]
+    first = {rank: figures(folder, rank)[STEPS:] for rank in range(2)}
+    state = (folder / "state-rank-1.safetensors").read_bytes()
+    assert first[0][:2] == figures(here[0], 0)[4:CHOSEN_AFTER]
+    assert first[0][2:] != figures(here[0], 0)[CHOSEN_AFTER:]
+    again = resumed(folder, 12)
+    assert (again["sync"], again["levers"]["choice"]["step"]) == (mode, CHOSEN_AFTER)
+    for rank in range(2):
+        assert figures(folder, rank)[-(STEPS - 12) :] == first[rank][8:]
+    assert (folder / "state-rank-1.safetensors").read_bytes() == state
+    assert len(events_of(folder, "choice")) == 2
+    if mode == "diloco":
+        lose_the_events(folder)
+
+
+def lose_the_events(folder: Path) -> None:
+    """Nobody knows then that replicas have moments of their own, and nobody goes on without them."""
+    for rank in range(2):
+        (folder / "events" / f"rank-{rank}.jsonl").unlink()
+    done = shoal("train", "--resume", folder, "--steps", str(STEPS + 4))
+    assert done.returncode != 0
+    assert "is of replicas with moments of their own" in done.stderr
+
+
+@pytest.mark.long
+def test_a_run_interrupted_before_its_choice_chooses_then(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(here[0], folder)
+    as_if_chosen(folder, event="forgotten")
+    assert resumed(folder, 4)["levers"]["choice"]["step"] == 4 + CHOSEN_AFTER
+
+
+@pytest.mark.long
+def test_what_ran_is_what_is_learned_from(here: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(here[0], folder)
+    as_if_chosen(folder, sync="diloco", wire="fp16", round_steps=5)
+    ran = config_as_run(load_config(folder / "config.toml"), summarize(RunFolder.open(folder).read_all_events()))
+    assert str(strategy_of_config(ran.sync)) == "diloco every 5 steps, fp16"
+
+
+@pytest.mark.long
+def test_over_a_slow_link_replicas_part(tmp_path: Path) -> None:
+    """Against a plan that expected another link."""
+    need_lab()
+    run = tmp_path / "run"
+    sets = (*SETS, "model.width=32", "sync.every=8", "sync.planned=ddp:1,fp16", "sync.planned_step_s=0.02")
+    manifest = train_tiny(run, "--on", "lab:2,link=10mbit", "--sync", "auto", sets=sets)
+    choice = manifest["levers"]["choice"]
+    assert manifest["sync"] in ("diloco", "streaming")
+    assert (manifest["wire"], manifest["levers"]["every"], manifest["byte_equivalent"]) == ("fp16", 8, True)
+    assert (choice["step"], choice["planned"], choice["agrees"]) == (CHOSEN_AFTER, "ddp in fp16", False)
+    assert choice["expected_step_s"] < choice["measured_step_s"] / 2
+    assert manifest["choice_notes"].count("the plan had chosen ddp in fp16 with 20 ms a step") == 1
+    assert [commit["step"] for commit in read_jsonl(run / "commits.jsonl")] == list(range(1, STEPS + 1))
+    assert events_of(run, "start")[0]["wire"] == "fp16"
+    before = {rank: figures(run, rank) for rank in range(2)}
+    state = (run / "state-rank-0.safetensors").read_bytes()
+    again = resumed(run, 12)
+    assert again["sync"] == manifest["sync"]
+    for rank in range(2):
+        assert figures(run, rank)[STEPS:] == before[rank][12:]
+    assert (run / "state-rank-0.safetensors").read_bytes() == state
+    assert shoal("report", run).returncode == 0
+    assert "How replicas agree" in (run / "report.html").read_text()
+
+
+# What a plan chooses
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
+
+
+def over(profile: Profile, slower: float) -> Profile:
+    """The same machines behind a link so many times as slow."""
+    entries = tuple(
+        each.model_copy(update={"beta_s_per_byte": slower * each.beta_s_per_byte}) for each in profile.collectives
+    )
+    return profile.model_copy(update={"collectives": entries})
+
+
+def in_lab(profile: Profile) -> Profile:
+    nodes = [node.model_copy(update={"address": f"10.77.0.{number}"}) for number, node in enumerate(profile.nodes, 1)]
+    return profile.model_copy(update={"on": "lab:2,link=1gbit", "nodes": tuple(nodes)})
+
+
+def settings(*sets: str) -> Config:
+    return build_config(flags={"run": {"on": "lab:2,link=1gbit"}, "sync": {"mode": "auto"}}, sets=sets)
+
+
+@pytest.mark.parametrize(("slower", "modes"), [(1e-3, {"ddp"}), (1e3, {"diloco", "streaming"})])
+def test_a_plan_chooses_by_the_profile(profile: Profile, slower: float, modes: set[str], tmp_path: Path) -> None:
+    options = sync_options(settings(), over(in_lab(profile), slower), tmp_path)
+    assert [option.choice.mode for option in options] == ["ddp", "ddp", "ddp", "diloco", "streaming"]
+    assert pick(options).choice.mode in modes
+
+
+def test_what_does_not_fit_is_not_planned(profile: Profile, tmp_path: Path) -> None:
+    nodes = tuple(node.model_copy(update={"memory_bytes": 650 * 10**6}) for node in in_lab(profile).nodes)
+    small = in_lab(profile).model_copy(update={"nodes": nodes})
+    modes = [option.choice.mode for option in sync_options(settings("train.micro_batch=1"), small, tmp_path)]
+    assert modes == ["ddp"]
+
+
+@pytest.mark.long
+def test_a_plan_is_kept_and_confirmed(profile: Profile, tmp_path: Path) -> None:
+    nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
+    summary = profile.summary.model_copy(update={"nodes": 1})
+    here = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
+    file, run = tmp_path / "here.toml", tmp_path / "run"
+    write_profile(here, file)
+    flags = set_flags(*TINY, *SETS)
+    done = shoal("train", "--out", run, "--on", "local:2", "--sync", "auto", "--profile", file, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "plan: ddp in fp32: a step takes" in done.stderr
+    assert "predicted: a step takes" in done.stderr
+    assert "; as planned" in done.stderr
+    assert "; as planned. Since then a step took" in done.stdout
+    assert "A step was predicted to take" in done.stdout
+    assert load_config(run / "config.toml").sync.planned == "ddp:1,fp32"
+
+
+def test_a_plan_for_another_cluster_starts_nothing(profile: Profile, tmp_path: Path) -> None:
+    file, run = tmp_path / "profile.toml", tmp_path / "run"
+    write_profile(profile, file)
+    done = shoal("train", "--out", run, "--on", "local:2", "--sync", "auto", "--profile", file, *set_flags(*TINY))
+    assert done.returncode == 2
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_the_profile_in_the_current_folder_is_used_where_it_is_of_this_cluster(
+    profile: Profile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_used: bool,
+) -> None:
+    of_lab = in_lab(profile)
+    on = of_lab.on if is_used else "local:2"
+    monkeypatch.chdir(tmp_path)
+    write_profile(of_lab, Path("profile.toml"))
+    config = build_config(sets=[*TINY, f"run.on={on}", "sync.mode=auto", f"data.cache_dir={tmp_path / 'cache'}"])
+    run = create_run(config, tmp_path / "run", 2)
+    before_start(config, profile=None, plan=False)(run)
+    said = capsys.readouterr().err
+    assert ("by profile.toml; the first steps will show" in said) == is_used
+    assert ("plan: ./profile.toml is not used: " in said) == (not is_used)
+    # A prediction is made only where it was asked for.
+    assert "predicted" not in said
+    assert (load_config(run.config).sync.planned is not None) == is_used

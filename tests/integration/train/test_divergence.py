@@ -1,0 +1,194 @@
+"""A bit that changes in one rank's memory: found, named, healed. Real ranks, a real training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.config.load import build_config
+from shoal.config.schema import Config
+from shoal.data.prepare import create_run
+from shoal.errors import RunFailed
+from shoal.run_folder import RunFolder
+from shoal.sync.replicas import combine_digests, tensor_digests
+from shoal.sync.world import World
+from shoal.tools.report.commit_log import check_ledger
+from shoal.train.build import build_trainer
+from shoal.train.divergence import find_difference
+from shoal.train.loop import Loop
+from shoal.train.recorder import Recorder
+from shoal.train.saving import replica_state
+from shoal.train.trainer import StopRequest, Trainer
+from tests.support.programs import TINY, read_jsonl
+from tests.support.ranks import run_ranks
+
+ROWS = st.integers(2, 5).flatmap(
+    lambda tensors: st.lists(st.lists(st.integers(0, 1), min_size=tensors, max_size=tensors), min_size=2, max_size=6)
+)
+WEIGHT, MOMENT = "model.blocks.0.feedforward.0.weight", "optimizer.exp_avg.blocks.0.feedforward.0.weight"
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit of one tensor on one rank, right after a step; only the first time that the step is done."""
+
+    rank: int
+    step: int
+    tensor: str
+    bit: int = 5
+
+
+def train(world: World, run: Path, config: Config, flips: Sequence[Flip]) -> tuple[int, str | None]:
+    """A whole training; the digest of this rank's state at its end, or the error that ended it."""
+    world = replace(world, keeps_files=world.is_main)
+    folder = RunFolder.open(run)
+    recorder = Recorder(folder, world)
+    trainer = build_trainer(config, folder, world, recorder, StopRequest(), resume=False)
+    to_come = [flip for flip in flips if flip.rank == world.rank]
+    choose = trainer.between_steps
+
+    def between_steps() -> None:
+        choose()
+        while to_come and to_come[0].step == trainer.progress.step:
+            change(trainer, to_come.pop(0))
+
+    trainer.between_steps = between_steps
+    try:
+        Loop(trainer, folder).run()
+    except RunFailed as error:
+        return 0, str(error)
+    finally:
+        recorder.close()
+    return combine_digests(tensor_digests(replica_state(trainer))), None
+
+
+def change(trainer: Trainer, flip: Flip) -> None:
+    with trainer.outer.common():
+        tensor: Tensor = replica_state(trainer)[flip.tensor]
+        tensor.view(-1).view(torch.int32)[3] ^= 1 << flip.bit
+
+
+def run_with(
+    folder: Path, ranks: int, flips: Sequence[Flip], *sets: str
+) -> tuple[RunFolder, list[tuple[int, str | None]]]:
+    common = ("train.steps=30", "train.global_batch=6", "train.eval_every=100", "train.compile=off", "train.pin=off")
+    config = build_config("grammar", None, sets=(*TINY, *common, *sets))
+    run = create_run(config, folder / "run", ranks)
+    for name in ("events", "checkpoints"):
+        (run.path / name).mkdir(exist_ok=True)
+    resolved = build_config("grammar", run.config, sets=())
+    return run, run_ranks(train, ranks, folder, run.path, resolved, flips)
+
+
+def events(run: RunFolder, name: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(run.events(rank)) if event["event"] == name]
+
+
+def all_equal(ended: Sequence[tuple[int, str | None]]) -> bool:
+    return [error for _, error in ended] == [None] * len(ended) and len({digest for digest, _ in ended}) == 1
+
+
+@pytest.mark.parametrize("tensor", [WEIGHT, MOMENT])
+def test_of_three_the_odd_one_is_named_and_healed(tensor: str, tmp_path: Path) -> None:
+    run, ended = run_with(tmp_path, 3, [Flip(1, 10, tensor)], "members.digest_every=10", "train.checkpoint_every=100")
+    for rank in range(3):
+        [found] = events(run, "divergence", rank)
+        assert (found["step"], found["ranks"], found["healed_from"], found["back_to"]) == (10, [1], 0, None)
+        assert found["tensor"] == tensor
+    assert all_equal(ended)
+    [warning] = [warning for rank in range(3) for warning in events(run, "warning", rank)]
+    assert warning["seen"] == (
+        f"after step 10 rank 1 has another {tensor} than the others: its whole state was copied from rank 0"
+    )
+    assert "memtester" in warning["fix"]
+
+
+@pytest.mark.long
+def test_it_is_found_in_time_whenever_it_happens(tmp_path: Path) -> None:
+    """Two steps after a comparison on rank 0, and right before one on rank 2: both with the next comparison."""
+    flips = [Flip(0, 12, WEIGHT, bit=20), Flip(2, 29, MOMENT)]
+    run, ended = run_with(tmp_path, 3, flips, "members.digest_every=10", "train.checkpoint_every=1000")
+    found = [(event["step"], event["ranks"], event["healed_from"]) for event in events(run, "divergence")]
+    assert found == [(20, [0], 1), (30, [2], 0)]
+    assert all_equal(ended)
+
+
+@pytest.mark.long
+def test_two_go_back_to_what_they_agreed_on(tmp_path: Path) -> None:
+    run, ended = run_with(
+        tmp_path, 2, [Flip(1, 13, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=8", "train.steps=24"
+    )
+    for rank in range(2):
+        [found] = events(run, "divergence", rank)
+        assert (found["step"], found["ranks"], found["healed_from"], found["back_to"]) == (16, [0, 1], None, 8)
+        steps = [event["step"] for event in events(run, "step", rank)]
+        assert steps == [*range(1, 17), *range(9, 25)]
+    ledger = check_ledger(read_jsonl(run.commits))
+    assert (ledger.ok, ledger.steps, ledger.redone) == (True, 24, 8)
+    [warning] = events(run, "warning")
+    assert "all went back to step 8, the last they had agreed on" in warning["seen"]
+    undisturbed, expected = run_with(
+        tmp_path / "undisturbed", 2, [], "train.checkpoint_every=8", "train.steps=24", "members.digest_every=10"
+    )
+    assert not events(undisturbed, "divergence")
+    assert all_equal(ended)
+    assert ended == expected, "what a training ends with has nothing of the bit in it"
+
+
+def test_two_at_the_last_step_go_back_too(tmp_path: Path) -> None:
+    """Step 24 is the last, and no checkpoint is due there but that of the end."""
+    run, ended = run_with(tmp_path, 2, [Flip(0, 23, MOMENT)], "train.checkpoint_every=10", "train.steps=24")
+    [found] = events(run, "divergence")
+    assert (found["step"], found["back_to"]) == (24, 20)
+    assert all_equal(ended)
+    assert [event["status"] for event in events(run, "end")] == ["finished"]
+
+
+def test_two_without_a_checkpoint_fail_and_say_so(tmp_path: Path) -> None:
+    run, ended = run_with(tmp_path, 2, [Flip(1, 5, WEIGHT)], "members.digest_every=10", "train.checkpoint_every=20")
+    assert [error for _, error in ended] == [f"after step 10 ranks 0 and 1 have another {WEIGHT} than each other"] * 2
+    assert not list(run.checkpoints.iterdir())
+
+
+@given(rows=ROWS.filter(lambda rows: any(row != rows[0] for row in rows)))
+def test_only_a_strict_majority_is_believed(rows: list[list[int]]) -> None:
+    names = [f"tensor {index}" for index in range(len(rows[0]))]
+    found = find_difference(names, rows)
+    if found.source is None:
+        assert max(rows.count(row) for row in rows) * 2 <= len(rows)
+        assert found.odd == tuple(range(len(rows)))
+    else:
+        assert rows.count(rows[found.source]) * 2 > len(rows)
+        assert found.odd == tuple(rank for rank, row in enumerate(rows) if row != rows[found.source])
+        assert found.source == rows.index(rows[found.source])
+    index = names.index(found.tensor)
+    assert len({row[index] for row in rows}) == 2
+    assert all(len({row[earlier] for row in rows}) == 1 for earlier in range(index))
+
+
+# In each of them something is common that no gradient touches for a while, and replicas that rightly differ beside it.
+OUTER: dict[str, tuple[str, ...]] = {
+    "local": ("sync.mode=local", "sync.every=4"),
+    "diloco": ("sync.mode=diloco", "sync.every=10"),
+    "streaming": ("sync.mode=streaming", "sync.every=8", "sync.fragments=2", "sync.overlap=3"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", OUTER)
+def test_what_is_common_in_outer_modes_is_compared_and_healed(mode: str, tmp_path: Path) -> None:
+    """Found at the first meeting of replicas that is due; streaming ones are compared as they go."""
+    sets = (*OUTER[mode], "members.digest_every=10", "train.checkpoint_every=100")
+    run, ended = run_with(tmp_path, 3, [Flip(2, 9, WEIGHT, bit=12)], *sets)
+    [found] = events(run, "divergence")
+    assert (found["ranks"], found["tensor"], found["healed_from"]) == ([2], WEIGHT, 0)
+    assert found["step"] == {"local": 12, "diloco": 10, "streaming": 10}[mode]
+    assert all_equal(ended)

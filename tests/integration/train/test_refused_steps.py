@@ -1,0 +1,171 @@
+"""A loss that is no number on one rank: the step is nobody's, and everybody says whose it was. Real ranks train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.config.load import build_config, load_config
+from shoal.data.prepare import create_run
+from shoal.errors import RunFailed
+from shoal.run_folder import RunFolder
+from shoal.sync.world import World
+from shoal.train.build import build_trainer
+from shoal.train.loop import Loop
+from shoal.train.recorder import Recorder
+from shoal.train.saving import replica_state
+from shoal.train.trainer import RefusedStep, StopRequest, Trainer, explain
+from tests.support.programs import TINY, read_jsonl
+from tests.support.ranks import run_ranks
+
+# Step 7 is the first bad one. In the outer modes others learn of it up to eight steps later, after a round has ended.
+BAD = 7
+WAYS: dict[str, tuple[str, ...]] = {
+    "fp32": ("sync.inside=gloo",),
+    "shared": (),
+    "int8": ("sync.wire=int8", "sync.inside=gloo"),
+    "fp16": ("sync.wire=fp16", "sync.inside=gloo"),
+    "powersgd": ("sync.wire=powersgd:2", "sync.inside=gloo"),
+    "diloco": ("sync.mode=diloco", "sync.every=5"),
+    "local": ("sync.mode=local", "sync.every=20"),
+    "streaming": ("sync.mode=streaming", "sync.every=8", "sync.fragments=2", "sync.overlap=3"),
+}
+SHORT = {"fp32", "int8", "diloco"}
+Poison = Callable[[Trainer], None]
+
+
+def bad_batch(trainer: Trainer) -> None:
+    """The loss of one step is no number; what the replica has learned is untouched."""
+
+    def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> Tensor:
+        return loss * math.nan if trainer.progress.step + 1 == BAD else loss
+
+    trainer.model.register_forward_hook(spoil)
+
+
+def bad_weight(trainer: Trainer) -> None:
+    """A weight of this replica is infinite from then on: whatever it would send to others is no number either."""
+
+    def spoil(module: nn.Module, inputs: Any) -> None:
+        if trainer.progress.step + 1 == BAD:
+            with torch.no_grad():
+                next(module.parameters()).view(-1)[0] = math.inf
+
+    trainer.model.register_forward_pre_hook(spoil)
+
+
+def bad_gradient(trainer: Trainer) -> None:
+    """The loss is a number, and its gradient is none."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient * math.inf if trainer.progress.step + 1 == BAD else gradient
+
+    next(trainer.model.parameters()).register_hook(spoil)
+
+
+def train(world: World, run: Path, poison: Poison, culprits: tuple[int, ...]) -> tuple[str, bool]:
+    """The error that ended the training, and whether what replicas have in common is still all numbers."""
+    world = replace(world, keeps_files=world.is_main)
+    folder = RunFolder.open(run)
+    recorder = Recorder(folder, world)
+    trainer = build_trainer(load_config(folder.config), folder, world, recorder, StopRequest(), resume=False)
+    if world.rank in culprits:
+        poison(trainer)
+    try:
+        Loop(trainer, folder).run()
+    except RunFailed as error:
+        recorder.close()
+        with trainer.outer.common():
+            is_sound = all(tensor.isfinite().all() for tensor in replica_state(trainer).values())
+        return error.render(), is_sound
+    raise AssertionError("it trained on")
+
+
+def run_poisoned(folder: Path, way: str, poison: Poison, culprits: tuple[int, ...] = (1,)) -> tuple[str, list[bool]]:
+    """The error, the same on all ranks, and what `train` says of each; no commit or checkpoint has the bad step."""
+    common = ("train.steps=30", "train.global_batch=6", "train.eval_every=100", "train.compile=off", "train.pin=off")
+    sets = (*TINY, *common, "train.checkpoint_every=6", *WAYS[way])
+    run = create_run(build_config("grammar", None, sets=sets), folder / "run", 2)
+    for name in ("events", "checkpoints"):
+        (run.path / name).mkdir(exist_ok=True)
+    ended = run_ranks(train, 2, folder, run.path, poison, culprits)
+    assert len({error for error, _ in ended}) == 1
+    assert [commit["step"] for commit in read_jsonl(run.commits)] == list(range(1, BAD))
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000006"]
+    return ended[0][0], [is_sound for _, is_sound in ended]
+
+
+@pytest.mark.parametrize("way", [way if way in SHORT else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
+def test_one_bad_batch_is_named_and_nobody_has_it(way: str, tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, way, bad_batch)
+    assert error.startswith(
+        f"error: a loss was not finite in step {BAD}: that of rank 1 on samples 39 to 41 became nan; "
+        "no rank has applied or committed the step\n"
+    )
+    assert "shoal train --resume RUN" in error
+    assert is_sound == [True, True]
+
+
+def late_weight(trainer: Trainer) -> None:
+    """A weight goes bad between the loss and its gradient."""
+
+    def spoil(module: nn.Module, inputs: Any, loss: Tensor) -> None:
+        if trainer.progress.step + 1 == BAD:
+            bad_weight_now(module)
+            loss.register_hook(lambda gradient: gradient * math.nan)
+
+    trainer.model.register_forward_hook(spoil)
+
+
+def bad_weight_now(module: nn.Module) -> None:
+    with torch.no_grad():
+        next(module.parameters()).data.view(-1)[0] = math.nan
+
+
+def test_a_weight_that_goes_bad_after_the_loss_names_its_rank(tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, "fp32", late_weight)
+    assert error.startswith(
+        f"error: the gradient norm was not finite in step {BAD}: weights of rank 1 are not finite either, and those of "
+        "the others are; no rank has applied or committed the step\n"
+    )
+    assert is_sound == [True, False]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["shared", "diloco", "local", "streaming"])
+def test_a_weight_that_is_no_number_reaches_nobody_else(way: str, tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, way, bad_weight)
+    assert f"in step {BAD}: that of rank 1 on samples 39 to 41 became nan" in error
+    assert is_sound[0]
+
+
+@pytest.mark.long
+def test_a_gradient_of_one_rank_is_named_where_replicas_part(tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, "diloco", bad_gradient)
+    assert f"a gradient norm was not finite in step {BAD}: that of rank 1 on samples 39 to 41 became" in error
+    assert is_sound == [True, True]
+
+
+@pytest.mark.long
+def test_a_training_that_diverges_everywhere_blames_nobody(tmp_path: Path) -> None:
+    error, is_sound = run_poisoned(tmp_path, "fp32", bad_batch, culprits=(0, 1))
+    assert error.startswith(f"error: the loss became nan in step {BAD} on every rank\n")
+    assert "why:  the training diverged" in error
+    assert is_sound == [True, True]
+
+
+def test_the_first_bad_step_counts_and_the_loss_before_the_norm() -> None:
+    later = RefusedStep(0, step=9, loss="inf", norm="nan", samples=(0, 4))
+    spoiled = RefusedStep(1, step=8, loss="finite", norm="nan", samples=(4, 8))
+    culprit = RefusedStep(5, step=8, loss="inf", norm="nan", samples=(8, 12))
+    assert "in step 8: that of rank 5 on samples 8 to 11 became inf;" in explain([later, spoiled, culprit], 3, 0.3).seen
+    alone = explain([RefusedStep(0, step=8, loss="finite", norm="inf", samples=(0, 4))], 1, 0.3)
+    assert alone.seen == "the gradient norm became inf in step 8"
+    assert "--set train.lr=0.1" in alone.fix

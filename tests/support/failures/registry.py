@@ -1,0 +1,47 @@
+"""The failures, by the name of the log they leave: an explanation's id, `+` and a word when there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.cluster.lab.lab import Lab
+from tests.support.failures.bench import Bench
+
+Provoke = Callable[[Bench], None]
+ProvokeOnLab = Callable[[Bench, Lab], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`provoke` needs this machine alone, `on_lab` a lab's nodes. With neither, the log is what users quoted in public:
+    it needs what cannot be had here, such as Slurm. `torch` is an older version that printed it in other words."""
+
+    name: str
+    provoke: Provoke | None = None
+    on_lab: ProvokeOnLab | None = None
+    needs_gpu: bool = False
+    torch: str = ""
+
+
+FAILURES: dict[str, Failure] = {}
+
+
+def here(name: str, needs_gpu: bool = False, torch: str = "") -> Callable[[Provoke], Provoke]:
+    def register(provoke: Provoke) -> Provoke:
+        FAILURES[name] = Failure(name, provoke=provoke, needs_gpu=needs_gpu, torch=torch)
+        return provoke
+
+    return register
+
+
+def on_lab(name: str, torch: str = "") -> Callable[[ProvokeOnLab], ProvokeOnLab]:
+    def register(provoke: ProvokeOnLab) -> ProvokeOnLab:
+        FAILURES[name] = Failure(name, on_lab=provoke, torch=torch)
+        return provoke
+
+    return register
+
+
+def quoted(name: str) -> None:
+    FAILURES[name] = Failure(name)

@@ -1,0 +1,130 @@
+"""Agents whose machines come and go, with ranks that only count; see tests/support/scripts/counting_rank.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.agent.agent import read_orders
+from shoal.agent.invite_server import ID, ask_agent
+from shoal.agent.membership import RankNumbering
+from shoal.control.membership.settings import MembershipSettings
+from shoal.control.orders import GoOrder, MembershipOrder, StartProcess
+from shoal.control.processes import find_processes
+from shoal.events import Event, read_events
+from tests.support.agents import Agent, roster
+from tests.support.runs import wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "counting_rank.py"
+
+
+class Team:
+    """`slots` ranks on each agent's machine, which count to `steps`."""
+
+    def __init__(self, team: Sequence[Agent], slots: Sequence[int], steps: int = 100000, step_s: float = 0.005) -> None:
+        self.agents = list(team)
+        self.out = team[0].run.path / "ledgers"
+        self.out.mkdir()
+        ranks = iter(range(sum(slots)))
+        self.ranks = [tuple(next(ranks) for _ in range(count)) for count in slots]
+        self._words = (str(steps), str(step_s))
+
+    def go(self, rules: MembershipSettings | None = None, restarts: int = 3, above: int = 0) -> None:
+        places = [replace(place, ranks=ranks) for place, ranks in zip(roster(self.agents), self.ranks, strict=True)]
+        members = MembershipOrder(rules or MembershipSettings(), restarts, above)
+        for agent, ranks in zip(self.agents, self.ranks, strict=True):
+            agent.tell(GoOrder(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
+
+    def let_come(self, guest: Agent, sponsor: Agent) -> int:
+        """With an id from its sponsor, as `shoal host RUN` has it told; the number of its rank."""
+        answer = ask_agent(sponsor.run.door(sponsor.node), ID)
+        assert answer.member == guest.orders.member
+        _, go = read_orders(sponsor.run, sponsor.node)
+        rank = RankNumbering(answer.member, go.roster).number(answer.member, 0)
+        self.agents.append(guest)
+        self.ranks.append((rank,))
+        later = {member: place for member, place in answer.places.items() if member >= len(go.roster)}
+        guest.tell(replace(go, starts=(self.start(guest.node, rank),), guests=later))
+        return rank
+
+    def start(self, node: str, rank: int) -> StartProcess:
+        argv = (sys.executable, "-u", str(SCRIPT), str(self.ledger(rank)), *self._words)
+        return StartProcess(f"rank-{rank}", (rank,), argv, {"SHOAL_NODE": node}, store=True)
+
+    def ledger(self, rank: int) -> Path:
+        return self.out / f"rank-{rank}.jsonl"
+
+    def notes(self, rank: int, kind: str) -> list[Event]:
+        path = self.ledger(rank)
+        return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
+
+    def commits(self, rank: int) -> list[tuple[int, str]]:
+        return [(event["step"], event["generation"]) for event in self.notes(rank, "commit")]
+
+    def pid(self, rank: int) -> int:
+        """Of its newest process."""
+        node = next(agent for agent, ranks in zip(self.agents, self.ranks, strict=True) if rank in ranks)
+        return find_part(node, f"rank-{rank}")
+
+    def pids(self, rank: int) -> list[int]:
+        return [found.pid for found in find_processes(self.out.parent) if found.part == f"rank-{rank}"]
+
+    def await_commits(self, rank: int, more: int = 5, within_s: float = 20.0) -> None:
+        enough = len(self.notes(rank, "commit")) + more
+        wait_until(lambda: len(self.notes(rank, "commit")) >= enough, within_s, why=self.everything)
+
+    def await_notes(self, rank: int, kind: str) -> list[Event]:
+        return wait_until(lambda: self.notes(rank, kind), why=self.everything)
+
+    def await_size(self, rank: int, size: int, entries: int = 2, within_s: float = 20.0) -> Event:
+        """Until it trains in a generation of so many ranks, at least its second one, and has committed in it."""
+
+        def trains() -> Event | None:
+            entered = self.notes(rank, "enter")
+            if len(entered) < entries or len(entered[-1]["ids"]) != size:
+                return None
+            name = entered[-1]["generation"]
+            return entered[-1] if any(generation == name for _, generation in self.commits(rank)) else None
+
+        found = wait_until(trains, within_s, why=self.everything)
+        assert found is not None
+        return found
+
+    def everything(self) -> str:
+        return "\n".join(agent.everything()[-4000:] for agent in self.agents)
+
+    def check_ledgers(self, *ranks: int) -> None:
+        """No step twice in what any rank committed; where two committed one step of a lineage, they came to it by the
+        same steps of the same generations. The one may write it in the generation that did it, and the other, which had
+        not seen the exchange that commits it succeed, in the next."""
+        seen: dict[tuple[int, str], str] = {}
+        for rank in ranks:
+            events = self.notes(rank, "commit")
+            for before, after in itertools.pairwise(events):
+                assert after["step"] > before["step"], (rank, before, after)
+            for event in events:
+                key = (event["step"], event["lineage"])
+                assert seen.setdefault(key, event["digest"]) == event["digest"], (rank, event)
+
+
+def find_part(agent: Agent, part: str) -> int:
+    return next(found.pid for found in find_processes(agent.run.path) if found.part == part)
+
+
+def start_again(agent: Agent) -> None:
+    """The dead agent's next life, as `shoal join RUN` starts it."""
+    agent.process.wait()
+    agent.leave_alone()
+    with agent.log.open("ab") as output:
+        agent.process = subprocess.Popen(
+            (sys.executable, "-P", "-m", "shoal.agent.agent", "--again", str(agent.run.path), agent.node),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=dict(os.environ),
+        )

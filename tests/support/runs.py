@@ -1,0 +1,85 @@
+"""Runs in tests: supervisors, agents and ranks are no children of the test, so they are found by their marks."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.control.processes import RunProcess, find_processes
+from shoal.runs.manage import end_processes
+from tests.support.programs import shoal_command
+
+T = TypeVar("T")
+
+
+def wait_until(happened: Callable[[], T], within_s: float = 20.0, why: Callable[[], object] = lambda: "") -> T:
+    """What it gives as soon as that is something; `why` says more when it never is."""
+    deadline = time.monotonic() + within_s
+    while not (value := happened()):
+        assert time.monotonic() < deadline, f"waited in vain for {within_s} s: {why()}"
+        time.sleep(0.02)
+    return value
+
+
+def parts_of(run: Path) -> dict[str, RunProcess]:
+    """The processes of a run by their part; of a rank and its own children, the rank."""
+    return {found.part: found for found in reversed(find_processes(run))}
+
+
+@contextlib.contextmanager
+def ended_afterwards(*runs: Path) -> Iterator[None]:
+    """Ends what is left of them. Whether anything should have been left is the test's own business."""
+    try:
+        yield
+    finally:
+        end_processes([found for run in runs for found in find_processes(run)])
+
+
+class Front:
+    """A shoal command that goes on while the test does something else; what it says goes into files."""
+
+    def __init__(self, folder: Path, *words: str | Path) -> None:
+        self._paths = tuple(folder / f"{words[0]}-{time.monotonic_ns()}.{stream}" for stream in ("out", "err"))
+        with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
+            self.process = subprocess.Popen(shoal_command(*words), stdout=out, stderr=err)
+
+    @property
+    def out(self) -> str:
+        return self._paths[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._paths[1].read_text()
+
+    def await_words(self, words: str, within_s: float = 30.0) -> None:
+        wait_until(lambda: words in self.out + self.err, within_s, why=lambda: self.out + self.err)
+
+    def code(self, within_s: float = 20.0) -> int:
+        return self.process.wait(within_s)
+
+
+@contextlib.contextmanager
+def front(folder: Path, *words: str | Path) -> Iterator[Front]:
+    started = Front(folder, *words)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """The kernel writes a part of what crosses the limit and refuses the rest, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

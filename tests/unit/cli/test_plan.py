@@ -1,0 +1,493 @@
+"""`shoal plan`: what it answers, what it recommends, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+
+from shoal.cli.main import run
+from shoal.config.load import build_config
+from shoal.config.sync_choice import WIRE_FORMATS
+from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
+from shoal.cost.strategy import SyncStrategy
+from shoal.cost.workload import workload_of
+from shoal.tools.plan.advise import make_plan
+from shoal.tools.plan.figures import draw_plan
+
+Call = Callable[..., tuple[int, str, str]]
+Plan = Callable[..., dict[str, Any]]
+
+ROW = {"nodes", "payload_factor", "comm_s", "compute_s", "exposed_s", "step_s", "tokens_per_s", "speedup", "efficiency"}
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`shoal WORDS` in this process, on a terminal that is narrower than the table."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def called(*words: str) -> tuple[int, str, str]:
+        code = run(list(words), debug=False)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return called
+
+
+@pytest.fixture
+def plan(call: Call) -> Plan:
+    def planned(*words: str) -> dict[str, Any]:
+        code, out, err = call("plan", *words, "--json")
+        assert (code, err) == (0, "")
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    return planned
+
+
+# The picture
+
+
+@pytest.mark.parametrize(
+    ("preset", "link", "counts", "unit"),
+    [
+        ("gpt2-124m", "100mbit", (1, 2, 4, 8, 16), "seconds"),
+        ("grammar", "wifi", (1, 2, 3), "seconds"),
+        ("grammar", "1gbe", (1, 2, 3, 4), "milliseconds"),
+    ],
+)
+def test_the_picture_can_be_read(preset: str, link: str, counts: tuple[int, ...], unit: str) -> None:
+    """The legend lay on the bars, and the logarithmic axis had the single tick 1."""
+    wired = find_link(link)
+    setting = make_cluster_model(wired, find_machines(None, wired), 1, SheetOverrides())
+    sequences = {"global_batch": 16}
+    workload = workload_of(build_config(preset, flags={"train": sequences}), "fp32")
+    figure = draw_plan(make_plan(workload, SyncStrategy(), setting, counts))
+    figure.draw_without_rendering()
+    split, gain = figure.axes
+    assert split.get_ylabel() == f"{unit} per step"
+    legend = split.get_legend()
+    assert legend is not None
+    assert not legend.get_window_extent().overlaps(split.patch.get_window_extent())
+    low, high = gain.get_ylim()
+    ticks = zip(gain.get_yticklabels(), gain.get_yticks(), strict=True)
+    numbers = [label.get_text() for label, at in ticks if low <= at <= high]
+    assert len(numbers) > 1
+    assert all(numbers)
+    axis = [label.get_window_extent() for label in gain.get_xticklabels()]
+    assert not [note.get_text() for note in gain.texts for box in axis if note.get_window_extent().overlaps(box)]
+
+
+# Rows
+
+
+def test_rows_over_the_nodes(plan: Plan) -> None:
+    rows = plan("gpt2-124m", "--link", "1gbe", "--nodes", "1..8")["rows"]
+    assert [row["nodes"] for row in rows] == list(range(1, 9))
+    assert all(row.keys() >= ROW for row in rows)
+    assert [round(row["payload_factor"], 2) for row in rows[:3]] == [0.0, 1.0, 1.33]
+    assert rows[0]["speedup"] == pytest.approx(1.0)
+    for row in rows:
+        parts = sum(row[f"{part}_s"] for part in ("compute", "exposed", "wait", "optimizer", "other"))
+        assert row["step_s"] == pytest.approx(parts)
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_s"])
+
+
+def test_classic_figures(plan: Plan) -> None:
+    def comm_s(*words: str) -> list[float]:
+        return [row["comm_s"] for row in plan(*words)["rows"]]
+
+    assert comm_s("gpt2-124m", "--nodes", "2,3", "--efficiency", "0.9") == pytest.approx([4.5, 6.0], rel=0.02)
+    bare = ("--params", "760e6", "--grad-dtype", "bf16", "--efficiency", "0.85", "--nodes", "2")
+    found = [comm_s(*bare, "--link", link)[0] for link in ("1gbe", "10gbe", "400gbe")]
+    assert found == pytest.approx([14.3, 1.43, 0.036], rel=0.04)
+
+
+def test_the_batch_of_a_preset_grows_with_the_ranks_and_a_stated_one_does_not(plan: Plan, call: Call) -> None:
+    grown = plan("gpt2-124m", "--nodes", "1..8")
+    assert {row["tokens"] for row in grown["rows"]} == {8 * 1024}
+    assert "global batch 8 instead of 4: each of 8 ranks needs a sequence" in grown["notes"]
+    assert {row["tokens"] for row in plan("gpt2-124m", "--nodes", "1..4")["rows"]} == {4 * 1024}
+    code, _, err = call("plan", "gpt2-124m", "--nodes", "1..8", "--global-batch", "4")
+    assert code == 2
+    assert "5 ranks cannot share a global batch of 4 sequences" in err
+
+
+def test_what_can_be_overridden(plan: Plan) -> None:
+    def first(*words: str) -> dict[str, Any]:
+        row: dict[str, Any] = plan("gpt2-124m", "--nodes", "2", *words)["rows"][0]
+        return row
+
+    plain = first()
+    assert first("--flops", "716e9")["compute_s"] == pytest.approx(plain["compute_s"] / 2, rel=0.01)
+    assert first("--mfu", "0.25")["compute_s"] == pytest.approx(plain["compute_s"] * 2, rel=0.01)
+    assert first("--link", "500mbit")["comm_s"] == pytest.approx(2 * plain["comm_s"], rel=0.05)
+    assert first("--latency", "100ms")["comm_s"] > plain["comm_s"] + 1
+    assert not first("--memory-gb", "2")["fits"]
+    assert first("--wire", "fp16")["wire_bytes"] == plain["wire_bytes"] / 2
+    assert first("--set", "sync.wire=fp16")["wire_bytes"] == plain["wire_bytes"] / 2
+    assert first("--accumulate", "4")["tokens"] == 4 * plain["tokens"]
+    assert first("--tokens", "8192")["tokens"] == 8192
+    assert first("--scaling", "weak")["tokens"] == 2 * plain["tokens"]
+    assert first("--sync", "diloco:50")["wire_bytes"] == pytest.approx(plain["wire_bytes"] / 50)
+    assert first("--machine", "desktop")["compute_s"] < 0.5 * plain["compute_s"]
+    assert first("--set", "sync.measure=barrier")["exposed_s"] == pytest.approx(plain["comm_s"], rel=0.01)
+
+
+def test_several_ranks_a_node(plan: Plan) -> None:
+    words = ("--params", "1e9", "--grad-dtype", "bf16", "--link", "400gbe", "--nodes", "1,2", "--tokens", "1e6")
+    found = plan(*words, "--ranks-per-node", "8")
+    assert [row["ranks"] for row in found["rows"]] == [8, 16]
+    assert found["rows"][0]["speedup"] == pytest.approx(1.0)
+    assert any(option["lever"] == "ddp, hierarchical" for option in found["advice"]["levers"])
+
+
+# Advice
+
+
+def test_levers_are_ranked_and_say_what_they_cost(plan: Plan) -> None:
+    options = plan("gpt2-124m", "--nodes", "1..4")["advice"]["levers"]
+    speeds = [option["tokens_per_s"] for option in options]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(option["costs"] for option in options)
+    wanted = {"ddp", "ddp, fp16", "ddp, bf16", "ddp, int8", "ddp, powersgd rank 4", "ddp, batch ×4", "sharded"}
+    wanted |= {
+        "local every 8 steps",
+        "diloco every 50 steps",
+        "streaming every 50 steps",
+        "diloco every 50 steps, int8",
+    }
+    assert wanted <= {option["lever"] for option in options}
+
+
+def test_only_what_shoal_can_do_has_a_command(plan: Plan) -> None:
+    options = plan("gpt2-124m", "--nodes", "2")["advice"]["levers"]
+    assert {option["lever"] for option in options if not option["command"]} == {"sharded"}
+    assert all(option["available"] == (option["command"] is not None) for option in options)
+
+
+def test_a_lever_that_becomes_possible_is_recommended(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    int8 = WIRE_FORMATS["int8"]
+    monkeypatch.setitem(WIRE_FORMATS, "int8", replace(int8, is_available=False))
+    words = ("gpt2-124m", "--nodes", "4", "--link", "300mbit")
+    before = plan(*words)["advice"]["recommended"]
+    monkeypatch.setitem(WIRE_FORMATS, "int8", int8)
+    after = plan(*words)["advice"]["recommended"]
+    assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, int8")
+
+
+def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, call: Call) -> None:
+    advice = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]
+    assert advice["levers"][0]["lever"].startswith(("diloco", "streaming"))
+    assert advice["recommended"] is None or advice["recommended"]["lever"].startswith("ddp, int8")
+    other = advice["other_training"]
+    assert other["lever"].startswith(("diloco", "streaming", "ddp, powersgd"))
+    line = shlex.split(other["command"])
+    code, _, err = call(*line[line.index("train") :], "--on", "local:2", "--dry-run")
+    assert (code, err) == (0, "")
+    quick = plan("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")["advice"]
+    assert quick["other_training"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("gpt2-124m", "--nodes", "2", "--link", "1gbe"),
+        ("gpt2-124m", "--nodes", "2", "--set", "train.global_batch=8", "--wire", "fp16"),
+        ("--depth", "8", "--nodes", "2", "--set", "train.lr=1e-3", "--scaling", "weak", "--link", "10gbe"),
+        ("gpt2-124m", "--nodes", "2", "--machine", "desktop,laptop", "--global-batch", "16", "--link", "10gbe"),
+    ],
+)
+def test_the_recommended_command_starts_what_was_planned(plan: Plan, call: Call, words: tuple[str, ...]) -> None:
+    found = plan(*words, "--on", "local:2")
+    advice = found["advice"]["recommended"]
+    line = shlex.split(advice["command"])
+    code, out, err = call(*line[line.index("train") :], "--dry-run")
+    assert (code, err) == (0, "")
+    assert out.count("# ") == 2
+    assert ("sync.wire=fp16" in line) == ("fp16" in advice["lever"])
+    assert ("run.weights=1/0.37" in line) == ("balanced" in advice["lever"])
+
+
+DILOCO = "[sync]\nmode = 'diloco'\nevery = 20\naccumulate = 2\n"
+INT8 = "[sync]\nwire = 'int8'\n[run]\nweights = '1/0.5'\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "planned"),
+    [
+        (DILOCO, (), {"mode": "diloco", "every": 20, "wire": "fp32", "batch": 64}),
+        (DILOCO, ("--accumulate", "1"), {"mode": "diloco", "every": 20, "wire": "fp32", "batch": 32}),
+        (DILOCO, ("--sync", "ddp", "--accumulate", "1"), {"mode": "ddp", "wire": "fp32", "batch": 32}),
+        (INT8, (), {"mode": "ddp", "wire": "int8", "batch": 32}),
+        (INT8, ("--wire", "fp32"), {"mode": "ddp", "wire": "fp32", "batch": 32}),
+        ("[train]\nglobal_batch = 32\n", ("--global-batch", "16"), {"mode": "ddp", "wire": "fp32", "batch": 16}),
+        ("[sync]\nmode = 'stock'\n", (), {"mode": "stock", "wire": "fp32", "batch": 32}),
+        ("", ("--sync", "local:1"), {"mode": "local", "every": 1, "wire": "fp32", "batch": 32}),
+        ("", ("--sync", "diloco"), {"mode": "diloco", "every": 50, "wire": "fp32", "batch": 32}),
+    ],
+)
+def test_the_command_trains_what_was_planned_whatever_the_file_says(
+    plan: Plan, call: Call, tmp_path: Path, settings: str, words: tuple[str, ...], planned: dict[str, Any]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(settings, encoding="utf-8")
+    batch = () if "global_batch" in settings or "--global-batch" in words else ("--set", "train.global_batch=32")
+    made = plan("--config", str(file), "--nodes", "2", "--on", "local:2", *batch, *words)
+    # The lever that was asked for, not one that was found beside it.
+    lever = made["lever"]
+    [line] = [option["command"] for option in made["advice"]["levers"] if option["lever"] == lever]
+    command = shlex.split(line)
+    code, out, err = call(*command[command.index("train") :], "--dry-run", "--json")
+    assert (code, err) == (0, "")
+    config = json.loads(out)["config"]
+    trained = {name: config["sync"][name] for name in ("mode", "wire", *(["every"] if "every" in planned else []))}
+    sequences = config["sync"]["accumulate"] * config["train"]["global_batch"]
+    assert trained | {"batch": sequences} == planned
+    assert sequences * config["model"]["seq_len"] == made["rows"][-1]["tokens"]
+    assert config["run"]["weights"] in (None, "1/1")
+
+
+def test_the_cluster_of_a_setting_is_where_the_command_runs(plan: Plan) -> None:
+    command = plan("--nodes", "2", "--set", "run.on=local:2", "--link", "10gbe")["advice"]["levers"][0]["command"]
+    assert "--on local:2" in command
+    assert "run.on" not in command
+
+
+def test_the_plainest_of_equals_is_recommended(plan: Plan) -> None:
+    """On a fast link fp16 gains nothing worth its price."""
+    words = ("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")
+    assert plan(*words)["advice"]["recommended"]["lever"] == "ddp"
+
+
+def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
+    advice = plan("--link", "100mbit", "--nodes", "1..4")["advice"]
+    assert advice["distribute"] is False
+    assert advice["recommended"] is None
+    _, out, _ = call("plan", "--link", "100mbit", "--nodes", "1..4")
+    assert re.search(r"in every step: one machine is faster, with [\d,]+\s+tokens/s\.", out)
+    assert "to do that" not in out
+    assert "train grammar --on hosts.toml --sync" in out
+
+
+def test_a_larger_batch_is_offered_where_it_alone_helps(plan: Plan) -> None:
+    sentences = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2", "--machine", "desktop")["advice"]["sentences"]
+    assert sentences[0].startswith("Don't distribute this")
+    quick = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]["sentences"]
+    assert any("A global batch of 16 sequences would allow" in line for line in quick)
+
+
+@pytest.mark.parametrize("words", [("gpt2-124m", "--link", "10gbe"), (), ("--params", "7e9", "--machine", "laptop")])
+def test_a_lever_that_shoal_lacks_is_planned_but_not_advised(plan: Plan, words: tuple[str, ...]) -> None:
+    """It said that one machine is faster, and that four reach 3.9 times its speed."""
+    made = plan(*words, "--sync", "sharded", "--nodes", "1..4")
+    text = " ".join(made["advice"]["sentences"])
+    for speedup in re.findall(r"one machine is faster, .* reach ([\d.]+) times", text):
+        assert float(speedup) <= 1
+    if made["rows"][-1]["fits"]:
+        assert text.startswith("shoal cannot train by sharded yet; if it could, ")
+    assert "instead of" in text
+    for before, after in re.findall(r"send (\S+ \S+) instead of (\S+ \S+) a step", text):
+        assert before != after
+    assert "DDP does not add up" not in text
+    assert "Sharding divides weights, gradients and moments among 4 ranks: each holds" in text
+    recommended = made["advice"]["recommended"]
+    assert recommended is None or recommended["lever"] == "ddp"
+
+
+def test_memory_is_said_of_the_planned_lever(plan: Plan) -> None:
+    text = " ".join(plan("gpt2-124m", "--sync", "diloco", "--nodes", "2")["advice"]["sentences"])
+    assert "DiLoCo does not add up the machines' memory" in text
+
+
+def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call: Call) -> None:
+    assert [row["nodes"] for row in plan("--machine", "desktop,laptop")["rows"]] == [1, 2]
+    assert [row["nodes"] for row in plan("--machine", "laptop")["rows"]] == list(range(1, 9))
+    more = plan("--machine", "desktop,laptop", "--nodes", "4")["notes"]
+    assert "nodes beyond the 2 named ones are assumed to equal the last of them" in more
+
+
+@pytest.mark.parametrize("machines", ["laptop,desktop", "desktop,laptop", "laptop,laptop,desktop"])
+def test_all_speedups_of_a_plan_have_one_base(plan: Plan, machines: str) -> None:
+    made = plan("--machine", machines)
+    alone = plan("--machine", "desktop", "--nodes", "1")["rows"][0]["tokens_per_s"]
+    for row in (*made["rows"], *made["advice"]["levers"]):
+        if "batch" not in row.get("lever", ""):
+            assert row["speedup"] == pytest.approx(row["tokens_per_s"] / alone)
+    assert made["rows"][0]["efficiency"] == pytest.approx(1.0)
+    said = f"{alone:,.0f} tokens/s"
+    assert f"speed-ups are against desktop alone, which trains {said}" in made["notes"]
+    assert f"desktop alone is faster, with {said}." in made["advice"]["sentences"][0]
+
+
+def test_the_base_is_the_fastest_machine_also_where_no_row_has_it(plan: Plan) -> None:
+    [row] = plan("--machine", "laptop,desktop", "--nodes", "1")["rows"]
+    assert (row["base"], row["speedup"] < 0.5) == ("desktop", True)
+
+
+def test_one_rank_shards_nothing(call: Call) -> None:
+    _, out, _ = call("plan", "--sync", "sharded", "--nodes", "1")
+    assert "1 ranks" not in out
+    assert "With one rank there is nothing to shard: it holds 678 MB" in out
+    assert "* not in shoal yet" not in out
+    assert "* not in shoal yet" in call("plan", "--sync", "sharded", "--nodes", "2")[1]
+
+
+def test_latency_is_named_where_it_is_most_of_the_communication(plan: Plan) -> None:
+    """Bytes over bandwidth give 8.5 s on a thousand nodes, and the table says 26.6 s."""
+    made = plan("gpt2-124m", "--nodes", "1000")
+    [row], workload = made["rows"], made["workload"]
+    bytes_s = row["payload_factor"] * workload["gradient_bytes"] / (0.94 * 1e9 / 8)
+    assert row["comm_s"] - row["comm_latency_s"] == pytest.approx(bytes_s)
+    text = " ".join(made["advice"]["sentences"])
+    assert "Of the 26.6 s of communication on 1000 nodes the bytes take 8.46 s; the other 18.2 s is latency" in text
+    assert "is latency" not in " ".join(plan("gpt2-124m", "--nodes", "4")["advice"]["sentences"])
+
+
+def test_memory_is_always_spoken_of(plan: Plan) -> None:
+    roomy = " ".join(plan("gpt2-124m", "--nodes", "2")["advice"]["sentences"])
+    assert "DDP does not add up the machines' memory" in roomy
+    assert "Sharding it over 2 ranks" in roomy
+    words = ("gpt2-124m", "--nodes", "2", "--global-batch", "64", "--micro-batch", "32")
+    tight = plan(*words, "--memory-gb", "12")["advice"]["sentences"]
+    assert tight[0] == "This does not fit into the memory of these machines."
+    suggested = re.search(r"with --micro-batch (\d+) it would", " ".join(tight))
+    assert suggested
+    assert plan(*words[:-1], suggested[1], "--memory-gb", "12")["rows"][0]["fits"]
+    huge = " ".join(plan("--params", "7e9", "--nodes", "8", "--machine", "laptop")["advice"]["sentences"])
+    assert "not even one sequence at a time" in huge
+
+
+def test_the_learning_rate_goes_with_the_batch(plan: Plan) -> None:
+    def said(*words: str) -> str:
+        line: str = plan("gpt2-124m", "--nodes", "2", *words)["advice"]["sentences"][-1]
+        return line
+
+    assert "0.0006 for a global batch of 4" in said()
+    assert "changes neither" in said()
+    assert "0.0012 for a global batch of 8" in said("--global-batch", "8")
+    assert "0.0012 for a global batch of 8" in said("--scaling", "weak")
+    assert "changes in proportion" in said("--scaling", "weak")
+    assert "square root" in said("--global-batch", "64")
+    assert "0.0024 for a global batch of 16" in said("--accumulate", "4")
+
+
+# What people see
+
+
+def test_the_table_fits_a_hundred_columns(call: Call) -> None:
+    code, out, err = call("plan", "gpt2-124m", "--nodes", "1..8")
+    assert (code, err) == (0, "")
+    before_command = out.partition("to do that")[0]
+    assert max(map(len, before_command.splitlines())) <= 100
+    assert re.search(r"nodes +payload +comm +compute +exposed +wait +step +tokens/s +speed-up +eff\. +memory", out)
+    assert "…" not in before_command
+    assert "T_comm/T_compute is 0.22 on 2 nodes" in out
+    assert "train gpt2-124m --on hosts.toml --global-batch 8 --set sync.wire=int8" in out
+
+
+def test_very_long_steps_keep_their_columns(call: Call) -> None:
+    _, out, _ = call("plan", "gpt2-124m", "--link", "1mbit", "--nodes", "1..3")
+    assert max(map(len, out.splitlines())) <= 100
+    assert "…" not in out
+
+
+def test_one_node_alone(call: Call) -> None:
+    code, out, _ = call("plan", "--nodes", "1")
+    assert code == 0
+    assert "One node: nothing is exchanged." in out
+    assert "lever" not in out
+
+
+def test_a_picture_on_request(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    code, out, _ = call("plan", "gpt2-124m", "-o", str(path))
+    assert code == 0
+    assert f"picture: {path}" in out
+    assert imread(path).shape[:2] == (552, 1320)
+    call("plan", "--params", "1e9", "--nodes", "1,2,4,8,16,32", "--link", "400gbe", "-o", str(path), "--tokens", "1e6")
+    assert imread(path).shape[:2] == (552, 1320)
+
+
+LOADED = """
+import contextlib, io, sys
+from shoal.cli.main import run
+with contextlib.redirect_stdout(io.StringIO()):
+    code = run(["plan", "gpt2-124m"], debug=False)
+print(code, [name for name in ("matplotlib", "numpy", "torch", "tokenizers", "plotly") if name in sys.modules])
+"""
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "why", "fix"),
+    [
+        (["--nodes", "0"], "--nodes 0 is not a list of numbers of nodes", "from 1 to 16,384", "--nodes 1..8"),
+        (
+            ["--nodes", "8..1"],
+            "--nodes 8..1 is not a list of numbers of nodes",
+            "the smaller one first",
+            "--nodes 1..8",
+        ),
+        (["--nodes", "-2"], "--nodes -2 is not a list", "from 1", "--nodes 4"),
+        (["--nodes", "two"], "--nodes two is not a list", "from 1", "--nodes 1,2,4"),
+        (["--nodes", "1..99999"], "is not a list of numbers", "16,384", "--nodes 1..8"),
+        (["--nodes", "1..1000"], "--nodes 1..1000 gives 1000 rows", "at most 64", "--nodes 1,2,4,8"),
+        (["--link", "-1gbit"], "'-1gbit' is no link rate", "a number above zero", "100mbit"),
+        (["--link", "0gbit"], "'0gbit' is no link rate", "a number above zero", "100mbit"),
+        (["--link", "10gb"], "'10gb' is no link rate", "did you mean '10gbe'?", "1gbit"),
+        (["--link", "wify"], "there is no link 'wify'", "did you mean 'wifi'?", "nvlink"),
+        (["--latency", "5"], "'5' is no delay", "with its unit", "2ms"),
+        (["--efficiency", "1.5"], "--efficiency 1.5 is out of range", "1 at most", "--efficiency 0.85"),
+        (["--efficiency", "nan"], "--efficiency nan is out of range", "above 0", "--efficiency 0.85"),
+        (["--machine", "h10"], "there is no machine 'h10'", "did you mean 'h100'?", "laptop"),
+        (["--flops", "-1"], "--flops -1 is out of range", "above 0", "--flops"),
+        (["--mfu", "2"], "--mfu 2 is out of range", "1 at most", "--mfu"),
+        (["--memory-gb", "0"], "--memory-gb 0 is out of range", "above 0", "--memory-gb"),
+        (["gpt2"], "there is no preset 'gpt2'", "did you mean 'gpt2-124m'?", "grammar"),
+        (["--params", "1e6", "gpt2-124m"], "--params does not go with gpt2-124m", "by its size only", "leave"),
+        (["--params", "1e6", "--depth", "3"], "--params does not go with --depth", "by its size only", "leave"),
+        (["--params", "1e6", "--set", "train.lr=1"], "--params does not go with --set", "by its size", "leave"),
+        (["--params", "0"], "--params 0 is out of range", "above 0", "--params"),
+        (["--params", "-5"], "--params -5 is out of range", "above 0", "--params"),
+        (["--params", "nan"], "--params nan is out of range", "above 0", "--params"),
+        (["--params", "inf"], "--params inf is out of range", "above 0", "--params"),
+        (["--params", "1e6", "--tokens", "0"], "--tokens 0 is out of range", "above 0", "--tokens"),
+        (["--params", "1e6", "--global-batch", "0"], "train.global_batch=0", "command line", "--global-batch"),
+        (["--grad-dtype", "fp8"], "--grad-dtype 'fp8' is not known", "did you mean", "fp32 or bf16"),
+        (["--accumulate", "0"], "--accumulate 0 is out of range", "above 0", "--accumulate"),
+        (["--wire", "int7"], "--wire 'int7' is not known", "did you mean 'int8'?", "powersgd:4"),
+        (["--sync", "dilco"], "--sync 'dilco' is not known", "did you mean 'diloco'?", "diloco:50"),
+        (["--sync", "diloco:0"], "--sync 'diloco:0' is not known", "did you mean", "diloco:50"),
+        (["--global-batch", "4", "--set", "train.global_batch=8"], "train.global_batch is given twice", "one", "leave"),
+        (["--tokens", "4096", "--set", "train.global_batch=8"], "train.global_batch is given twice", "one", "--tokens"),
+        (["--wire", "int8", "--set", "sync.wire=bf16"], "sync.wire is given twice", "only one", "--wire"),
+        (["--sync", "ddp", "--set", "sync.mode=local"], "sync.mode is given twice", "only one", "--sync"),
+        (["--sync", "diloco:20", "--set", "sync.every=8"], "sync.every is given twice", "one", "--sync diloco:20"),
+        (["--on", "local:2", "--set", "run.on=local:3"], "run.on is given twice", "only one", "--on"),
+        (["--set", "sync.every=8"], "sync.every has no effect here", "this run has ddp", "sync.mode=local"),
+        (["--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
+        (["--params", "1e9", "--sync", "ddp:8"], "sync.every has no effect here", "this run has ddp", "leave it out"),
+        (["--sync", "diloco", "--wire", "powersgd"], "sync.wire=powersgd is made for gradients", "command line", "one"),
+        (["--set", "run.weights=1/0.5"], "run.weights has no effect here", "equally", "--machine desktop,laptop"),
+        (["--scaling", "medium"], "train.scaling='medium'", "'strong' or 'weak'", "--scaling"),
+        (["-o", "plan.pdf"], "plan.pdf is not a PNG file", "as PNG", "plan.png"),
+        (["-o", "/nowhere/plan.png"], "cannot write /nowhere/plan.png", "where -o says", "df -h"),
+    ],
+)
+def test_bad_input_is_answered_in_words(call: Call, words: list[str], seen: str, why: str, fix: str) -> None:
+    code, out, err = call("plan", *words)
+    assert code in (2, 3)
+    assert out == ""
+    assert err.startswith(f"error: {seen}") or seen in err.splitlines()[0]
+    assert why in err
+    assert fix in err.rpartition("next: ")[2]

@@ -1,0 +1,237 @@
+"""`--simulate` as a verb would call it: options, table, JSON, picture, stragglers fitted from a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shoal.cli import simulate as knobs
+from shoal.cli.simulate import SimulateOptions, run_simulation, scenarios, simulate
+from shoal.errors import ConfigError, DataError, ShoalError
+from shoal.tools.plan.figures import LABELS, draw_simulation
+from shoal.tools.plan.scenario import MeasuredStraggling, Slowest
+from shoal.tools.report.rank_log import step_time_factors
+from tests.support.run_samples import all_events, make_run, rank_events
+
+app = typer.Typer()
+
+
+@app.command()
+def tiny(
+    nodes: int = 4,
+    step_s: knobs.StepS = 0.5,
+    tokens_per_step: knobs.TokensPerStep = 1000.0,
+    hours: knobs.Hours = 2.0,
+    mtbf_hours: knobs.MtbfHours = 20.0,
+    recovery: knobs.RecoveryKind = SimulateOptions.recovery,
+    straggler: knobs.Straggler = SimulateOptions.straggler,
+    checkpoint_every: knobs.CheckpointEvery = SimulateOptions.checkpoint_every,
+    picture: Path | None = None,
+    json: bool = False,
+) -> None:
+    """As `plan` does it."""
+    assert step_s is not None
+    assert tokens_per_step is not None
+    options = SimulateOptions(
+        nodes, step_s, tokens_per_step, hours, mtbf_hours=mtbf_hours, recovery=recovery, straggler=straggler,
+        checkpoint_every=checkpoint_every, seeds=4,
+    )  # fmt: skip
+    run_simulation(options, json, picture)
+
+
+def call(*words: str) -> str:
+    said = CliRunner().invoke(app, words)
+    if said.exception:
+        raise said.exception
+    return said.stdout
+
+
+def options(**more: Any) -> SimulateOptions:
+    return SimulateOptions(**{"nodes": 4, "step_s": 0.5, "tokens_per_step": 1000.0, "hours": 2.0, "seeds": 3} | more)
+
+
+def test_the_table_compares_both_ways_to_recover() -> None:
+    said = call("--straggler", "lognormal:0.1")
+    assert "4 nodes, 2 h, 4 seeds; a step of 500 ms; a failure about every 5 h 00 min" in said
+    assert "the slowest of 4 ranks takes 1.11×" in said
+    header, *rows = [line for line in said.splitlines() if line][1:]
+    assert header.split()[::2] == ["restart", "live"]
+    assert {"tokens/s", "failures"} <= {row.split("  ")[0] for row in rows}
+    assert "regrouping live trains" in said
+
+
+def test_the_best_interval_is_computed_and_shown() -> None:
+    """Daly's, for checkpoints of 5 s and a failure every 5 h: 421 s."""
+    assert "checkpoints every 842 steps (7 min 01 s)" in call()
+    assert "checkpoints every 60 steps (30 s)" in call("--checkpoint-every", "60")
+    assert "no checkpoints" in call("--checkpoint-every", "never")
+    assert "no failures; no checkpoints" in call("--mtbf-hours", "inf")
+
+
+def test_one_way_alone_is_a_narrower_table() -> None:
+    said = call("--recovery", "live")
+    assert "regrouping live" not in said
+    assert "restart  " not in said
+
+
+def test_an_undisturbed_training_loses_nothing() -> None:
+    said = call("--mtbf-hours", "inf", "--recovery", "restart")
+    assert "lost:" not in said
+    assert "restart: nothing is lost" in said
+
+
+@pytest.mark.parametrize("mtbf_hours", ["100", "20", "5"])
+def test_no_part_of_the_loss_is_larger_than_the_whole(mtbf_hours: str) -> None:
+    """Few failures: most seeds have none, so that the median of the whole is far below the mean of a part."""
+    said = call("--mtbf-hours", mtbf_hours, "--checkpoint-every", "3000")
+    sentences = re.findall(r": ([\d.]+)% is lost.*?, (.*) to .* \(([\d.]+)%\)", said)
+    assert len(sentences) == 2
+    for whole, how_much, part in sentences:
+        assert float(part) <= float(whole)
+        assert (how_much == "most of it") == (float(part) > float(whole) / 2)
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
+    assert [knobs._percent(share) for share in (-1e-9, 0.0, -0.012, 0.25)] == [
+        "0.00%",
+        "0.00%",
+        "-1.20%",
+        "25.0%",
+    ]
+
+
+def test_a_training_that_cannot_go_on_is_said_to_make_no_progress() -> None:
+    said = call("--mtbf-hours", "0.05", "--checkpoint-every", "100000")
+    assert "restarting makes no progress" in said
+
+
+def test_the_document_holds_bands_causes_and_the_curve() -> None:
+    found = json.loads(call("--json", "--mtbf-hours", "inf"))
+    assert found["options"]["mtbf_hours"] is None
+    assert found["ideal_tokens_per_s"] == 2000.0
+    live = found["policies"]["live"]
+    assert live["goodput"] == {"low": 1.0, "median": 1.0, "high": 1.0}
+    assert live["mean_s"].keys() == {"useful", *LABELS}
+    assert len(live["curve"]["edges_s"]) == len(live["curve"]["median"]) + 1
+    assert sum(live["mean_s"].values()) == pytest.approx(7200)
+
+
+def test_the_picture_is_a_png_with_both_panels(tmp_path: Path) -> None:
+    path = tmp_path / "simulation.png"
+    said = call("--picture", str(path), "--straggler", "lognormal:0.1")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in said
+    speed, lost = draw_simulation(simulate(options(mtbf_hours=2.0))).axes
+    assert [str(line.get_label()).split(":")[0] for line in speed.get_lines()] == ["undisturbed", "restart", "live"]
+    assert LABELS["redone"] in [label.get_text() for label in lost.get_yticklabels()]
+
+
+def test_a_picture_of_an_undisturbed_training_can_be_drawn() -> None:
+    speed, lost = draw_simulation(simulate(options(mtbf_hours=math.inf, hours=100.0))).axes
+    assert speed.get_xlabel() == "days"
+    assert lost.get_yticks().tolist() == []
+
+
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ShoalError, match="cannot write") as refused:
+        run_simulation(options(), False, tmp_path / "missing" / "simulation.png")
+    assert "df -h" in refused.value.fix
+
+
+def test_plans_own_prediction_by_nodes_is_used() -> None:
+    asked: list[int] = []
+
+    def step_s(nodes: int) -> float:
+        asked.append(nodes)
+        return 3.0 / nodes
+
+    found = simulate(options(step_s=step_s, mtbf_hours=2.0, recovery="live"))["live"]
+    assert found.scenario.cluster.ideal_tokens_per_s == pytest.approx(1000 / 0.75)
+    assert min(asked) < 4
+
+
+def test_every_knob_has_a_flag_and_its_default_can_be_simulated() -> None:
+    flags = {name.lower() for name in vars(knobs)}
+    renamed = {"recovery": "recoverykind"}
+    ours = {renamed.get(each.name, each.name.replace("_", "")) for each in fields(SimulateOptions)}
+    assert ours - flags == {"nodes", "scaling"}
+    assert set(scenarios(SimulateOptions(2, 0.5, 1000.0))) == {"restart", "live"}
+
+
+# Stragglers from a run
+
+
+def test_stragglers_are_fitted_to_the_own_times_of_each_rank(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    found = scenarios(options(straggler=str(tmp_path / "run"), recovery="live"))["live"].straggling
+    assert isinstance(found, MeasuredStraggling)
+    assert 1.0 < Slowest(found, 64).mean < 1.2
+
+
+def test_own_times_leave_out_the_wait_and_what_a_rank_always_is() -> None:
+    """Rank 1 always takes twice as long: that is no straggling. Rank 0 is late once, and rank 1 waits for it."""
+    events = []
+    for rank, usual_s in ((0, 1.0), (1, 2.0)):
+        for number in range(1, 81):
+            own_s = 3.0 if (rank, number) == (0, 70) else usual_s
+            wait_s = (3.0 if number == 70 else 2.0) - own_s
+            record = {"event": "step", "rank": rank, "step": number, "step_s": own_s + wait_s, "wait_s": wait_s}
+            events.append(record)
+    found = np.sort(step_time_factors(events))
+    assert (len(found), found[0], found[-2], found[-1]) == (80, 1.0, 1.0, 3.0)
+
+
+def test_a_single_rank_waits_for_nobody() -> None:
+    events = [{**event, "wait_s": None} for event in rank_events(0, world_size=1)]
+    assert len(step_time_factors(events)) == 50
+
+
+@pytest.mark.parametrize(
+    ("events", "seen"),
+    [
+        ([], "no rank of this run has recorded a step"),
+        ([{**event, "wait_s": None} for event in all_events()], "rank 0 has not recorded how long it waited"),
+    ],
+)
+def test_a_run_that_says_too_little_is_refused(events: list[dict[str, Any]], seen: str) -> None:
+    with pytest.raises(DataError, match=seen) as refused:
+        step_time_factors(events)
+    assert "--straggler lognormal" in refused.value.fix
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen", "fix"),
+    [
+        ({"recovery": "pray"}, "'pray' is not restart, live or both", "--recovery both"),
+        ({"scaling": "medium"}, "neither strong nor weak", "--scaling strong"),
+        ({"checkpoint_every": "often"}, "'often' is not a number of steps", "--checkpoint-every best"),
+        ({"checkpoint_every": "0"}, "every 0 steps", "--checkpoint-every"),
+        ({"checkpoint_every": "-5"}, "'-5' is not a number of steps", "--checkpoint-every best"),
+        ({"straggler": "lognormal:much"}, "states no spread", "lognormal:0.05"),
+        ({"straggler": "lognormal:-1"}, "sigma of -1", "lognormal:0.05"),
+        ({"straggler": "nowhere"}, "neither none, lognormal:SIGMA nor a run folder", "ls runs/"),
+        ({"nodes": 0}, "0 nodes", "--nodes"),
+        ({"hours": -1.0}, "simulated time", "--hours 24"),
+        ({"mtbf_hours": math.nan}, "between failures", "--mtbf-hours"),
+        ({"min_nodes": 5}, "at least 5", "--min-nodes"),
+        ({"seeds": 0}, "0 seeds", "--seeds"),
+    ],
+)
+def test_bad_options_are_refused_in_words(wrong: dict[str, Any], seen: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        simulate(options(**wrong))
+    assert seen in refused.value.seen
+    assert refused.value.why
+    assert fix in refused.value.fix

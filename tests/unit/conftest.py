@@ -1,0 +1,27 @@
+"""A unit test starts no process: an audit hook refuses it. What starts one belongs to tests/integration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+# The unit test that runs now. An audit hook cannot be removed, and integration tests may run in this process too.
+_running: list[str] = []
+
+
+def _refuse(event: str, arguments: tuple[object, ...]) -> None:
+    if _running and event in _STARTS:
+        raise AssertionError(f"{_running[0]} starts a process ({event}); move it to tests/integration")
+
+
+sys.addaudithook(_refuse)
+
+
+@pytest.fixture(autouse=True)
+def starts_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    _running.append(request.node.nodeid)
+    yield
+    _running.clear()

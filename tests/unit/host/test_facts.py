@@ -1,0 +1,119 @@
+"""Which cores a rank computes on: the deal by made-up machines, and pinning on this one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cluster.node import Rendezvous, local_node
+from shoal.config.schema import RunConfig
+from shoal.host.facts import Core, cores_for_rank, usable_cores
+from shoal.host.proc import parse_cpu_list
+from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
+from shoal.sync.world import World
+from shoal.train.build import pin
+from tests.support.ranks import run_ranks
+
+FOUR = [Core((number,)) for number in range(4)]
+# As Intel numbers them: fast cores with two threads each, then slow ones with one.
+HYBRID = [Core((0, 1), 1), Core((2, 3), 1), Core((4,), 0), Core((5,), 0), Core((6,), 0), Core((7,), 0)]
+# As many phones and boards do: slow ones first.
+BIG_LITTLE = [Core((0,), 400), Core((1,), 400), Core((2,), 1024), Core((3,), 1024)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "slot", "ranks", "threads", "mine"),
+    [
+        (FOUR, 0, 2, 2, (0, 1)),
+        (FOUR, 1, 2, 2, (2, 3)),
+        (FOUR, 2, 4, 1, (2,)),
+        # One to spare, for communication.
+        (FOUR, 0, 1, 3, (0, 1, 2)),
+        # All cores are its own anyway.
+        (FOUR, 0, 1, 4, None),
+        # Too many: the scheduler shares them better.
+        (FOUR, 0, 3, 2, None),
+        (FOUR, 4, 5, 1, None),
+        (HYBRID, 0, 2, 1, (0, 1)),
+        (HYBRID, 1, 2, 1, (2, 3)),
+        (HYBRID, 0, 1, 2, (0, 1, 2, 3)),
+        (HYBRID, 1, 2, 2, (4, 5)),
+        (BIG_LITTLE, 0, 2, 1, (2,)),
+        (BIG_LITTLE, 1, 2, 2, (0, 1)),
+        ([], 0, 1, 1, None),
+        ([Core((3,))], 0, 1, 1, None),
+    ],
+)
+def test_ranks_get_cores_of_their_own_fast_ones_first(
+    cores: list[Core], slot: int, ranks: int, threads: int, mine: tuple[int, ...] | None
+) -> None:
+    assert cores_for_rank(cores, slot, ranks, threads) == mine
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
+def test_no_two_ranks_share_a_core(count: int, ranks: int, threads: int) -> None:
+    cores = [Core((number, number + 100), number % 3) for number in range(count)]
+    dealt = [cores_for_rank(cores, slot, ranks, threads) for slot in range(ranks)]
+    if any(each is None for each in dealt):
+        assert dealt == [None] * ranks
+        return
+    cpus = [cpu for each in dealt if each for cpu in each]
+    assert len(cpus) == len(set(cpus)) == 2 * ranks * threads
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("0-3,8\n", {0, 1, 2, 3, 8}),
+        ("5", {5}),
+        ("", set()),
+        ("\n", set()),
+        ("zero", set()),
+        ("1-", {1}),
+        ("3-x", set()),
+    ],
+)
+def test_the_kernels_lists_are_read(text: str, cpus: set[int]) -> None:
+    assert parse_cpu_list(text) == cpus
+
+
+def test_this_machines_cores_are_those_we_may_use() -> None:
+    cpus = [cpu for core in usable_cores() for cpu in core.cpus]
+    assert sorted(cpus) == sorted(os.sched_getaffinity(0))
+
+
+def test_our_ranks_keep_their_memory_and_scripts_decide_for_themselves() -> None:
+    nodes, meeting = [local_node(2)], Rendezvous("127.0.0.1", 1)
+    for launcher in ("shoal", "torchrun", "spawn"):
+        run = RunConfig(launcher=launcher)
+        for command in plan_ranks(run, lambda node: "runs/x", nodes, meeting, resume=False):
+            assert command.env["MIMALLOC_PURGE_DELAY"] == "-1"
+    for command in plan_script(RunConfig(), ["script.py"], nodes, meeting):
+        assert not command.env.keys() & KEEP_MEMORY.keys()
+
+
+def pin_each(world: World, wish: str, allowed: list[int]) -> tuple[tuple[int, ...] | None, list[int]]:
+    os.sched_setaffinity(0, allowed)
+    return pin(world, wish), sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+def test_ranks_of_one_machine_are_pinned_apart(tmp_path: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    (first, now_first), (second, now_second) = run_ranks(pin_each, 2, tmp_path, "auto", allowed)
+    assert list(first or ()) == now_first
+    assert list(second or ()) == now_second
+    assert not set(now_first) & set(now_second)
+
+
+@pytest.mark.parametrize(("wish", "ranks"), [("off", 2), ("auto", 1), ("auto", 99)])
+def test_affinity_stays_where_pinning_is_off_or_cannot_help(wish: str, ranks: int, tmp_path: Path) -> None:
+    """In 99 ranks' place: two that may use one core only."""
+    allowed = sorted(os.sched_getaffinity(0))[: 1 if ranks == 99 else None]
+    for pinned, now in run_ranks(pin_each, min(ranks, 2), tmp_path, wish, allowed):
+        assert pinned is None
+        assert now == allowed

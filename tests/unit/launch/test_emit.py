@@ -1,0 +1,265 @@
+"""`shoal emit`: what it prints, and that what it prints really trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cluster.cluster import planned_nodes
+from shoal.cluster.node import Node
+from shoal.config.load import build_config, to_toml
+from shoal.config.presets import PRESETS
+from shoal.config.schema import Config
+from shoal.errors import ConfigError, UsageError
+from shoal.launch.emit import (
+    EmitJob,
+    Pods,
+    k8s_text,
+    make_job,
+    slurm_text,
+    torchrun_commands,
+    torchrun_text,
+    worker_words,
+)
+from tests.integration.cli.test_commands import Call
+from tests.support.paths import GOLDEN
+
+# One that shares two ranks, one that takes one, and one of which nobody knows interface and cores yet.
+NODES = (
+    Node("big", "10.0.0.1", "eno1", 2, 8, 1000),
+    Node("small", "10.0.0.2", "wlan0", 1, 2),
+    Node("far", "10.0.0.3", "", 1, 0),
+)
+SHAKESPEARE = ("data.path=texts/tiny shakespeare.txt", "train.steps=500", "train.global_batch=16")
+
+
+def job(*sets: str, preset: str = "grammar", nodes: tuple[Node, ...] = NODES, out: str = "runs/mine") -> EmitJob:
+    return make_job(build_config(preset, sets=sets), nodes, Path(out), "python3")
+
+
+def assert_golden(name: str, text: str) -> None:
+    """After a change that was meant, SHOAL_WRITE_GOLDEN=1 writes the files anew; look at the difference."""
+    if os.environ.get("SHOAL_WRITE_GOLDEN") == "1":
+        (GOLDEN / name).write_text(text, encoding="utf-8")
+    assert text == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_the_torchrun_commands_are_these() -> None:
+    assert_golden("torchrun.txt", torchrun_text(job(*SHAKESPEARE, preset="shakespeare-char"), 29500))
+
+
+def test_the_slurm_script_is_this() -> None:
+    assert_golden("slurm.sbatch", slurm_text(job(*SHAKESPEARE, preset="shakespeare-char"), new_folder=True))
+
+
+def test_the_kubernetes_manifest_is_this() -> None:
+    manifest = k8s_text(job(*SHAKESPEARE, "train.device=cuda", preset="shakespeare-char"), Pods("example/shoal:1"))
+    assert_golden("k8s.yaml", manifest)
+
+
+# The settings
+
+
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "model.dropout": st.floats(0, 0.99),
+        "train.lr": st.floats(1e-12, 1e3),
+        "train.steps": st.integers(1, 10**12),
+        "train.micro_batch": st.just(1),
+        "train.scaling": st.sampled_from(["strong", "weak"]),
+        "data.tokenizer": st.sampled_from(["char", "byte", "bpe"]),
+        "data.path": st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+        "data.cache_dir": st.sampled_from(["1.5", "true", "it's", '"x"', "a b", "a\nb", " x", "\x7f", "ü"]),
+        "run.threads": st.integers(1, 64),
+        "run.preset": st.sampled_from([*PRESETS, "mine"]),
+    },
+)
+
+
+@given(st.sampled_from(sorted(PRESETS)), values)
+def test_the_worker_builds_the_same_configuration_from_its_words(preset: str, chosen: dict[str, Any]) -> None:
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in chosen.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    config = build_config(preset, flags=sections)
+    name, *settings = worker_words(EmitJob(config, NODES[:1], Path("runs/mine"), "python3"))
+    assert set(settings[::2]) <= {"--set"}
+    assert without_placement(build_config(name, sets=settings[1::2])) == without_placement(config)
+
+
+def without_placement(config: Config) -> Config:
+    return config.model_copy(update={"run": config.run.model_copy(update={"threads": None})})
+
+
+def test_what_equals_the_preset_is_not_said_again() -> None:
+    assert worker_words(job("train.lr=0.5", preset="gpt2-124m", nodes=NODES[:1])) == [
+        "gpt2-124m",
+        "--set",
+        "train.lr=0.5",
+    ]
+
+
+def test_several_nodes_share_the_encoded_text_and_one_has_it_to_itself() -> None:
+    assert "data.cache_dir=runs/.cache" in worker_words(job())
+    assert "data.cache_dir=/scratch" in worker_words(job("data.cache_dir=/scratch"))
+    assert worker_words(job(nodes=NODES[:1])) == ["grammar"]
+
+
+def test_a_job_that_cannot_train_is_refused_before_it_waits_in_a_queue() -> None:
+    with pytest.raises(ConfigError, match="4 ranks cannot share a global batch of 3") as shares:
+        job("train.global_batch=3")
+    assert "--set train.global_batch=" in shares.value.fix
+
+
+@pytest.mark.parametrize("form", ["torchrun", "slurm"])
+def test_no_file_name_leaves_its_comment(form: str) -> None:
+    strange = job('data.path="a\\ntouch stolen"')
+    text = torchrun_text(strange, 1) if form == "torchrun" else slurm_text(strange, new_folder=True)
+    assert not [line for line in text.splitlines() if line.startswith("touch")]
+    assert "the text a touch stolen on" in text
+
+
+# torchrun
+
+
+def test_each_node_gets_its_own_numbers() -> None:
+    commands = [shlex.split(each.command) for each in torchrun_commands(job(), 4242)]
+    assert [each.node for each in torchrun_commands(job(), 4242)] == ["big", "small", "far"]
+    for number, (slots, words) in enumerate(zip((2, 1, 1), commands, strict=True)):
+        assert {"--nnodes=3", f"--node-rank={number}", f"--nproc-per-node={slots}"} <= set(words)
+        assert {"--master-addr=10.0.0.1", "--master-port=4242"} <= set(words)
+    assert ["SHOAL_KEEPS_FILES=0" in words for words in commands] == [False, True, True]
+    assert [[word for word in words if "threads=" in word] for words in commands] == [
+        ["run.threads=4"],
+        ["run.threads=2"],
+        [],
+    ]
+    assert "OMP_NUM_THREADS=4" in commands[0]
+    assert "NCCL_SOCKET_IFNAME=wlan0" in commands[1]
+
+
+# Slurm
+
+
+def test_slurm_is_asked_for_what_the_largest_node_has() -> None:
+    lines = slurm_text(job("train.device=cuda"), new_folder=True).splitlines()
+    options = {line for line in lines if line.startswith("#SBATCH")}
+    wanted = ("nodes=3", "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=2")
+    assert {f"#SBATCH --{option}" for option in wanted} <= options
+    # Slurm stops reading its options at the first line that is a command.
+    assert lines.index("set -euo pipefail") > max(lines.index(option) for option in options)
+
+
+# Kubernetes
+
+
+def manifest(*sets: str, nodes: tuple[Node, ...] = NODES) -> tuple[dict[str, Any], dict[str, Any]]:
+    service, work = yaml.safe_load_all(k8s_text(job(*sets, nodes=nodes), Pods("reg/shoal:1", "nfs", "8Gi")))
+    return service, work
+
+
+def test_the_manifest_is_an_indexed_job_behind_a_headless_service() -> None:
+    service, work = manifest()
+    template = work["spec"]["template"]
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    assert (work["apiVersion"], work["kind"]) == ("batch/v1", "Job")
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert work["spec"]["completionMode"] == "Indexed"
+    assert work["spec"]["completions"] == work["spec"]["parallelism"] == 3
+    # A failure policy is only allowed where no container restarts by itself.
+    assert (work["spec"]["backoffLimit"], template["spec"]["restartPolicy"]) == (0, "Never")
+
+
+def test_a_pod_has_what_it_needs() -> None:
+    [pod] = manifest("train.device=cuda")[1]["spec"]["template"]["spec"]["containers"]
+    env = {each["name"]: each.get("value") for each in pod["env"]}
+    name = manifest()[1]["metadata"]["name"]
+    assert (pod["image"], pod["command"]) == ("reg/shoal:1", ["/bin/sh", "-c"])
+    assert env["MASTER_ADDR"] == f"{name}-0.{name}"
+    assert pod["resources"]["requests"] == {"cpu": "8", "memory": "8Gi"}
+    assert pod["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2}
+    mounts = {each["name"]: each["mountPath"] for each in pod["volumeMounts"]}
+    assert mounts == {"work": pod["workingDir"], "shm": "/dev/shm"}
+    assert manifest()[1]["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "nfs"}
+
+
+@pytest.mark.parametrize("out", ["/elsewhere/run", "../run"])
+def test_a_run_folder_that_goes_with_its_pod_is_refused(out: str) -> None:
+    with pytest.raises(UsageError, match="outside the volume"):
+        k8s_text(job(out=out), Pods("shoal:1"))
+
+
+# The command line
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    return Call(monkeypatch, capsys)
+
+
+def test_json_is_one_document(call: Call) -> None:
+    commands = json.loads(call("emit", "torchrun", "--on", "lab:3", "--out", "runs/x", "--json").out)
+    assert commands["format"] == "torchrun"
+    assert [(each["node"], each["address"]) for each in commands["commands"]] == [
+        ("node1", "10.77.0.1"),
+        ("node2", "10.77.0.2"),
+        ("node3", "10.77.0.3"),
+    ]
+    files = json.loads(call("emit", "k8s", "--out", "runs/My Run", "--json").out)
+    assert files["format"] == "k8s"
+    assert list(files["files"]) == ["shoal-my-run.yaml"]
+
+
+def test_settings_come_from_a_file_or_a_run(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(build_config("gpt2-124m", sets=["train.steps=7"])))
+    for source in (tmp_path, tmp_path / "config.toml"):
+        said = call("emit", "torchrun", source, "--set", "train.lr=0.25", "--on", "local:1")
+        assert said.code == 0, said.err
+        words = shlex.split(said.out.splitlines()[-1])
+        assert words[words.index("shoal.train.worker") + 1 :][:5] == [
+            *("gpt2-124m", "--set", "train.steps=7"),
+            *("--set", "train.lr=0.25"),
+        ]
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "next_step"),
+    [
+        (["slrum"], "No such command 'slrum'", "shoal emit --help"),
+        (["torchrun", "gramar"], "'gramar' is not a preset, and there is no such file", "grammar, shakespeare-char"),
+        (["slurm", "no/such.toml"], "'no/such.toml' is not a preset, and there is no such file", "ls runs/"),
+        (["slurm", "."], ". is not a run folder", "ls runs/"),
+        (["slurm", "broken.toml"], "broken.toml is not valid TOML", "toml.io"),
+        (["torchrun", "--on", "moon:2"], "--on 'moon:2' names no cluster", "--on local:2"),
+        (["torchrun", "--set", "train.stpes=2"], "unknown setting train.stpes", "train has: steps"),
+        (["torchrun", "--port", "0"], "Invalid value for '--port'", "shoal emit torchrun --help"),
+        (["torchrun", "--image", "x"], "No such option: --image", "shoal emit torchrun --help"),
+        (["k8s", "--out", "/elsewhere"], "/elsewhere is outside the volume", "--out runs/NAME"),
+    ],
+)
+def test_wrong_usage_is_said_in_words(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], seen: str, next_step: str
+) -> None:
+    (tmp_path / "broken.toml").write_text("[train\n")
+    monkeypatch.chdir(tmp_path)
+    said = call("emit", *words)
+    assert (said.code, said.out) == (2, "")
+    assert seen in said.err
+    assert next_step in said.err.rpartition("  next: ")[2]
+
+
+def test_lab_nodes_are_nodes() -> None:
+    shape = make_job(build_config(), planned_nodes("lab:2,cpu=1"), Path("run"), "python3")
+    assert [each.command.split()[0] for each in torchrun_commands(shape, 29500)] == ["GLOO_SOCKET_IFNAME=eth0"] * 2

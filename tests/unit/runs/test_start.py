@@ -1,0 +1,131 @@
+"""Going on with a run: what is refused before anything is started, and what is said about it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+
+from shoal.cli import lab
+from shoal.cli.progress import StepLine
+from shoal.cli.report import refuse_without_checkpoint
+from shoal.config.load import build_config
+from shoal.errors import DataError, UsageError
+from shoal.events import Event
+from shoal.run_folder import RunFolder
+from shoal.runs import start
+from shoal.runs.start import rate_note, refuse_finished, resume_training
+from tests.support.run_samples import all_events, make_run
+
+
+def never(*args: object) -> NoReturn:
+    raise AssertionError("nothing may be displayed or started")
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run of 100 steps that has done them all, on a cluster that is gone."""
+    monkeypatch.setattr(start, "verify_run", lambda run: SimpleNamespace(ok=True))
+    return make_run(tmp_path / "run", None, "train.steps=100", "run.on=/gone/hosts.toml")
+
+
+# Refusals
+
+
+def test_the_owner_of_a_read_only_folder_is_told_to_change_its_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    # Root may write everywhere.
+    monkeypatch.setattr("shoal.run_folder.is_accessible", lambda path, mode: path != run.path)
+    with pytest.raises(UsageError) as caught:
+        run.refuse_unwritable()
+    assert caught.value.why.startswith("its permissions forbid it")
+    assert f"chmod u+w {run.path}; then shoal train --resume {run.path}" in caught.value.fix
+    assert "as that user" not in caught.value.fix
+    monkeypatch.setattr(os, "geteuid", lambda: run.path.stat().st_uid + 1)
+    with pytest.raises(UsageError) as caught:
+        run.refuse_unwritable()
+    assert "go on as that user: sudo -u " in caught.value.fix
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr("shoal.run_folder.is_accessible", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UsageError) as caught:
+        run.refuse_unwritable()
+    assert caught.value.why.startswith("its file system is read-only")
+    assert "findmnt -T" in caught.value.fix
+
+
+def test_a_finished_run_is_refused_before_its_cluster_is_looked_at(finished: RunFolder) -> None:
+    with pytest.raises(UsageError, match="is finished: it has done its 100 steps"):
+        resume_training(finished.path, never)
+
+
+def test_another_lineage_of_a_finished_run_may_go_on(
+    tmp_path: Path, finished: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it stands in the way until the run is prepared to go on."""
+    run = make_run(tmp_path / "here", None, "train.steps=100", "run.on=local:2")
+    monkeypatch.setattr(start, "reopen_run", never)
+    with pytest.raises(UsageError, match="is finished"):
+        resume_training(run.path, never)
+    with pytest.raises(AssertionError, match="nothing may be"):
+        resume_training(run.path, never, lineage="1-0")
+
+
+def test_a_long_check_is_announced(
+    finished: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished.checkpoints.mkdir(exist_ok=True)
+    (finished.checkpoints / "weights").write_bytes(b"x" * 2000)
+    for limit, is_said in ((3000, False), (1000, True)):
+        monkeypatch.setattr(start, "_LONG_CHECK_BYTES", limit)
+        with pytest.raises(UsageError, match="is finished"):
+            refuse_finished(finished, 100)
+        assert ("checking that its 2 kB are undamaged" in capsys.readouterr().err) == is_said
+
+
+# What is said
+
+
+def test_the_learning_rate_of_a_step_that_will_not_be_done_is_not_named() -> None:
+    forty, one, eighty = (build_config(sets=[f"train.steps={steps}"]) for steps in (40, 1, 80))
+    assert rate_note(eighty, forty, 2, 40) == []
+    [note] = rate_note(eighty, forty, 2, 30)
+    assert "over 40 steps from here on: at step 31 it is" in note
+    [note] = rate_note(one, forty, 2, 1)
+    assert note.endswith(" as with 1 step")
+    assert rate_note(forty, eighty, 2, None) == ["the learning rate follows one schedule over 80 steps from here on"]
+
+
+@pytest.mark.parametrize(
+    ("every", "promise"), [(1000, "after step 400 (its last)"), (100, "after step 100 (train.checkpoint_every)")]
+)
+def test_the_first_checkpoint_is_promised_within_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, promise: str
+) -> None:
+    run = make_run(tmp_path / "run", all_events(), "train.steps=400", f"train.checkpoint_every={every}")
+    monkeypatch.setattr("shoal.cli.report.find_processes", lambda path: ["a running process"])
+    with pytest.raises(DataError) as caught:
+        refuse_without_checkpoint(run)
+    assert caught.value.why.endswith(promise)
+
+
+def test_progress_shows_waiting_only_where_it_is_measured() -> None:
+    bare: Event = {"event": "step", "step": 1, "step_s": 0.1, "loss": 2.0, "tokens": 1000}
+    assert StepLine(11).update(bare) == "loss 2.000  10,000 tokens/s  1 s left"
+    line = StepLine(11)
+    timed = {**bare, "exposed_s": 0.02, "wait_s": 0.01}
+    assert line.update(timed) == "loss 2.000  10,000 tokens/s  waiting 30%  1 s left"
+    assert "waiting 27%" in line.update({**timed, "exposed_s": 0.0, "wait_s": 0.0, "step": 2})
+
+
+def test_a_process_that_has_ended_has_no_command() -> None:
+    assert lab._command_of(os.getpid()).startswith(" (")
+    assert lab._command_of(2**31 - 2) == ""

@@ -1,0 +1,366 @@
+"""The parts of the wire formats by themselves: who owns what, how blocks are packed, in which order things happen."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shoal.config.load import build_config
+from shoal.config.sync_choice import WireChoice, parse_wire
+from shoal.cost.model_size import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
+from shoal.cost.network import ring_bytes
+from shoal.cost.strategy import strategy_of_config
+from shoal.errors import ConfigError
+from shoal.sync.compression import base, make_compressor
+from shoal.sync.compression import native as compression_native
+from shoal.sync.compression.base import Bucket, from_half, to_half
+from shoal.sync.compression.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
+from shoal.sync.compression.native import load_kernels
+from shoal.sync.compression.powersgd import multiply, ordered_sum, orthogonal
+from shoal.sync.compression.reduce_scatter import Codec, OrderedQueue, Rounds, ScatterLayout, lay_out
+from shoal.sync.world import World
+from tests.support.ranks import run_ranks
+
+FORMATS = ["fp32", "fp16", "bf16", "int8", "powersgd:64"]
+floats = st.floats(width=32, allow_subnormal=True)
+sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Building takes longer than hypothesis gives an example."""
+    load_kernels()
+
+
+# Names
+
+
+@pytest.mark.parametrize("text", ["fp32", "fp16", "bf16", "int8"])
+def test_a_plain_name(text: str) -> None:
+    assert parse_wire(text).name == text
+
+
+def test_a_name_with_a_rank() -> None:
+    assert parse_wire("powersgd") == WireChoice("powersgd", 4)
+    assert parse_wire("powersgd:16") == WireChoice("powersgd", 16)
+
+
+@pytest.mark.parametrize("text", ["", "int7", "fp16:2", "powersgd:", "powersgd:0", "powersgd:-1", "powersgd:²", "FP16"])
+def test_what_is_no_name(text: str) -> None:
+    with pytest.raises(ValueError, match="powersgd:RANK"):
+        parse_wire(text)
+
+
+def test_a_setting_with_a_wrong_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="powersgd:RANK"):
+        build_config(sets=["sync.wire=int7"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "wire"), [("int8", "int8"), ("powersgd", "powersgd:4"), ("powersgd:8", "powersgd:8")]
+)
+def test_a_setting_becomes_a_lever_and_back(setting: str, wire: str) -> None:
+    assert strategy_of_config(build_config(sets=[f"sync.wire={setting}"]).sync).wire_setting == wire
+
+
+# Layout
+
+
+def places(layout: ScatterLayout) -> list[tuple[int, int, int, int, int, int]]:
+    """Each element: its parameter, its place there and in the bucket; its piece, its owner, its byte."""
+    return [
+        (run.parameter, run.start + i, run.offset + i, piece, owner, run.record * BLOCK + i)
+        for piece, owners in enumerate(layout.chunks)
+        for owner, runs in enumerate(owners)
+        for run in runs
+        for i in range(run.count)
+    ]
+
+
+@settings(deadline=None)
+@given(sizes, st.integers(1, 5), st.sampled_from([260, 512, 400_000]))
+def test_every_element_has_one_place_on_the_wire(counts: list[int], world_size: int, record_bytes: int) -> None:
+    bucket = [(number, size) for number, size in enumerate(counts)]
+    layout = lay_out(bucket, world_size, record_bytes)
+    found = places(layout)
+    assert sorted(place[:2] for place in found) == [(number, i) for number, size in bucket for i in range(size)]
+    assert sorted(place[2] for place in found) == list(range(sum(counts)))
+    assert len({place[3:] for place in found}) == sum(counts)
+    assert all(place[5] < layout.records * BLOCK for place in found)
+
+
+@settings(deadline=None)
+@given(sizes, sizes, st.integers(1, 5))
+def test_an_owner_does_not_depend_on_the_bucket(counts: list[int], others: list[int], world_size: int) -> None:
+    """Nor does the block that an element is scaled with."""
+
+    def owners(bucket: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+        return {place[:2]: (place[4], place[5] % BLOCK) for place in places(lay_out(bucket, world_size, 260))}
+
+    mine = [(number, size) for number, size in enumerate(counts)]
+    theirs = [(len(mine) + number, size) for number, size in enumerate(others)]
+    alone, together = owners(mine), owners([*theirs, *reversed(mine)])
+    assert all(together[key] == place for key, place in alone.items())
+
+
+# Codecs
+
+
+def codecs() -> list[Codec]:
+    native = load_kernels()
+    return [Int8(), *([NativeInt8(native)] if native is not None else [])]
+
+
+def bf16_codecs() -> list[Codec]:
+    native = load_kernels()
+    return [Bf16(), *([NativeBf16(native)] if native is not None else [])]
+
+
+def passed_through(codec: Codec, values: Tensor, residual: Tensor) -> list[list[int]]:
+    """Sent by one, added up by another with the same gradient, and unpacked; as bits, with one kind of NaN."""
+    records, reduced = torch.zeros(2, blocks_of(values.numel()), codec.record_bytes, dtype=torch.int8)
+    rest, gradient = residual.clone(), values.clone()
+    codec.encode(gradient, rest, records)
+    codec.reduce(gradient, rest, [records, records], reduced)
+    codec.decode(reduced, gradient)
+    gradient.masked_fill_(gradient.isnan(), float("nan"))
+    return [tensor.view(torch.int8).flatten().tolist() for tensor in (records, reduced, rest, gradient)]
+
+
+@pytest.mark.parametrize("made", [codecs, bf16_codecs])
+@settings(deadline=None)
+@given(numbers=st.lists(floats, min_size=1, max_size=600), shift=st.integers(0, 10))
+def test_the_kernel_gives_the_bits_of_plain_torch(
+    made: Callable[[], list[Codec]], numbers: list[float], shift: int
+) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    residual = values.roll(shift).nan_to_num(0.5, 0.25, -0.25) / 100
+    plain, *native = (passed_through(codec, values, residual) for codec in made())
+    assert all(found == plain for found in native)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=600))
+def test_a_block_is_off_by_half_a_step_at_most(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    for codec in codecs():
+        rest, records = torch.zeros_like(values), torch.zeros(blocks_of(len(values)), 260, dtype=torch.int8)
+        codec.encode(values, rest, records)
+        unpacked = torch.empty_like(values)
+        codec.decode(records, unpacked)
+        for start in range(0, len(values), BLOCK):
+            part = slice(start, start + BLOCK)
+            largest = values[part].abs().max()
+            assert (unpacked[part] - values[part]).abs().max() <= largest * (0.501 / 127) + 1e-35
+        torch.testing.assert_close(unpacked + rest, values, rtol=0, atol=1e-7 * float(values.abs().max()))
+
+
+def test_a_kernel_that_rounds_differently_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = load_kernels()
+    if native is None:
+        pytest.skip("no compiler")
+    assert isinstance(int8_codec(native), NativeInt8)
+    decode = native.int8_decode
+
+    def wrong(records: Tensor, gradient: Tensor) -> None:
+        decode(records, gradient)
+        gradient.mul_(1 + 1e-6)
+
+    monkeypatch.setattr(native, "int8_decode", wrong)
+    assert isinstance(int8_codec(native), Int8)
+    assert isinstance(int8_codec(None), Int8)
+
+
+def test_bf16_keeps_eight_bits() -> None:
+    values = torch.randn(700)
+    records = torch.zeros(3, RECORD_BYTES["bf16"], dtype=torch.int8)
+    Bf16().encode(values, torch.empty(0), records)
+    found = torch.empty(700)
+    Bf16().decode(records, found)
+    assert ((found - values).abs() <= values.abs() * 2**-8).all()
+    assert (found != values).any()
+
+
+@settings(deadline=None)
+@given(st.lists(floats, min_size=1, max_size=40), st.sampled_from(["torch", "numpy", "kernel"]))
+def test_halves_are_torchs(numbers: list[float], by: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "TORCH_FP16_IS_SLOW", by != "torch")
+        if by == "numpy":
+            patch.setattr(base, "load_kernels", lambda: None)
+        check_halves(numbers)
+
+
+def check_halves(numbers: list[float]) -> None:
+    full = torch.tensor(numbers, dtype=torch.float32)
+    half = to_half(full, torch.empty(len(full), dtype=torch.float16))
+    wanted = full.mul(256.0).to(torch.float16)
+    number = ~wanted.isnan()
+    assert half.isnan().tolist() == wanted.isnan().tolist()
+    assert half[number].view(torch.int16).tolist() == wanted[number].view(torch.int16).tolist()
+    back = from_half(half, torch.empty_like(full))[number]
+    assert back.view(torch.int32).tolist() == wanted.float().mul(1 / 256)[number].view(torch.int32).tolist()
+
+
+# Kernels
+
+
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "shoal" / "kernels"
+
+
+def test_without_a_compiler_there_are_none(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(uncached))
+    assert load_kernels.__wrapped__() is None
+
+
+def test_a_damaged_library_is_not_used(uncached: Path) -> None:
+    if load_kernels() is None:
+        pytest.skip("no compiler")
+    library = compression_native._find_or_build(uncached)
+    library.write_bytes(b"\x7fELF of old")
+    assert load_kernels.__wrapped__() is None
+
+
+# Low rank
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 4))
+def test_columns_become_orthogonal(rows: int, columns: int) -> None:
+    found = orthogonal(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))).double()
+    # Of more columns than rows, those that are left over are what rounding makes of nothing.
+    wanted = torch.eye(columns)[: min(rows, columns), : min(rows, columns)].double()
+    torch.testing.assert_close((found.T @ found)[: len(wanted), : len(wanted)], wanted, rtol=0, atol=1e-5)
+
+
+def test_a_column_of_zeros_remains_one() -> None:
+    assert not orthogonal(torch.zeros(5, 2)).any()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300))
+def test_the_ordered_sum_is_the_sum(rows: int) -> None:
+    values = torch.arange(2 * rows, dtype=torch.float64).view(rows, 2)
+    assert ordered_sum(values).tolist() == values.sum(dim=0).tolist()
+
+
+def test_the_product_is_the_product() -> None:
+    p, lines = torch.randn(300, 3), torch.randn(3, 1000)
+    plain, native = torch.empty(2, 300, 1000)
+    multiply(p, lines, plain, None)
+    multiply(p, lines, native, load_kernels())
+    torch.testing.assert_close(plain, p @ lines)
+    assert torch.equal(plain, native)
+
+
+def test_small_matrices_are_not_worth_it() -> None:
+    assert is_low_rank((768, 3072), 4)
+    assert not is_low_rank((768,), 1)
+    assert not is_low_rank((4, 4), 2)
+
+
+# Lanes
+
+
+def test_turns_are_taken_in_the_same_order_whenever_buckets_come() -> None:
+    said: list[str] = []
+
+    def rounds(index: int) -> Rounds:
+        for number in range(3):
+            said.append(f"{index}.{number}")
+            if number < 2:
+                yield
+
+    queue, flat = OrderedQueue(), torch.zeros(1)
+    futures = [queue.put(rounds(index), Bucket(index, flat, [], index == 2)) for index in range(3)]
+    assert all(future.wait() is flat for future in futures)
+    assert said == ["0.0", "1.0", "0.1", "2.0", "1.1", "0.2", "2.1", "1.2", "2.2"]
+
+
+def test_an_error_reaches_all_who_wait_and_the_next_ones_go_on() -> None:
+    def fails() -> Rounds:
+        yield
+        raise RuntimeError("Connection closed by peer")
+
+    def works() -> Rounds:
+        yield
+        yield
+
+    queue, flat = OrderedQueue(), torch.ones(1)
+    first = queue.put(fails(), Bucket(0, flat, [], False))
+    second = queue.put(works(), Bucket(1, flat, [], True))
+    for future in (first, second):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            future.wait()
+    assert queue.put(works(), Bucket(0, flat, [])).wait() is flat
+
+
+# Bytes
+
+BYTES_SHAPES = {"a": (600, 1000), "b": (1000,), "c": (1500, 400), "d": (333,)}
+
+
+def bytes_sent() -> int:
+    """What this process's own connections have had acknowledged, by the kernel's count."""
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            is_socket = stat.S_ISSOCK(link.stat().st_mode)
+        except OSError:
+            continue
+        if is_socket:
+            total += acknowledged(int(link.name))
+    return total
+
+
+def acknowledged(descriptor: int) -> int:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int(struct.unpack_from("<Q", info, 120)[0])
+
+
+def count_bytes(world: World, form: str, count: int) -> int:
+    parameters = {name: torch.zeros(shape) for name, shape in BYTES_SHAPES.items()}
+    wire = make_compressor(form, world, parameters)
+    before = bytes_sent()
+    for _ in range(count):
+        futures = []
+        for index, names in enumerate((["a", "b"], ["c", "d"])):
+            flat = torch.randn(sum(parameters[name].numel() for name in names))
+            futures.append(wire(Bucket(index, flat, [parameters[name] for name in names], index == 1)))
+        torch.futures.wait_all(futures)
+    # What was sent last is acknowledged once the others have answered.
+    torch.distributed.barrier(group=world.group)
+    return bytes_sent() - before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_are_those_of_theory(form: str, size: int, tmp_path: Path) -> None:
+    wanted = ring_bytes(size, grad_bytes(BYTES_SHAPES.values(), form))
+    for found in run_ranks(count_bytes, size, tmp_path, form, 4):
+        assert found / 4 == pytest.approx(wanted, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [("fp32", 4 * 768 * 769), ("fp16", 2 * 768 * 769), ("bf16", 2 * 768 * 769), ("int8", 260 * 3 * 769)],
+)
+def test_bytes_of_a_layer(form: str, wanted: int) -> None:
+    assert grad_bytes([(768, 768), (768,)], form) == wanted
+    assert grad_bytes([(768, 768), (768,)], "powersgd:8") == 4 * (8 * 2 * 768 + 768)

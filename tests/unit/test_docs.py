@@ -1,0 +1,58 @@
+"""Examples and claims of the documentation agree with the code, where that is cheap to check."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import run
+from tests.support.paths import ROOT
+
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_its_title(page: Path) -> None:
+    """Rows of a table once stood before it, on the same line."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    assert not [line for line in lines if line.startswith("|") and "||" in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_and_pages_that_are_linked_exist(page: Path) -> None:
+    linked = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert not [link for link in linked if not (page.parent / link).exists()]
+
+
+def test_live_recovery_is_not_called_missing() -> None:
+    assert "not built" not in (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+
+
+def shown(page: str, command: str) -> str:
+    """The block that follows the one, or the line, with this command."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    _, found, rest = text.partition(command)
+    assert found, f"{page} does not show {command}"
+    return rest.split("```\n")[2 if rest.startswith("\n```\n") else 1].split("```")[0]
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("plan.md", "shoal plan gpt2-124m --link 1gbe --nodes 1..4"),
+        (
+            "simulate.md",
+            "shoal plan --simulate --nodes 3 --step-s 2 --tokens-per-step 2048 --hours 48 --mtbf-hours 24 "
+            "--straggler lognormal:0.1",
+        ),
+    ],
+)
+def test_an_example_is_what_the_command_prints(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(shlex.split(command)[1:], debug=False) == 0
+    # The command to paste begins with however this one was started.
+    printed = re.sub(r"(?m)^  .* train ", "  shoal train ", capsys.readouterr().out)
+    assert shown(page, command).split() == printed.split()

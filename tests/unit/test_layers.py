@@ -1,0 +1,271 @@
+"""The shape of the program: imports point one way, the tool half never imports torch, nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import shoal
+from shoal.cli.main import VERBS, load_verb
+
+SOURCE = Path(shoal.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# docs/design.md, section 3: a package may import itself and what stands further to the right.
+CHAINS = (
+    "cli → tools/chaos → tools/bench, tools/doctor, tools/probe, tools/plan → runs → tools/explain, tools/report"
+    " → launch → agent → cluster → data → cost → control → config → host → base",
+    "worker programs of tools → train → sync → model → data → cost → control → config → host → base",
+)
+BASE = {"errors", "units", "events", "run_folder", "terminal", "__init__"}
+# Started with `python -m` beside the ranks, or instead of them; the tools that start them import none of these.
+WORKER_PROGRAMS = {"shoal.tools.doctor.gloo_worker", "shoal.tools.probe.worker"}
+WORKER_HALF = {"train", "sync", "model", "worker programs of tools"}
+
+
+def package_of(module: str) -> str:
+    """`shoal.cli.main` is in cli; what lies beside the packages is the base, and `__main__` only calls cli."""
+    if module in WORKER_PROGRAMS:
+        return "worker programs of tools"
+    parts = module.split(".")[1:]
+    name = "/".join(parts[:2] if parts[:1] == ["tools"] else parts[:1]) or "__init__"
+    if name in BASE:
+        return "base"
+    return "cli" if name == "__main__" else "base" if name == "tools" else name
+
+
+def allowed() -> dict[str, set[str]]:
+    rules: dict[str, set[str]] = {}
+    for chain in CHAINS:
+        levels = [set(level.split(", ")) for level in chain.split(" → ")]
+        for position, level in enumerate(levels):
+            for package in level:
+                rules.setdefault(package, {package}).update(*levels[position + 1 :])
+    return rules
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every absolute import, inside functions too; those for type checkers alone aside."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from (name for branch in node.orelse for name in imports(branch))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def wrong_imports(module: str, source: str) -> list[str]:
+    rules = allowed()
+    ours = [name for name in imports(ast.parse(source)) if name.split(".")[0] == "shoal"]
+    return [name for name in ours if package_of(name) not in rules[package_of(module)] and not is_version(name)]
+
+
+def is_version(name: str) -> bool:
+    return name in ("shoal", "shoal.__version__")
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    return ((module_name(path), path.read_text(encoding="utf-8")) for path in MODULES)
+
+
+def test_imports_point_one_way() -> None:
+    wrong = {module: found for module, source in sources() if (found := wrong_imports(module, source))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("shoal.cost.model_size", "from shoal.data.sampling import permute"),
+        ("shoal.launch.plan", "import shoal.train.worker"),
+        ("shoal.launch.plan", "def f():\n    from shoal.tools.report import page"),
+        ("shoal.events", "from shoal.config import load"),
+        ("shoal.model.gpt", "if True:\n    try:\n        import shoal.sync.world\n    except ImportError: pass"),
+    ],
+)
+def test_a_wrong_import_is_seen(module: str, source: str) -> None:
+    assert len(wrong_imports(module, source)) == 1
+
+
+def test_an_import_for_type_checkers_is_free() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shoal.train import worker"
+    assert wrong_imports("shoal.cost.model_size", source) == []
+
+
+def test_every_package_stands_in_the_chains() -> None:
+    assert {package_of(module_name(path)) for path in MODULES} <= allowed().keys()
+
+
+def python(script: str, *arguments: str) -> str:
+    """A fresh interpreter; its stdout, once it ended well."""
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_name_resolves() -> None:
+    assert all(getattr(shoal, name) is not None for name in shoal.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'init_distribtued'"):
+        shoal.init_distribtued  # noqa: B018
+
+
+NO_TORCH = """
+import importlib.abc, sys
+class NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is not for the tool half")
+sys.meta_path.insert(0, NoTorch())
+"""
+
+HELP = (
+    NO_TORCH
+    + """
+import contextlib, io, json
+from shoal.cli.main import main
+answers = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["shoal", *words, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main()
+        answers["no exit"] = words
+    answers[" ".join(words)] = said.getvalue()
+try:
+    import torch
+except ImportError:
+    answers["blocker"] = "works"
+print(json.dumps(answers))
+"""
+)
+
+
+def verbs_and_subverbs() -> list[list[str]]:
+    found: list[list[str]] = [[]]
+    for verb in VERBS:
+        command = load_verb(verb)
+        found += [[verb], *([verb, name] for name in getattr(command, "commands", {}))]
+    return found
+
+
+LOADED = """
+import contextlib, io, json, sys
+from shoal.cli.main import main
+sys.argv = ["shoal", "--help"]
+with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+    main()
+print(json.dumps([said.getvalue(), [name for name in sys.modules if name.startswith("shoal.cli.")]]))
+"""
+
+
+def test_one_verb_one_module() -> None:
+    """A command that the table forgot could never be called."""
+    modules = [path.stem for path in (SOURCE / "cli").glob("*.py") if "\napp = typer" in path.read_text()]
+    assert len(modules) > 10
+    for name in set(modules) - {"main"}:
+        command = typer.main.get_command(importlib.import_module(f"shoal.cli.{name}").app)
+        reached = [load_verb(verb) for verb in VERBS]
+        names = set(getattr(command, "commands", {}))
+        assert names <= set(VERBS) or any(names == set(getattr(verb, "commands", {})) for verb in reached), name
+
+
+PICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def unpickling(source: str) -> list[str]:
+    """Imports of a pickler, and calls of what pickles behind the scenes."""
+    tree = ast.parse(source)
+    found = [name for name in imports(tree) if name.split(".")[0] in PICKLERS]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return found + [ast.unparse(call) for call in calls if pickles(call)]
+
+
+def pickles(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    if name.endswith(("_object", "_object_list")) or name in ("torch.load", "torch.save"):
+        return True
+    return any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False" for keyword in call.keywords)
+
+
+def test_no_module_pickles() -> None:
+    found = {module: lines for module, source in sources() if (lines := unpickling(source))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from shelve import open",
+        "def f():\n    import cloudpickle as c",
+        "torch.load(path, weights_only=True)",
+        "dist.broadcast_object_list(things, src=0)",
+        "dist.all_gather_object(out, thing)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_a_pickling_line_is_seen(source: str) -> None:
+    assert len(unpickling(source)) == 1
+
+
+WORK_WITHOUT_PICKLE = """
+import collections, pickle, sys
+from pathlib import Path
+import torch
+from shoal.config.load import build_config, load_config, to_toml
+from shoal.data.prepare import prepare
+from shoal.data.sampling import open_tokens
+from shoal.data.tokenizer import load_tokenizer
+from shoal.tools.report.replicas import compare_replicas
+from shoal.train.checkpoint import Checkpoint, CheckpointFolder, Progress
+
+def forbid(event, arguments):
+    if event == "pickle.find_class":
+        raise RuntimeError(f"unpickled {arguments}")
+
+sys.addaudithook(forbid)
+folder = Path(sys.argv[1])
+(folder / "text.txt").write_text("She sings to the old house.\\n" * 200)
+sets = [f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}", f"data.tokenizer={sys.argv[2]}"]
+(folder / "config.toml").write_text(to_toml(build_config(sets=sets)))
+config = load_config(folder / "config.toml")
+for _ in range(2):
+    prepared = prepare(config.data)
+tokens = open_tokens(prepared.train, check=True).tokens
+assert load_tokenizer(prepared.tokenizer).decode(tokens[:10]).startswith("She")
+tensors = {"model.w": torch.ones(3)}
+checkpoints = CheckpointFolder(folder / "checkpoints", keep=1)
+saved = checkpoints.save(Checkpoint(Progress(1, 24), tensors, tensors))
+assert checkpoints.load_latest().model["model.w"].tolist() == [1, 1, 1]
+assert compare_replicas({0: saved / "model.safetensors", 1: saved / "model.safetensors"}).byte_equivalent
+try:
+    pickle.loads(pickle.dumps(collections.OrderedDict()))
+except RuntimeError as error:
+    print("tripped:", error)
+"""
+
+
+def test_process_groups_are_made_in_one_module() -> None:
+    """`sync/process_groups.py` proves every pair of a group; a group made elsewhere accepts foreign connections."""
+    makers = {"init_process_group", "new_group", "new_subgroups", "split_group", "ProcessGroupGloo"}
+    calls = {
+        module_name(path)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+    }
+    assert calls == {"shoal.sync.process_groups"}

@@ -1,0 +1,150 @@
+"""Scenarios: every one of ours is whole, and a wrong one of a user's is refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.chaos import list_document, rows_without_scenario
+from shoal.errors import ConfigError, UsageError
+from shoal.tools.chaos.actions import Cut, Flap, Freeze, KillNode, KillRank, action_names, describe
+from shoal.tools.chaos.run import choose_scenarios
+from shoal.tools.chaos.scenario import (
+    FAULT_ROWS,
+    SCENARIOS,
+    all_scenarios,
+    find_scenario,
+    load_scenario,
+    parse_scenario,
+)
+from shoal.tools.chaos.testbed import why_not
+from tests.support.paths import ROOT
+
+MINE: dict[str, Any] = {
+    "name": "mine",
+    "row": 3,
+    "text": "a node goes",
+    "steps": [{"at_step": 10, "do": "kill-node", "node": "node2"}],
+}
+
+
+def test_every_file_is_a_scenario_that_bears_its_name() -> None:
+    scenarios = all_scenarios()
+    assert {scenario.name for scenario in scenarios} == {file.stem for file in SCENARIOS.glob("*.toml")}
+    assert [scenario.row for scenario in scenarios] == sorted(scenario.row for scenario in scenarios)
+    assert all(not why_not(scenario, "lab:3") or scenario.disk_mb for scenario in scenarios)
+
+
+def test_every_row_of_the_table_is_played_or_tested_somewhere() -> None:
+    assert [row.number for row in FAULT_ROWS] == list(range(1, 29))
+    alone = rows_without_scenario(all_scenarios())
+    assert {row.number for row in alone} == {17, 20, 21, 25, 28}
+    assert all(row.why for row in alone)
+    assert all((ROOT / "tests" / f"{test}.py").is_file() for row in FAULT_ROWS for test in row.tests)
+
+
+def test_the_list_says_what_is_done_and_what_must_hold() -> None:
+    document = list_document(all_scenarios())
+    lid = next(each for each in document["scenarios"] if each["name"] == "lid")
+    assert (lid["row"], lid["does"], lid["on"], lid["target_s"]) == (6, "freeze node1 for 30 s", ["lab:3"], 4.0)
+    assert lid["expect"]["stale_commits"] == 0
+    assert 25 in document["by_tests_alone"]
+
+
+def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nrow = 9\ntext = "twice"\ntraining.train.steps = 70\ntraining.members.min_nodes = 2\n'
+        'steps = [{ at_step = 5, do = "flap", node = "node2", for_s = 2.0 }]\n[expect]\nreconfigurations = 0\n'
+    )
+    scenario = find_scenario(str(file))
+    config = scenario.config("local:2", seed=7)
+    assert (config.train.steps, config.members.min_nodes, config.train.seed, config.run.on) == (70, 2, 7, "local:2")
+    assert scenario.ends_by_itself
+    assert scenario.needs_lab
+    assert not find_scenario("lid").ends_by_itself
+
+
+@pytest.mark.parametrize(
+    ("change", "seen", "helps"),
+    [
+        ({"nmae": "x"}, "unknown key nmae", "did you mean 'name'?"),
+        ({"expect": {"stale_commit": 0}}, "unknown key expect.stale_commit", "did you mean 'stale_commits'?"),
+        ({"steps": [{"do": "kil-node"}]}, "steps.0 has do = 'kil-node'", "did you mean 'kill-node'?"),
+        ({"steps": [{"at_step": 3}]}, "steps.0 has do = None", "every step names its action"),
+        ({"steps": []}, "steps: ", ""),
+        ({"row": 40}, "row: ", "it says 40"),
+        ({"steps": [{"do": "kill-node", "node": "node9"}]}, "kill-node node9: the scenario has nodes = 3", ""),
+        ({"steps": [{"do": "kill-rank"}]}, "kill-rank takes a rank or a node", ""),
+        ({"steps": [{"do": "kill-rank", "rank": 3}]}, "ranks count from 0", ""),
+        ({"steps": [{"do": "heal", "at_step": 1, "after_s": 1.0}]}, "two moments", ""),
+        ({"steps": [{"do": "fill-disk"}]}, "disk_mb = 4", ""),
+        ({"trains": False}, "at_step needs a training", ""),
+        ({"expect": {"command_code": 1}}, "no step is one", ""),
+        ({"expect": {"sentence_within_steps": 3}}, "needs a sentence", ""),
+        ({"expect": {"sentence": "("}}, "not a regular expression", ""),
+        ({"training": {"train": {"stepz": 3}}}, "unknown setting train.stepz in scenario mine", "train.steps"),
+    ],
+)
+def test_a_wrong_scenario_is_refused_in_words(change: dict[str, Any], seen: str, helps: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_scenario({**MINE, **change}, "mine.toml")
+    assert seen in refused.value.seen
+    assert helps in refused.value.why
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe"])
+def test_a_file_that_is_no_toml(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_scenario(tmp_path / "x.toml")
+    with pytest.raises(UsageError, match="there is no scenario file"):
+        load_scenario(tmp_path / "y.toml")
+
+
+def test_what_cannot_be_played_is_refused_before_anything_is_started() -> None:
+    for words, on, why in (
+        (["kill-node"], "local:3", "emulated nodes"),
+        (["kill-node"], "lab:2", "it needs 3 nodes"),
+        (["kill-rank"], "local:2", "it needs 3 ranks"),
+        (["kill-rank"], "join:3", "made for them"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            choose_scenarios(words, on)
+        assert why in refused.value.why
+    with pytest.raises(UsageError, match="no scenario 'kil-rank'"):
+        choose_scenarios(["kil-rank"], "lab:3")
+    assert "did you mean 'kill-rank'?" in _refusal("kil-rank")
+
+
+def _refusal(name: str) -> str:
+    with pytest.raises(UsageError) as refused:
+        find_scenario(name)
+    return refused.value.why
+
+
+def test_all_is_whatever_the_cluster_can_bear() -> None:
+    names = {scenario.name for scenario in choose_scenarios(["all"], "local:2")}
+    assert {"interrupt", "checkpoint-flip", "terminal-closed"} <= names
+    assert not names & {"kill-node", "kill-rank", "lid"}
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (Freeze(node="node2", for_s=1.5), "freeze node2 for 1.5 s"),
+        (KillRank(rank=2), "kill-rank rank 2"),
+        (KillNode(node="node1", silent=True), "kill-node node1 silent"),
+        (Cut(between=("node1", "node2"), one_way=True), "cut node1 node2 one-way"),
+        (Flap(node="node1", for_s=0.5, at_step=3), "flap node1 for 0.5 s"),
+    ],
+)
+def test_an_action_in_a_few_words(action: Freeze, words: str) -> None:
+    assert describe(action) == words
+
+
+def test_every_kind_is_known_by_its_word() -> None:
+    assert {"kill-rank", "freeze", "cut", "heal", "power-on", "garbage", "shoal"} <= set(action_names())

@@ -1,0 +1,403 @@
+"""When a fault happens, which ones a soak draws, and what is made of a soak."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.chaos import parse_every
+from shoal.config.sync_choice import TRAIN_METHODS
+from shoal.config.sync_choice import TRAINED_METHODS as SYNC_MODES
+from shoal.errors import LabError, UsageError
+from shoal.tools.chaos.actions import Action, Cut, Flap, Freeze, Heal, KillRank, PowerOn, Thaw
+from shoal.tools.chaos.damage import corrupt, corrupt_newest, open_ports
+from shoal.tools.chaos.growth import ResourceSample, growth, sample_resources, slope
+from shoal.tools.chaos.judge import longest_pause
+from shoal.tools.chaos.scenario import Injection, ScenarioRecord, is_due, plan_injections
+from shoal.tools.chaos.soak import (
+    ModeResult,
+    SoakOrder,
+    SoakResult,
+    broken_off,
+    compare_losses,
+    judge_fault,
+    judge_mode,
+    judge_soak,
+    read_kinds,
+    read_modes,
+    soak_document,
+)
+from shoal.tools.chaos.soak_plan import SOAK_KINDS, SoakFault, plan_blocks, plan_soak
+
+
+def expand(steps: Iterable[Action]) -> list[Action]:
+    return [part for step in steps for part in step.parts()]
+
+
+def test_what_lasts_becomes_two_injections() -> None:
+    steps = expand([Freeze(node="node2", for_s=1.5, at_step=9), Flap(node="node1", for_s=0.5, after_s=3)])
+    assert steps == [
+        Freeze(node="node2", for_s=1.5, at_step=9),
+        Thaw(node="node2", after_s=1.5),
+        Cut(between=("node1",), after_s=3),
+        Heal(after_s=0.5),
+    ]
+    assert expand([Freeze(node="node2")]) == [Freeze(node="node2")]
+
+
+def test_random_moments_are_the_same_for_the_same_seed_and_run() -> None:
+    steps = [KillRank(rank=0, at_step=5, random_s=1.0)]
+    drawn = [plan_injections(steps, seed=1, number=number)[0].extra_s for number in range(20)]
+    assert drawn == [plan_injections(steps, seed=1, number=number)[0].extra_s for number in range(20)]
+    assert len(set(drawn)) == 20
+    assert all(0 <= extra <= 1.0 for extra in drawn)
+
+
+@pytest.mark.parametrize(
+    ("injection", "step", "since_step", "since_last", "due"),
+    [
+        (Injection(Heal(at_step=5)), 4, None, 99.0, False),
+        (Injection(Heal(at_step=5)), 5, 0.0, 0.0, True),
+        (Injection(Heal(at_step=5), extra_s=0.3), 6, 0.2, 9.0, False),
+        (Injection(Heal(at_step=5), extra_s=0.3), 6, 0.3, 9.0, True),
+        (Injection(Heal(after_s=2.0)), 0, None, 1.9, False),
+        (Injection(Heal(after_s=2.0), extra_s=0.5), 0, None, 2.4, False),
+        (Injection(Heal(after_s=2.0)), 0, None, 2.0, True),
+        (Injection(Heal()), 0, None, 0.0, True),
+    ],
+)
+def test_when_an_injection_is_due(
+    injection: Injection, step: int, since_step: float | None, since_last: float, due: bool
+) -> None:
+    assert is_due(injection, step, since_step, since_last) is due
+
+
+def test_a_soak_draws_the_same_faults_from_the_same_seed() -> None:
+    faults = plan_soak(40, every_s=15, seed=3, nodes=3)
+    assert faults == plan_soak(40, every_s=15, seed=3, nodes=3)
+    assert faults != plan_soak(40, every_s=15, seed=4, nodes=3)
+    assert len(faults) == 40
+    assert [fault.at_s for fault in faults[:3]] == [15, 30, 45]
+
+
+def test_every_fault_of_a_soak_is_over_before_the_next_one() -> None:
+    for fault in plan_soak(240, every_s=15, seed=1, nodes=3):
+        lasts = sum(action.after_s or 0.0 for action in expand(fault.steps))
+        assert lasts <= 8.0
+        kinds = [action.do for action in expand(fault.steps)]  # type: ignore[attr-defined]
+        assert kinds in (
+            ["kill-rank"],
+            ["kill-rank", "kill-rank"],
+            ["kill-node", "power-on"],
+            ["freeze", "thaw"],
+            ["cut", "heal"],
+            ["link", "link"],
+            ["fill-disk", "free-disk"],
+        )
+
+
+def test_two_losses_at_once_leave_a_rank_with_the_state() -> None:
+    for fault in plan_soak(60, every_s=15, seed=1, nodes=3, kinds=("kill-two",)):
+        assert len({action.node for action in fault.steps}) == 2  # type: ignore[union-attr]
+
+
+def test_faults_are_divided_among_the_modes_as_blocks() -> None:
+    blocks = plan_blocks(50, 15.0, seed=1, nodes=3, modes=SYNC_MODES, kinds=tuple(SOAK_KINDS))
+    assert [(block.sync, len(block.faults)) for block in blocks] == [
+        ("ddp", 34),
+        ("stock", 34),
+        ("accumulate", 33),
+        ("local", 33),
+        ("diloco", 33),
+        ("streaming", 33),
+    ]
+    for block in blocks:
+        assert [fault.at_s for fault in block.faults[:2]] == [15, 30]
+        assert {fault.kind for fault in block.faults} == set(SOAK_KINDS), "a mode does not meet every kind of fault"
+    assert len({str(block.faults) for block in blocks}) == len(blocks)
+
+
+def test_a_mode_alone_meets_the_faults_that_it_meets_among_others() -> None:
+    among = plan_blocks(2, 15.0, seed=1, nodes=3, modes=("ddp", "diloco"), kinds=("cut", "flap"))
+    [alone] = plan_blocks(1, 15.0, seed=1, nodes=3, modes=("diloco",), kinds=("cut", "flap"))
+    assert alone == among[1]
+    assert {fault.kind for fault in alone.faults} <= {"cut", "flap"}
+
+
+def test_every_mode_gets_a_fault_even_in_a_short_soak() -> None:
+    assert [len(block.faults) for block in plan_blocks(0.1, 15.0, 1, 3, SYNC_MODES, ("cut",))] == [1] * 6
+
+
+def test_the_modes_of_a_soak() -> None:
+    assert read_modes(["all"]) == SYNC_MODES
+    assert read_modes(["diloco", "ddp+int8"]) == ("diloco", "ddp+int8")
+    order = SoakOrder("lab:3", 3, 1.0, 15.0, 1, ("diloco", "ddp+int8"))
+    configs = [order.scenario(mode).config("lab:3", seed=1).sync for mode in order.sync]
+    assert [(sync.mode, sync.wire) for sync in configs] == [("diloco", "fp32"), ("ddp", "int8")]
+
+
+def test_every_mode_that_can_be_trained_is_soaked() -> None:
+    assert set(SYNC_MODES) == set(TRAIN_METHODS) - {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("words", "seen"),
+    [
+        (["dilco"], "is not a lever"),
+        (["ddp", "ddp"], "twice"),
+        (["all", "local"], "twice"),
+        (["stock+int8"], "cannot be trained"),
+    ],
+)
+def test_wrong_modes_are_refused_before_anything_starts(words: list[str], seen: str) -> None:
+    with pytest.raises(UsageError, match=seen):
+        read_modes(words)
+
+
+def test_the_kinds_of_a_soak() -> None:
+    assert read_kinds(["cut", "cut", "flap"]) == ("cut", "flap")
+    assert {"kill-rank", "kill-two", "cut"} <= set(read_kinds([]))
+    with pytest.raises(UsageError, match="there is no fault 'kill-rnak'") as caught:
+        read_kinds(["kill-rnak"])
+    assert "kill-rank" in caught.value.why
+
+
+@pytest.mark.parametrize(("faults", "every_s", "seconds"), [(34, 15.0, 60.0), (4, 15.0, 27.5), (9, 20.0, 60.0)])
+def test_the_run_without_faults_is_short_and_reaches_beyond_the_first_fault(
+    faults: int, every_s: float, seconds: float
+) -> None:
+    assert SoakOrder("lab:3", 3, 1.0, every_s, 1).reference_s(faults) == seconds
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("15s", 15.0), ("4", 4.0), ("7.5 s", 7.5)])
+def test_the_time_between_faults(text: str, seconds: float) -> None:
+    assert parse_every(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1s", "often", "15m"])
+def test_a_wrong_time_between_faults(text: str) -> None:
+    with pytest.raises(UsageError, match="no time between faults"):
+        parse_every(text)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "zero"])
+def test_harm_always_changes_the_file(how: Any) -> None:
+    content = bytes(range(1, 200))
+    for seed in range(50):
+        assert corrupt(content, how, random.Random(seed)) != content
+
+
+def test_one_bit_is_one_bit() -> None:
+    content = bytes(100)
+    changed = corrupt(content, "flip", random.Random(1))
+    assert sum(byte.bit_count() for byte in changed) == 1
+
+
+def test_the_newest_whole_checkpoint_is_harmed(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="no checkpoint"):
+        corrupt_newest(tmp_path, "flip", random.Random(1))
+    for step, whole in ((50, True), (100, True), (150, False)):
+        folder = tmp_path / f"step-{step:08}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        if whole:
+            (folder / "manifest.json").write_text("{}")
+    assert corrupt_newest(tmp_path, "zero", random.Random(1)).parent.name == "step-00000100"
+
+
+def life(pid: int, grows: float, seconds: int = 300, part: str = "agent") -> list[ResourceSample]:
+    at = range(0, seconds, 5)
+    return [ResourceSample(float(t), 3, pid, part, "node1", int(5e7 + grows * 1e6 * t / 60), 20, 8, 3) for t in at]
+
+
+def test_growth_is_a_slope_of_the_second_half() -> None:
+    filling = [
+        ResourceSample(float(t), 3, 1, "rank-0", "node1", min(t, 60) * 1_000_000, 9, 4, 2) for t in range(0, 480, 5)
+    ]
+    steady, growing = growth([*filling, *life(2, grows=6.0)])
+    assert steady.rss_mb_a_minute == pytest.approx(0.0)
+    assert growing.rss_mb_a_minute == pytest.approx(6.0, rel=1e-3)
+    assert (growing.files_a_minute, growing.threads_a_minute) == (0.0, 0.0)
+
+
+def test_a_short_life_says_nothing() -> None:
+    assert growth(life(1, grows=50.0, seconds=200)) == []
+    assert slope([1.0], [2.0]) == 0.0
+
+
+def test_of_a_long_soak_only_long_lives_are_judged() -> None:
+    [found] = growth([*life(1, grows=0.0, seconds=900), *life(2, grows=9.0, seconds=280)])
+    assert found.pid == 1
+
+
+def test_worlds_of_other_sizes_are_not_compared() -> None:
+    """Two of three have fewer connections: that more come back is no growth."""
+    small = [ResourceSample(float(t), 2, 1, "rank-0", "node1", 10**8, 12, 4, 2) for t in range(0, 100, 5)]
+    whole = [ResourceSample(float(t), 3, 1, "rank-0", "node1", 10**8, 18, 8, 4) for t in range(100, 400, 5)]
+    [found] = growth([*small, *whole])
+    assert (found.files_a_minute, found.sockets_a_minute, found.threads_a_minute) == (0.0, 0.0, 0.0)
+
+
+def test_nobody_is_sampled_where_no_run_is(tmp_path: Path) -> None:
+    assert sample_resources(tmp_path, 0.0, 3) == []
+
+
+def commits(loss: float, steps: int = 100, members: int = 3) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": n,
+            "samples": [12 * (n - 1), 12 * n],
+            "loss": loss,
+            "time": float(n),
+            "generation": "1-0",
+            "members": list(range(members)),
+        }
+        for n in range(1, steps + 1)
+    ]
+
+
+def soaked(**changes: Any) -> ModeResult:
+    record = ScenarioRecord(commits=changes.pop("commits", commits(2.0)))
+    record.ranks = [{"event": "step", "rank": 0, "step": n, "time": float(n), "step_s": 0.1} for n in range(1, 101)]
+    fault = SoakFault(10.0, "kill-node", (PowerOn(node="node1"),))
+    began = changes.pop("began", 50.0)
+    outcomes = [judge_fault(fault, began, changes.pop("undone", 90.0), record, skipped=changes.pop("skipped", ""))]
+    given: dict[str, Any] = {
+        "planned": 1,
+        "nodes": 3,
+        "reference": commits(2.01),
+        "replicas_equal": True,
+        "growth": growth([*life(1, grows=0.5), *life(2, grows=0.5, part="rank-0")]),
+        "left": (),
+        "exit_code": 130,
+        "seconds": 60.0,
+        "runs": ("a", "b"),
+        "errors": (),
+    }
+    return judge_mode("ddp", record, outcomes, **{**given, **changes})
+
+
+def broken(result: ModeResult | SoakResult) -> list[str]:
+    return [assertion.name for assertion in result.assertions if not assertion.ok]
+
+
+def test_a_soak_that_held() -> None:
+    result = soaked()
+    assert broken(result) == []
+    assert result.ok
+    assert (result.loss, result.reference_loss, result.faults[0].commits) == (2.0, 2.01, 10)
+    assert (result.compared_steps, result.compared_faults, result.faults[0].step) == (100, 1, 50)
+    assert result.faults[0].pause_s == longest_pause([49.0, 50.0, 51.0], 50.0)
+    assert broken(judge_soak([result], planned=1)) == []
+
+
+LOSS = "loss within 0.05 of the run without faults"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"errors": ("events/rank-0.jsonl: lacks step 7",)}, "shoal verify passes"),
+        ({"skipped": "node1 is not running"}, "went on after each of 1 faults"),
+        ({"planned": 2}, "went on after each of 2 faults"),
+        ({"undone": 101.0}, "went on after each of 1 faults"),
+        ({"commits": commits(2.0, members=2)}, "every node trains at the end"),
+        ({"reference": commits(2.01, steps=40)}, LOSS),
+        ({"reference": commits(2.2)}, LOSS),
+        ({"reference": []}, LOSS),
+        # The run without faults ended before the first fault: equal losses say nothing.
+        ({"reference": commits(2.0, steps=60), "began": 61.0}, LOSS),
+        ({"replicas_equal": False}, "replicas equal to the bit"),
+        ({"replicas_equal": None}, "replicas equal to the bit"),
+        ({"left": ("agent on node2 (7)",)}, "nothing left"),
+        ({"exit_code": 3}, "exit code 130"),
+        ({"reference": [*commits(2.2, steps=50), *commits(2.01)[50:]]}, LOSS),
+        ({"growth": growth(life(1, grows=9.0))}, "rss mb a minute: at most 5"),
+    ],
+)
+def test_what_a_soak_did_not_hold(changes: dict[str, Any], name: str) -> None:
+    result = soaked(**changes)
+    assert broken(result) == [name]
+    assert "every sync mode held" in broken(judge_soak([soaked(), result], planned=2))
+
+
+def test_a_short_run_without_faults_is_compared_as_far_as_it_came() -> None:
+    result = soaked(reference=commits(2.01, steps=70))
+    assert result.ok
+    [said] = [assertion.seen for assertion in result.assertions if assertion.name == LOSS]
+    assert said == "2.0 and 2.01 over the 50 steps where they differ most, of steps 1 to 70, with 1 faults"
+
+
+def test_where_replicas_part_only_a_worse_loss_counts() -> None:
+    """A world of one has the whole batch in every step of its own, and learns faster than three that are averaged."""
+    ours = [*commits(1.5)[:50], *commits(2.1)[50:]]
+    result = soaked(commits=ours, reference=commits(2.0), is_outer=True)
+    assert result.ok
+    assert (result.loss, result.reference_loss) == (2.1, 2.0)
+    worse = soaked(commits=ours, reference=commits(1.9), is_outer=True)
+    assert broken(worse) == ["loss at most 0.15 above the run without faults"]
+    assert broken(soaked(commits=ours, reference=commits(2.0))) == [LOSS]
+
+
+def test_a_soak_with_a_hole_in_its_ledger() -> None:
+    names = broken(soaked(commits=[*commits(2.0)[:50], *commits(2.0)[51:]]))
+    assert "every sample used once" in names
+
+
+def test_a_soak_too_short_to_find_a_leak_does_not_claim_there_is_none() -> None:
+    """One mode may be too short for it, all of them together may not."""
+    short, agents = soaked(growth=[]), soaked(growth=growth(life(1, grows=0.5)))
+    assert short.ok
+    judged = "growth of an agent and of a rank was judged"
+    assert broken(judge_soak([short, short], planned=2)) == [judged]
+    assert broken(judge_soak([short, agents], planned=2)) == [judged]
+    assert broken(judge_soak([short, soaked()], planned=2)) == []
+
+
+def test_a_mode_that_could_not_be_soaked_fails_the_soak() -> None:
+    failed = broken_off("stock", [], planned=3, trouble="the training did not start", seconds=1.0)
+    assert not failed.ok
+    names = broken(judge_soak([soaked(), failed], planned=4))
+    assert names == ["went on after each of 4 faults", "every sync mode held"]
+
+
+def test_the_figures_say_how_far_an_interrupted_soak_came() -> None:
+    order = SoakOrder("lab:3", 3, 1.0, 15.0, 1, ("ddp", "diloco"))
+    done, begun = soaked(), ModeResult(sync="diloco", planned=2, faults=soaked().faults)
+    document = soak_document(order, judge_soak([done], planned=2), finished=False, under_way=begun)
+    assert (document["finished"], document["ok"], document["planned"], document["injected"]) == (False, False, 4, 2)
+    assert [(mode["sync"], mode["ok"], len(mode["faults"])) for mode in document["modes"]] == [
+        ("ddp", True, 1),
+        ("diloco", False, 1),
+    ]
+    json.dumps(document)
+
+
+def test_a_run_that_never_trained_is_judged_too() -> None:
+    names = broken(soaked(commits=[]))
+    assert {"every node trains at the end", "went on after each of 1 faults"} <= set(names)
+
+
+def test_losses_are_compared_where_both_runs_have_them() -> None:
+    ours = [*commits(3.0, 60), *commits(1.0, 80)]
+    assert compare_losses(ours, commits(2.0, 70)) == (1.0, 2.0)
+    assert compare_losses(ours, []) == (None, None)
+
+
+def test_losses_are_compared_where_they_differ_most() -> None:
+    ours = [*commits(1.0, 120)[:60], *commits(5.0, 120)[60:]]
+    assert compare_losses(ours, commits(1.0, 120)) == (5.0, 1.0)
+
+
+def test_open_ports_are_read_from_the_kernels_table() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        table = Path("/proc/self/net/tcp").read_text()
+        held = {str(Path(f"/proc/self/fd/{ours.fileno()}").readlink())}
+        assert open_ports(table, held) == [f"127.0.0.1:{ours.getsockname()[1]}"]
+        assert other.getsockname()[1] != ours.getsockname()[1]

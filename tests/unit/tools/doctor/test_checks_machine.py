@@ -1,0 +1,351 @@
+"""What doctor makes of what it saw of machines, names and processes. Nothing is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.cli.doctor import place_of
+from shoal.tools.doctor.facts import ClusterFacts, Facts, Finding, Severity
+from tests.support.doctor_facts import complaints, disk, machine, names, nodes, only, process, processes, remarks, scene
+
+
+def test_healthy_machines_get_no_complaint() -> None:
+    assert complaints(scene()) == []
+    assert complaints(scene(count=1, on="local:2")) == []
+
+
+def test_what_was_not_seen_is_not_judged() -> None:
+    nothing: Facts = {"machine": {}, "names": {}, "processes": {}}
+    blind = scene(nothing, {**nothing, "failed": {"machine": "OSError: closed"}})
+    assert complaints(blind) == []
+    finding = only(remarks(blind, "collector.failed"))
+    assert (finding.node, finding.evidence) == ("node2", "the collector could not see machine: OSError: closed")
+    assert complaints(ClusterFacts(nodes(2), {})) == []
+
+
+# Sameness
+
+
+@pytest.mark.parametrize(
+    ("id_", "other", "words"),
+    [
+        ("sameness.os", {"system": "Darwin"}, "system Darwin on node2, Linux on node1, node3"),
+        ("sameness.arch", {"arch": "aarch64"}, "architecture aarch64 on node2, x86_64 on node1, node3"),
+        ("sameness.cpu", {"avx2": False}, "AVX2 no on node2, yes on node1, node3"),
+        ("sameness.python", {"python": "3.12.1"}, "Python 3.12 on node2, 3.11 on node1, node3"),
+        ("sameness.torch", {"torch": "2.9.0"}, "torch 2.9.0 on node2, 2.13.0 on node1, node3"),
+        ("sameness.shoal", {"shoal": "0.0.9"}, "shoal 0.0.9 on node2, 0.1.0 on node1, node3"),
+    ],
+)
+def test_the_odd_one_out_is_named(id_: str, other: dict[str, object], words: str) -> None:
+    finding = only(complaints(scene({}, {"machine": machine(**other)})))
+    assert (finding.id, finding.severity, finding.node, finding.evidence) == (id_, Severity.ERROR, "node2", words)
+    assert finding.meaning
+    can_be_set_up = id_ in ("sameness.python", "sameness.torch", "sameness.shoal")
+    assert finding.fix == ("shoal setup hosts.toml" if can_be_set_up else "")
+    assert finding.retest == "shoal doctor --on hosts.toml"
+
+
+def test_builds_and_patch_levels_may_differ() -> None:
+    assert complaints(scene({"machine": machine(torch="2.13.0+cu130", python="3.11.9", avx2=None)})) == []
+
+
+def test_of_two_the_first_is_the_measure() -> None:
+    assert only(complaints(scene({"machine": machine(torch="2.9.0")}, count=2))).node == "node2"
+
+
+def test_another_processor_is_only_remarked() -> None:
+    finding = only(remarks(scene({}, {}, {"machine": machine(cpu="Old CPU")}), "sameness.cpu"))
+    assert (finding.node, finding.evidence) == ("node3", "processor Old CPU on node3, Some CPU on node1, node2")
+
+
+def test_no_torch_at_all() -> None:
+    without = {"machine": machine(torch=None)}
+    finding = only(complaints(scene({}, without)))
+    assert (finding.id, finding.node) == ("sameness.torch", "node2")
+    assert finding.fix.startswith("shoal setup hosts.toml")
+    alone = only(complaints(scene(without, count=1, on="local:2")))
+    assert alone.fix == "/env/bin/python -m pip install torch"
+
+
+def clock(offset_s: float, uncertainty_s: float = 0.001) -> dict[str, dict[str, float]]:
+    return {"clock": {"offset_s": offset_s, "uncertainty_s": uncertainty_s}}
+
+
+@pytest.mark.parametrize(
+    ("offsets", "wrong"),
+    [
+        ((0.0, 40.0, 0.0), {"node2": "40 s ahead of the others"}),
+        ((0.0, 40.0), {"node2": "40 s ahead of the others"}),
+        ((-3600.0, 0.1), {"node1": "1 h 00 min behind the others"}),
+        ((-0.8, 0.8), {"node1": "800 ms behind the others"}),
+        ((0.9, 0.0, -0.05), {}),
+        # The machine that asked is the one that is wrong, and takes no part.
+        ((40.0, 40.1, 40.2), {}),
+    ],
+)
+def test_clocks(offsets: tuple[float, ...], wrong: dict[str, str]) -> None:
+    found = complaints(scene(*(clock(offset) for offset in offsets), count=len(offsets)))
+    assert {finding.node for finding in found} == wrong.keys()
+    for finding in found:
+        assert (finding.id, finding.severity) == ("clock.offset", Severity.WARNING)
+        assert f"its clock is {wrong[finding.node]}" in finding.evidence
+        assert finding.fix == "sudo timedatectl set-ntp true"
+
+
+def test_a_clock_that_could_not_be_read_well_is_not_blamed() -> None:
+    assert complaints(scene(clock(0.0), clock(3.0, uncertainty_s=2.5), count=2)) == []
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("meaning", "words"),
+    [
+        ({"means": ["127.0.1.1"], "published": "127.0.1.1"}, "node2 means 127.0.1.1"),
+        ({"means": ["::1"], "published": "::1"}, "node2 means ::1"),
+        ({"means": [], "published": None}, "nothing at all, and gloo then takes 127.0.0.1"),
+        ({"means": ["192.0.2.9"], "published": None}, "192.0.2.9, which is not its own"),
+        ({"means": [], "published": None, "took_s": None}, "still waiting"),
+    ],
+)
+def test_a_name_that_means_loopback(meaning: dict[str, object], words: str) -> None:
+    spoilt = {"names": names(2, **meaning)}
+    finding = only(complaints(scene({}, spoilt)))
+    assert (finding.id, finding.node, finding.severity) == ("names.loopback", "node2", Severity.WARNING)
+    assert words in finding.evidence
+    assert "10.77.0.2 node2" in finding.fix
+    assert complaints(scene(spoilt, count=1)) == [], "alone it is the right address"
+
+
+def test_slow_answers_of_the_name_server() -> None:
+    reverse = {"10.77.0.1": {"took_s": 0.2}, "10.77.0.2": {"took_s": 1.5}, "10.77.0.3": {"took_s": None}}
+    finding = only(complaints(scene({"names": names(1, reverse=reverse)})))
+    assert (finding.id, finding.node, finding.severity) == ("names.reverse", "node1", Severity.WARNING)
+    assert "10.77.0.2 took 1.5 s, 10.77.0.3 took too long" in finding.evidence
+    lines = "'10.77.0.2 node2' '::ffff:10.77.0.2 node2' '10.77.0.3 node3' '::ffff:10.77.0.3 node3'"
+    assert finding.fix == f"printf '%s\\n' '' {lines} | sudo tee -a /etc/hosts"
+
+
+def test_myhostname_is_remarked_where_it_decides() -> None:
+    asked = {"sources": ["files", "myhostname", "dns"]}
+    assert remarks(scene({"names": names(1, **asked)}), "names.myhostname") == []
+    finding = only(remarks(scene({"names": names(1, in_hosts_file=[], **asked)}), "names.myhostname"))
+    assert "node1 means 10.77.0.1" in finding.evidence
+
+
+# Leftovers
+
+
+def held(**holder: object) -> dict[str, object]:
+    return {
+        "processes": processes(port={"number": 29500, "holders": [{"address": "127.0.0.1", "user": "me", **holder}]})
+    }
+
+
+def test_a_port_that_somebody_has() -> None:
+    finding = only(complaints(scene(held(**process(71)))))
+    assert (finding.id, finding.severity, finding.node) == ("port.taken", Severity.ERROR, "node1")
+    assert finding.evidence == "port 29500 is taken: by process 71 (python train.py), 1 min 05 s old, of me"
+    assert "not shoal's" in finding.meaning
+    assert finding.fix == ""
+    assert finding.retest.endswith("--port 29500")
+    assert "that we may not look at" in only(complaints(scene(held(pid=None)))).evidence
+    elsewhere = scene({}, held(**process(71)))
+    assert complaints(elsewhere) == []
+    assert only(remarks(elsewhere, "port.taken")).node == "node2"
+
+
+@pytest.mark.parametrize(("has_folder", "fix"), [(True, "shoal stop '/r/a run'"), (False, "kill 71")])
+def test_a_port_that_a_run_of_shoal_has(has_folder: bool, fix: str) -> None:
+    holder = process(71, run="/r/a run", part="rank-0", has_folder=has_folder)
+    finding = only(complaints(scene(held(**holder))))
+    assert "of shoal's run /r/a run" in finding.evidence
+    assert finding.fix == fix
+
+
+def marked(pid: int, part: str, orphan: bool, **other: object) -> dict[str, object]:
+    return {**process(pid), "run": "/r/one", "part": part, "has_folder": True, "orphan": orphan, **other}
+
+
+@pytest.mark.parametrize(
+    ("found", "is_left"),
+    [
+        ([marked(5, "rank-0", orphan=True)], True),
+        ([marked(4, "agent", orphan=True), marked(5, "rank-0", orphan=False)], True),
+        ([marked(3, "supervisor", orphan=True), marked(4, "agent", orphan=False)], False),
+        ([marked(3, "messenger", orphan=False), marked(4, "agent", orphan=True)], False),
+        ([marked(4, "agent", orphan=False), marked(5, "rank-0", orphan=False)], False),
+        ([marked(5, "rank-0", orphan=False)], False),
+    ],
+)
+def test_a_run_that_nobody_keeps_is_left_over(found: list[dict[str, object]], is_left: bool) -> None:
+    seen = scene({"processes": processes(marked=found)})
+    if is_left:
+        finding = only(complaints(seen))
+        assert (finding.id, finding.severity, finding.node) == ("leftover.worker", Severity.WARNING, "node1")
+        assert "shoal's run /r/one has no supervisor" in finding.evidence
+        assert finding.fix == "shoal stop /r/one"
+    else:
+        assert complaints(seen) == []
+        assert only(remarks(seen, "speed.run")).node == "node1"
+
+
+def test_where_the_run_cannot_be_named_its_processes_are() -> None:
+    found = [marked(5, "rank-0", orphan=True), marked(6, "rank-1", orphan=True, stopped=True)]
+    without = processes(marked=found, has_command=False)
+    assert only(complaints(scene({"processes": without}))).fix == "kill -KILL 5 6"
+
+
+def test_orphans_of_other_jobs() -> None:
+    job = {"rank": "1", "world_size": "2", "master_addr": "10.77.0.9"}
+    other = {**job, "master_addr": "10.77.0.8"}
+    strays = [process(9, **job), process(7, **other), process(8, **job)]
+    first, second = complaints(scene({}, {"processes": processes(strays=strays)}))
+    assert (first.id, first.severity, first.node) == ("leftover.worker", Severity.WARNING, "node2")
+    assert (first.fix, second.fix) == ("kill 7", "kill 8 9")
+    assert "process 8 (python train.py), 1 min 05 s old" in second.evidence
+    assert "not shoal's" in second.meaning
+
+
+@pytest.mark.parametrize(
+    ("limits", "over_ssh", "fix"),
+    [
+        ({"soft": 256, "hard": None}, False, "ulimit -n 4096"),
+        (
+            {"soft": 256, "hard": 8192},
+            True,
+            "echo 'me soft nofile 4096' | sudo tee /etc/security/limits.d/90-shoal.conf",
+        ),
+        ({"soft": 256, "hard": 512}, False, "echo 'me - nofile 4096' | sudo tee /etc/security/limits.d/90-shoal.conf"),
+    ],
+)
+def test_too_few_files(limits: dict[str, int | None], over_ssh: bool, fix: str) -> None:
+    finding = only(complaints(scene({"processes": processes(files=limits, over_ssh=over_ssh)})))
+    assert (finding.id, finding.severity, finding.fix) == ("limits.files", Severity.WARNING, fix)
+    assert "may open 256 files" in finding.evidence
+
+
+# Room
+
+
+@pytest.mark.parametrize(
+    ("other", "id_", "severity", "words"),
+    [
+        ({"free": 50e6}, "disk.free", Severity.ERROR, "50 MB free in /tmp"),
+        ({"free": 1e9}, "disk.free", Severity.WARNING, "1 GB free in /tmp"),
+        ({"files_free": 3}, "disk.free", Severity.ERROR, "room for 3 more files in /tmp"),
+        ({"read_only": True, "free": 0}, "disk.readonly", Severity.ERROR, "nothing can be written to /tmp"),
+    ],
+)
+def test_a_disk_without_room(other: dict[str, object], id_: str, severity: Severity, words: str) -> None:
+    finding = only(complaints(scene({}, {"machine": machine(disks=[disk(), disk(**other)])})))
+    assert (finding.id, finding.severity, finding.node, finding.fix) == (id_, severity, "node2", "")
+    assert finding.evidence.startswith(words)
+
+
+def test_a_small_disk_for_temporary_files_will_do() -> None:
+    small = disk(free=600e6, files_free=None, **{"for": ["temporary files"]})
+    assert complaints(scene({"machine": machine(disks=[small])})) == []
+
+
+@pytest.mark.parametrize(("free", "severity"), [(200e6, Severity.ERROR), (800e6, Severity.WARNING)])
+def test_little_memory(free: float, severity: Severity) -> None:
+    memory = {"total": 8e9, "available": free, "swap_total": 4e9, "swap_used": 3e9}
+    finding = only(complaints(scene({"machine": machine(memory=memory)})))
+    assert (finding.id, finding.severity) == ("memory.free", severity)
+    assert "of 8 GB memory are free, 3 GB of swap in use" in finding.evidence
+
+
+# Speed
+
+
+def rates(**other: object) -> dict[str, object]:
+    usual = {"driver": "acpi-cpufreq", "governor": "schedutil", "most_khz": 4_000_000, "base_khz": None}
+    return {"frequency": {**usual, "allowed_khz": 4_000_000, "at_work_khz": 3_500_000, **other}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"governor": "powersave"},
+        {"governor": "powersave", "driver": "intel_pstate", "base_khz": 1_900_000, "at_work_khz": 1_950_000},
+    ],
+)
+def test_a_processor_that_runs_as_it_should(other: dict[str, object]) -> None:
+    assert complaints(scene({"machine": machine(**rates(**other))})) == []
+
+
+_ALL = "/sys/devices/system/cpu/cpu*/cpufreq"
+
+
+@pytest.mark.parametrize(
+    ("other", "id_", "fix"),
+    [
+        ({"governor": "powersave"}, "speed.governor", f"echo performance | sudo tee {_ALL}/scaling_governor"),
+        ({"governor": "powersave", "driver": "intel_pstate"}, "speed.frequency", ""),
+        ({"allowed_khz": 800_000}, "speed.frequency", f"echo 4000000 | sudo tee {_ALL}/scaling_max_freq"),
+    ],
+)
+def test_a_processor_that_is_held_down(other: dict[str, object], id_: str, fix: str) -> None:
+    slow = rates(at_work_khz=800_000, **other)
+    finding = only(complaints(scene({}, {"machine": machine(**slow)})))
+    assert (finding.id, finding.severity, finding.node, finding.fix) == (id_, Severity.WARNING, "node2", fix)
+    assert "runs at 800 MHz where it could do 4 GHz" in finding.evidence
+
+
+def test_heat_counts_while_it_lasts() -> None:
+    hot = scene({"machine": machine(throttled={"since_boot": 12, "just_now": 2})})
+    assert only(complaints(hot)).id == "speed.throttled"
+    was_hot = scene({"machine": machine(throttled={"since_boot": 12, "just_now": 0})})
+    assert complaints(was_hot) == []
+    assert "12 times" in only(remarks(was_hot, "speed.throttled")).evidence
+
+
+def test_on_battery() -> None:
+    finding = only(complaints(scene({"machine": machine(power={"on_battery": True, "percent": 41})})))
+    assert (finding.id, finding.evidence) == ("speed.battery", "it runs on battery, 41% left")
+    assert complaints(scene({"machine": machine(power={"on_battery": False, "percent": 41})})) == []
+
+
+def test_a_lid_is_only_remarked() -> None:
+    seen = scene({"machine": machine(lid={"on_battery": "suspend", "on_mains": "ignore"})})
+    assert complaints(seen) == []
+    finding = only(remarks(seen, "speed.lid"))
+    assert finding.evidence == "closing the lid makes it suspend (on battery)"
+    assert "HandleLidSwitch=ignore" in finding.fix
+    assert remarks(scene({"machine": machine(lid={"on_battery": "lock", "on_mains": "ignore"})}), "speed.lid") == []
+
+
+def test_other_work_is_only_remarked() -> None:
+    busy = scene({"machine": machine(load={"one_minute": 9.0})})
+    assert complaints(busy) == []
+    assert "9.0 processes at a time wanted one of its 4 cores" in only(remarks(busy, "speed.load")).evidence
+
+
+def test_what_a_run_will_use() -> None:
+    hybrid = {"threads": 12, "physical": 8, "quota": 6.0, "fast": 8, "slow": 4}
+    first, *_ = remarks(scene({"machine": machine(cores=hybrid)}), "speed.cores")
+    assert "8 cores with 12 hardware threads (8 fast, 4 slow), of which a container may use 6" in first.evidence
+    assert first.meaning == "a run has 1 rank here, with 4 threads each"
+    few_fast = {"threads": 4, "physical": 4, "quota": None, "fast": 2, "slow": 2}
+    slow, *_ = remarks(scene({"machine": machine(cores=few_fast)}), "speed.cores")
+    assert "on slow cores" in slow.meaning
+
+
+# Where a command is typed
+
+
+@pytest.mark.parametrize(
+    ("id_", "fix", "place"),
+    [
+        ("names.loopback", "sudo sh -c '…'", "on node2"),
+        ("leftover.worker", "shoal stop runs/old", "on node2"),
+        ("sameness.torch", "shoal setup hosts.toml", "on this machine"),
+        ("reach.host", "ssh-copy-id node2", "on this machine"),
+    ],
+)
+def test_a_command_says_where_it_is_typed(id_: str, fix: str, place: str) -> None:
+    assert place_of(Finding(id_, Severity.ERROR, "node2", "seen", "meaning", fix)) == place

@@ -1,0 +1,270 @@
+"""From a profile to a prediction, from runs to constants, and what is said about the difference."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config.load import build_config, load_config, read_profile, write_profile
+from shoal.config.manifest import PredictionRecord
+from shoal.config.profile import SMALL_GPT, ModelTiming, NodeProfile, Profile
+from shoal.config.schema import ModelConfig
+from shoal.cost.measured import (
+    MeasuredSpeed,
+    cluster_model_of,
+    contention,
+    interpolate,
+    measured_network,
+    model_speed_of,
+    spare_cores,
+)
+from shoal.cost.model_size import flops_per_token
+from shoal.cost.predict import predict
+from shoal.cost.strategy import SyncStrategy
+from shoal.cost.workload import StepTime, workload_of
+from shoal.errors import ConfigError
+from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
+from shoal.tools.probe.run import assemble
+from shoal.tools.report.explain_run import explain_prediction, prediction_line
+from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
+from tests.support.programs import TINY, set_flags, shoal
+from tests.support.run_samples import all_events
+from tests.unit.config.test_profile import measured
+
+TIMES = ((1, 0.3), (2, 0.5), (8, 1.7))
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return assemble(measured(), "2026-11-15T10:00:00+00:00", 60.0, 51.0)
+
+
+# How fast a rank computes
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(1, 0.3), (2, 0.5), (5, 1.1), (8, 1.7), (16, 3.4)])
+def test_a_size_that_was_not_measured_lies_between_its_neighbours(size: int, seconds: float) -> None:
+    assert interpolate(TIMES, size) == pytest.approx(seconds)
+
+
+def test_a_smaller_size_than_any_is_in_proportion() -> None:
+    assert interpolate(((4, 0.8), (8, 1.6)), 1) == pytest.approx(0.2)
+
+
+def pace(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelTiming]:
+    """At a constant speed, whatever the micro-batch."""
+    seconds = flops_per_token(model) * model.seq_len / flops_per_s
+    times = {"forward_s": seconds / 3, "backward_s": 2 * seconds / 3, "optimizer_s": 0.01, "spread": 0.0}
+    scaled = [{key: size * value for key, value in times.items()} for size in (1, 4)]
+    shape = {"name": name, "model": model, "threads": 1}
+    return [ModelTiming(**shape, micro_batch=size, **each) for size, each in zip((1, 4), scaled, strict=True)]
+
+
+WIDE = ModelConfig(layers=1, heads=12, width=768, seq_len=128, vocab_size=4096)
+
+
+def test_another_model_is_reckoned_between_those_that_were_measured() -> None:
+    paces = [*pace("small", SMALL_GPT, 20e9), *pace("wide", WIDE, 40e9)]
+    halfway = ModelConfig(layers=6, heads=6, width=384, seq_len=64, vocab_size=1632)
+    found = model_speed_of(paces, halfway)
+    assert not found.is_measured
+    whole_s = interpolate(found.forward, 4) + interpolate(found.backward, 4)
+    speed = 4 * 64 * flops_per_token(halfway) / whole_s
+    assert speed == pytest.approx((20e9 * 40e9) ** 0.5, rel=0.01)
+
+
+def test_another_vocabulary_is_the_same_model_with_another_head() -> None:
+    paces = pace("small", SMALL_GPT, 20e9)
+    found = model_speed_of(paces, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
+    assert found.is_measured
+    assert interpolate(found.forward, 4) < paces[1].forward_s
+
+
+def with_nodes(profile: Profile, **changes: object) -> Profile:
+    nodes = tuple(node.model_copy(update=changes) for node in profile.nodes)
+    return profile.model_copy(update={"nodes": nodes})
+
+
+def test_nodes_of_one_machine_share_cores_and_memory(profile: Profile) -> None:
+    apart, shared = profile, with_nodes(profile, machine="one")
+    first: NodeProfile = apart.nodes[0]
+    assert spare_cores(apart, first) == 1.0
+    assert spare_cores(shared, shared.nodes[0]) == 0.0
+    assert MeasuredSpeed(shared, 2).memory_bytes(0) == MeasuredSpeed(apart, 2).memory_bytes(0) / 2
+    assert contention(apart, first) == 1.0
+
+
+def test_one_node_alone_is_faster_than_beside_another_on_its_machine(profile: Profile) -> None:
+    shared = with_nodes(profile, machine="one")
+    workload = workload_of(build_config("grammar", None, {}, []))
+    assert contention(shared, shared.nodes[0]) > 1
+    alone, both = (MeasuredSpeed(shared, 2).in_world(size).work(workload, 0, 8, 1).compute_s for size in (1, 2))
+    assert both == pytest.approx(contention(shared, shared.nodes[0]) * alone)
+
+
+def test_a_profile_of_one_rank_says_nothing_of_exchanges(profile: Profile) -> None:
+    lonely = profile.model_copy(update={"collectives": ()})
+    with pytest.raises(ConfigError, match="has no measured exchange"):
+        measured_network(lonely).all_reduce(2, 1e6, 4)
+    assert measured_network(lonely).all_reduce(1, 1e6, 4).seconds == 0
+
+
+# The prediction
+
+
+def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
+    workload = workload_of(build_config("grammar", None, {"train": {"micro_batch": 4}}, []))
+    found = predict(workload, SyncStrategy(bucket_mb=25), cluster_model_of(profile), 2)
+    assert found.deal.micro_batches == (2, 2)
+    network = measured_network(profile)
+    whole_s = network.all_reduce(2, 4 * workload.parameters, 4).seconds
+    assert found.step.comm_s == pytest.approx(whole_s, rel=0.05)
+    assert 0 < found.step.exposed_s < found.step.comm_s + 0.01
+    halves = predict(workload, SyncStrategy(wire="fp16", bucket_mb=25), cluster_model_of(profile), 2)
+    # gloo was twice as slow with halves in this profile, and so nothing is gained.
+    assert halves.step.comm_s == pytest.approx(found.step.comm_s, rel=0.05)
+
+
+def test_an_older_profile_is_told_apart(profile: Profile) -> None:
+    with pytest.raises(ConfigError, match="does not contain how fast a model trains"):
+        cluster_model_of(with_nodes(profile, paces=()))
+
+
+@pytest.mark.parametrize("on", ["local:2", "lab:3", "lab:2,link=100mbit"])
+def test_a_profile_of_another_cluster_is_refused(profile: Profile, tmp_path: Path, on: str) -> None:
+    addresses = [node.model_copy(update={"address": f"10.77.0.{n}"}) for n, node in enumerate(profile.nodes, 1)]
+    here = profile.model_copy(update={"on": "lab:2,link=1gbit", "nodes": tuple(addresses)})
+    refuse_another_cluster(here, tmp_path, "lab:2,link=1gbit")
+    with pytest.raises(ConfigError, match="another cluster") as caught:
+        refuse_another_cluster(here, tmp_path, on)
+    assert f"shoal probe --on {on}" in caught.value.fix
+
+
+# What past runs teach
+
+
+STEP = StepTime(compute_s=0.2, comm_s=0.1, exposed_s=0.08, wait_s=0.0, optimizer_s=0.01, other_s=0.002)
+
+
+def outcome(compute: float, comm: float | None) -> ComparedRun:
+    comm_s = None if comm is None else comm * STEP.comm_s
+    return ComparedRun(STEP, compute * STEP.compute_s, 0.02, comm_s or 0.0, comm_s, 0.004, step_s=0.3)
+
+
+def test_constants_are_medians_over_runs() -> None:
+    found = calibrate([outcome(1.1, 1.3), outcome(1.2, None), outcome(3.0, 1.3)])
+    assert (found.runs, found.compute, found.comm, found.other_s) == (3, 1.2, 1.3, 0.004)
+
+
+def test_a_hidden_exchange_says_nothing_of_the_wire() -> None:
+    assert calibrate([replace(outcome(1.0, 1.6), exposed_s=0.01)]).comm == 1.0
+
+
+def test_a_phase_too_short_to_tell_changes_nothing() -> None:
+    assert calibrate([replace(outcome(1.0, 1.0), optimizer_s=0.001)]).optimizer == 1.0
+
+
+@given(st.lists(st.floats(0.3, 3.9), min_size=1, max_size=9))
+def test_a_constant_lies_among_what_was_seen(factors: list[float]) -> None:
+    found = calibrate([outcome(factor, factor) for factor in factors])
+    assert min(factors) * 0.999 <= found.compute <= max(factors) * 1.001
+
+
+# What is said about the difference
+
+
+def record(**changes: float) -> PredictionRecord:
+    phases = {"compute_s": 0.2, "exposed_s": 0.05, "wait_s": 0.0, "optimizer_s": 0.01, "other_s": 0.002, "comm_s": 0.06}
+    phases |= changes
+    step_s = sum(seconds for name, seconds in phases.items() if name != "comm_s")
+    about = {"tokens_per_s": 1000.0, "profile": "p.toml", "profile_created": "now", "is_measured": True}
+    return PredictionRecord(step_s=step_s, **phases, **about)
+
+
+def run_of(allreduce_s: float = 0.06, load: float = 0.0, **phases: float) -> RunSummary:
+    phases = {
+        "forward": 0.07,
+        "backward": 0.13,
+        "exposed": 0.05,
+        "wait": 0.0,
+        "optimizer": 0.01,
+        "data": 0.002,
+    } | phases
+    took_s = sum(phases.values())
+    return replace(
+        summarize(all_events()),
+        phases=phases,
+        step_s=MeanMedianP95(took_s, took_s, took_s),
+        allreduce_s=MeanMedianP95(allreduce_s, allreduce_s, allreduce_s),
+        other_load=load,
+    )
+
+
+def test_a_good_prediction_is_called_one() -> None:
+    said = explain_prediction(record(), run_of())
+    assert said is not None
+    assert "0.0% too" in said
+    assert "No phase is off by more than 3%" in said
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (run_of(backward=0.2, load=1.2), "contention: other programs kept 1.2 cores busy"),
+        (run_of(backward=0.2), "cores were slower than probed"),
+        (run_of(backward=0.08), "cores were faster than probed"),
+        (run_of(exposed=0.15, allreduce_s=0.16), "the link was slower than probed"),
+        (run_of(exposed=0.1), "latency and bucketing, backward hid less of it"),
+        (run_of(wait=0.05), "a straggler: the others waited for rank"),
+        (run_of(optimizer=0.05), "the optimizer took 40 ms more"),
+    ],
+)
+def test_a_difference_is_named_with_its_cause(run: RunSummary, words: str) -> None:
+    assert words in (explain_prediction(record(), run) or "")
+
+
+def test_before_the_run_it_says_what_to_expect() -> None:
+    said = prediction_line(record())
+    assert "a step takes 262 ms, 1,000 tokens/s" in said
+    assert "communication that backward did not hide 50 ms" in said
+    assert "waiting" not in said
+
+
+# The whole way
+
+
+@pytest.mark.long
+def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path: Path) -> None:
+    nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
+    summary = profile.summary.model_copy(update={"nodes": 1})
+    here = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
+    file, run = tmp_path / "here.toml", tmp_path / "run"
+    write_profile(here, file)
+    flags = set_flags(*TINY)
+    done = shoal("train", "--on", "local:2", "--steps", "8", "--out", run, "--plan", "--profile", file, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "predicted: a step takes" in done.stderr
+    assert "A step was predicted to take" in done.stdout
+    page = shoal("report", run)
+    assert page.returncode == 0
+    assert "Predicted and measured" in (run / "report.html").read_text()
+    before = record_of(run)
+    taught = shoal("plan", "--calibrate", run, "--profile", file, "--json")
+    assert taught.returncode == 0, taught.stderr
+    said = json.loads(taught.stdout)
+    learned = read_profile(file).calibration
+    assert learned is not None
+    assert said["calibration"] == learned.model_dump()
+    [lesson] = said["runs"]
+    assert lesson["before_s"] == pytest.approx(before.step_s, rel=1e-3)
+    after = predict_run(load_config(run / "config.toml"), file)
+    assert after.compute_s == pytest.approx(learned.compute * before.compute_s, rel=1e-3)
+
+
+def record_of(run: Path) -> PredictionRecord:
+    return PredictionRecord.model_validate_json((run / "prediction.json").read_text())

@@ -1,0 +1,191 @@
+"""What the manifest, the report and `shoal verify` say of machines that came and went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shoal.cli.output import run_rows
+from shoal.errors import DataError
+from shoal.events import Event
+from shoal.run_folder import RunFolder
+from shoal.tools.report.manifest import current_manifest, read_manifest, write_derived_files
+from shoal.tools.report.membership import describe_changes
+from shoal.tools.report.page import write_report
+from shoal.tools.report.replicas import judge_replicas
+from shoal.tools.report.summary import summarize
+from tests.integration.test_whole_runs import opened
+from tests.support.member_samples import BEGAN, commit_records, entered, killed_and_back, parted, steps, time_of
+from tests.support.run_samples import end, make_run, start
+from tests.unit.tools.report.test_page import EVIL, Page
+
+LEFT = "box-3 lost all of its ranks. box-1 and box-2 go on, as generation 2, with step 40."
+APART = "box-2 had trained apart from box-1 since step 20; up to 6 steps are marked abandoned."
+KILLED = [*commit_records(1, 39, "1-0"), *commit_records(40, 50, "2-0"), *commit_records(51, 100, "4-0")]
+ABANDONED = {"abandoned": "3-1", "standing": "3-0", "after": 20, "time": BEGAN}
+
+
+def both_sides() -> list[Event]:
+    """In a folder that both sides share, lines of the two stand side by side."""
+    ours, theirs = commit_records(21, 40, "3-0", "3-0"), commit_records(21, 26, "3-1", "3-1")
+    return [line for place, line in enumerate(ours) for line in (line, *theirs[place : place + 1])]
+
+
+def tell(generation: str | None, text: str, event: str = "announce", at: float = 1.0) -> Event:
+    return {"event": event, "generation": generation, "text": text, "time": at}
+
+
+def write(path: Path, records: list[Event]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def run_with(folder: Path, events: list[Event], commits: list[Event], **journals: list[Event]) -> RunFolder:
+    run = make_run(folder, events)
+    write(run.commits, commits)
+    for node, said in journals.items():
+        write(run.journal(node), said)
+    return run
+
+
+def parted_run(folder: Path, *marks: Event) -> RunFolder:
+    commits = [*commit_records(1, 20, "1-0"), *both_sides(), *marks, *commit_records(41, 60, "5-0", "3-0")]
+    return run_with(folder, parted(), commits, b=[tell(None, APART, "abandon", 2.0)])
+
+
+def test_every_change_is_in_the_manifest(tmp_path: Path) -> None:
+    said = [tell("2-0", LEFT)]
+    run = run_with(tmp_path / "run", killed_and_back(), KILLED, a=said, b=said, c=[tell("4-0", "box-3 is let in.")])
+    write_derived_files(run)
+    manifest = read_manifest(run)
+    assert manifest is not None
+    assert (manifest.generations, manifest.lineage, manifest.members) == (3, "1-0", [0, 1, 2])
+    first, second = manifest.recoveries
+    assert (first.generation, first.step, first.members, first.stands) == ("2-0", 39, [0, 1], True)
+    assert first.text == LEFT
+    # Training stopped 0.75 s before the group of the two was there, and step 40 was done a quarter of a second after.
+    assert first.seconds == pytest.approx(time_of(40) - time_of(39))
+    assert (second.members, second.text) == ([0, 1, 2], "box-3 is let in.")
+    assert dict(run_rows(manifest))["members"] == "changed 2×, 3 at the end; at most 1.0 s to the next commit"
+
+
+def test_a_sentence_of_our_own_where_no_agent_said_one() -> None:
+    changes = describe_changes(summarize(parted()).history, [], [])
+    assert [(each.text, each.seconds) for each in changes.recoveries] == [
+        ("Rank 1 left; rank 0 goes on with step 21.", None),
+        ("Rank 0 left; rank 1 goes on with step 21.", None),
+        ("Rank 1 joined; ranks 0 and 1 go on with step 41.", None),
+    ]
+    assert changes.lineage == "3-0"
+
+
+def test_what_most_agents_say_is_the_sentence() -> None:
+    history = summarize(killed_and_back()).history
+    said = [tell("4-0", "a longer sentence of the one that was let in"), tell("4-0", "short"), tell("4-0", "short")]
+    pauses = [tell(None, "later", "pause", 9.0), tell(None, "earlier", "pause", 3.0), tell(None, "later", "pause", 9.5)]
+    changes = describe_changes(history, [], [*said, *pauses, {"event": "announce", "generation": "x"}])
+    assert changes.recoveries[1].text == "short"
+    assert changes.notes == ["earlier", "later"]
+
+
+def test_a_run_in_which_nobody_came_or_went(tmp_path: Path) -> None:
+    manifest = current_manifest(make_run(tmp_path / "run"))
+    assert (manifest.generations, manifest.lineage, manifest.recoveries) == (1, None, [])
+    assert (manifest.members, manifest.membership_notes) == ([0, 1], [])
+    assert "members" not in dict(run_rows(manifest))
+
+
+def test_an_older_manifest_is_read_without_the_new_fields(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_derived_files(run)
+    stored = json.loads(run.manifest.read_text())
+    for name in ("members", "generations", "lineage", "recoveries", "membership_notes"):
+        del stored[name]
+    run.manifest.write_text(json.dumps(stored))
+    assert (manifest := read_manifest(run)) is not None
+    assert manifest.generations == 1
+
+
+def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
+    page = Page(write_report(parted_run(tmp_path / "run", ABANDONED)).read_text(encoding="utf-8"))
+    for text in ("Who took part", APART, "6 steps of abandoned lineages do not count", "Abandoned later."):
+        assert text in page.text
+    assert "These figures are of steps that two ranks did together" in page.text
+    bars = {trace["name"]: trace for trace in page.figures["members"]["data"]}
+    assert bars.keys() == {"lineage 1-0", "lineage 3-0", "lineage 3-1, abandoned"}
+    given_up: dict[str, Any] = bars["lineage 3-1, abandoned"]
+    assert (given_up["y"], given_up["base"], given_up["x"]) == (["rank 1 (here)"], [20], [6])
+    assert "pattern" in given_up["marker"]
+    stood = bars["lineage 3-0"]
+    assert list(zip(stood["y"], stood["base"], stood["x"], strict=True)) == [
+        ("rank 0 (here)", 20, 20),
+        ("rank 0 (here)", 40, 20),
+        ("rank 1 (here)", 40, 20),
+    ]
+
+
+@pytest.mark.long
+def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
+    run = parted_run(tmp_path / "run", ABANDONED)
+    first = run.events(0).read_text().replace('"here"', '"<b>here"')
+    run.events(0).write_text(first)
+    document = opened(write_report(run), tmp_path / "profile")
+    for label in ("lineage 3-1, abandoned", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
+        assert label in document
+
+
+def test_the_page_of_a_steady_run_has_no_such_section(tmp_path: Path) -> None:
+    page = Page(write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8"))
+    assert "members" not in page.figures
+    assert "Who took part" not in page.text
+
+
+def test_sentences_of_agents_cannot_run(tmp_path: Path) -> None:
+    said = [tell("2-0", EVIL), tell(None, EVIL, "abandon")]
+    page = Page(write_report(run_with(tmp_path / "run", killed_and_back(), KILLED, a=said)).read_text())
+    assert len(page.scripts) == 3
+    assert page.text.count(EVIL) == 2
+
+
+def with_equal_states(run: RunFolder, *ranks: int) -> RunFolder:
+    for rank in ranks:
+        save_file({"w": np.zeros(4, np.float32)}, run.state(rank))
+    return run
+
+
+def visited() -> list[Event]:
+    """Two ranks, and a third that comes from a new machine after step 50."""
+    events: list[Event] = []
+    for rank in (0, 1):
+        events += [start(rank, 2), entered(rank, "1-0", (0, 1), 0, how="first"), *steps(rank, 1, 50)]
+        events += [entered(rank, "2-0", (0, 1, 66), 50), *steps(rank, 51, 100), digest(rank), end(rank)]
+    came = [start(66, 3, time=time_of(50)), entered(66, "2-0", (0, 1, 66), 50, how="joined")]
+    return [*events, *came, *steps(66, 51, 100), digest(66), end(66)]
+
+
+def digest(rank: int) -> Event:
+    return {"event": "digest", "rank": rank, "time": time_of(100), "step": 100, "sha256": "ab" * 32}
+
+
+@pytest.mark.parametrize(("here", "away"), [((0, 1), [66]), ((66,), [0, 1]), ((0, 1, 66), [])])
+def test_each_side_of_a_visit_judges_what_it_has(tmp_path: Path, here: tuple[int, ...], away: list[int]) -> None:
+    run = make_run(tmp_path / "run", [event for event in visited() if event["rank"] in here])
+    if not away:
+        for rank in here:
+            save_file({"w": np.ones(3, np.float32)}, run.state(rank))
+    verdict = judge_replicas(run)
+    assert (verdict.byte_equivalent, verdict.ranks, verdict.elsewhere) == (True, len(here), away)
+    assert current_manifest(run).status == "finished"
+
+
+def test_a_founder_whose_words_never_came_home_is_missed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [event for event in visited() if event["rank"] == 0])
+    save_file({"w": np.ones(3, np.float32)}, run.state(0))
+    with pytest.raises(DataError, match="rank 1 wrote no state"):
+        judge_replicas(run)
+    assert current_manifest(run).status == "unfinished"

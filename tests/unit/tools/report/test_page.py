@@ -1,0 +1,147 @@
+"""The report page: complete, self-contained, and deaf to what a run's texts would like it to do."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.events import Event
+from shoal.tools.report.manifest import write_derived_files
+from shoal.tools.report.page import MAX_POINTS, embed_json, thin_by_mean, thin_keeping_extremes, write_report
+from tests.support.run_samples import all_events, demo_points, make_run, start, step
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements, visible text, and the content of each script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "script":
+            self.scripts[-1] += data
+        elif self._in != "style":
+            self.text += data
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.scripts[0])
+        return found
+
+
+def page_of(folder: Path, events: list[Event] | None = None, *sets: str) -> Page:
+    return Page(write_report(make_run(folder / "run", events, *sets)).read_text(encoding="utf-8"))
+
+
+def test_the_page_shows_what_a_finished_run_has(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_derived_files(run, scaling=demo_points())
+    page = Page(write_report(run).read_text(encoding="utf-8"))
+    assert set(page.figures) == {"loss", "medians", "steps-0", "steps-1", "speed", "split"}
+    places = {attrs.get("data-figure") for _, attrs in page.tags} - {None}
+    assert places == set(page.figures) - {"steps-1"}, "rank 1 is reached through the choice of ranks"
+    for text in ("15,515", "Two ranks were faster", "On two ranks", "Not verified yet", "She has not been singing."):
+        assert text in page.text
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    page = page_of(tmp_path)
+    assert not [tag for tag, attrs in page.tags if tag in {"link", "iframe", "img"} or "src" in attrs]
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+
+
+def test_texts_of_a_run_cannot_run(tmp_path: Path) -> None:
+    shard = {"event": "shard", "rank": 0, "size": 1, "total": 1, "first": EVIL}
+    fault = {"event": "fault", "rank": 1, "error": EVIL, "seen": EVIL, "why": EVIL, "fix": EVIL}
+    warning = {"event": "warning", "rank": 1, "seen": EVIL, "why": EVIL, "fix": EVIL}
+    note = {"event": "note", "rank": 0, "text": EVIL}
+    lost = {"event": "lost", "rank": 0, "node": EVIL, "how": EVIL}
+    events = [start(0, node=EVIL, device=EVIL), start(1), shard, step(1), step(1, 1), fault, warning, note, lost]
+    page = page_of(tmp_path, events, f"data.path={json.dumps(EVIL)}")
+    assert len(page.scripts) == 3, "the figures, plotly and the page's own script"
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    assert page.text.count(EVIL) >= 6
+
+
+def test_the_name_of_the_folder_cannot_run_either(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "<script>alert(1)<" / "<b>run")
+    assert not [tag for tag, _ in Page(write_report(run).read_text()).tags if tag == "b"]
+
+
+def test_embedded_json_cannot_end_its_element() -> None:
+    text = embed_json({"name": EVIL + "<!--"})
+    assert "<" not in text
+    assert json.loads(text) == {"name": EVIL + "<!--"}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [[], [start(0), start(1)], [start(0, 1), step(1)], [start(0, 1), step(1, loss=math.nan, step_s=math.inf)]],
+    ids=["nothing", "started", "one step", "diverged"],
+)
+def test_a_run_that_died_early_has_a_page(tmp_path: Path, events: list[Event]) -> None:
+    page = page_of(tmp_path, events)
+    assert "unfinished" in page.text
+    assert "NaN" not in page.scripts[0]
+
+
+def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
+    fault = {"event": "fault", "rank": 1, "error": "RunFailed", "seen": "out of memory", "fix": "use a smaller batch"}
+    warning = {
+        "event": "warning",
+        "rank": 0,
+        "error": "CheckpointError",
+        "seen": "could not write a checkpoint",
+        "fix": "",
+    }
+    alive = [event for event in all_events(2, 5) if event["event"] != "end"]
+    text = page_of(tmp_path, [*alive, fault, warning]).text
+    assert text.index("out of memory") < text.index("What the numbers say") < text.index("could not write")
+
+
+def test_the_verdict_on_replicas_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    manifest = write_derived_files(run)
+    for verdict, words in ((True, "identical"), (False, "The replicas differ; the largest difference is at most 0.25")):
+        changed = manifest.model_copy(update={"byte_equivalent": verdict, "max_abs_diff": 0.0 if verdict else 0.25})
+        run.manifest.write_text(changed.model_dump_json())
+        assert words in Page(write_report(run).read_text()).text
+
+
+def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
+    steps, values = np.arange(1, 250_001), np.ones(250_000)
+    values[123_456] = 50.0
+    for x, y in (thin_keeping_extremes(steps, values), thin_by_mean(steps, values)):
+        assert len(x) == len(y) <= MAX_POINTS
+        assert x == sorted(x)
+    assert max(value for value in thin_keeping_extremes(steps, values)[1] if value is not None) == 50.0
+    assert max(thin_by_mean(steps, values)[1]) == pytest.approx(1 + 49 / 250)
+
+
+def test_short_curves_are_left_alone() -> None:
+    steps, values = np.arange(1, 4), np.array([1.0, math.nan, 3.0])
+    assert thin_keeping_extremes(steps, values) == ([1, 2, 3], [1.0, None, 3.0])

@@ -1,0 +1,435 @@
+"""Checkpoints: whole or not at all, and no flipped bit gets in."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from shoal.config.load import build_config, to_toml
+from shoal.config.schema import ModelConfig
+from shoal.data.tokenizer import build_tokenizer, save_tokenizer
+from shoal.errors import CheckpointError
+from shoal.events import FileMark
+from shoal.model.gpt import GPT
+from shoal.run_folder import RunFolder
+from shoal.sync.world import World
+from shoal.train import resume
+from shoal.train.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    Progress,
+    RankShards,
+    load_moments,
+    load_weights,
+    moments,
+    read_checkpoint,
+    read_shard,
+    weights,
+    write_shard,
+)
+from shoal.train.sample import write_sentences
+from tests.support.ranks import FORKSERVER, run_ranks
+
+SHAPE = ModelConfig(layers=1, heads=1, width=8, seq_len=4, vocab_size=11)
+
+
+def trained(steps: int = 3) -> tuple[GPT, AdamW]:
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    optimizer = AdamW(model.decay_groups(0.1), fused=True)
+    for _ in range(steps):
+        model(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[2, 3, 4, 5]])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(folder: CheckpointFolder, step: int) -> Path:
+    model, optimizer = trained()
+    return folder.save(Checkpoint(Progress(step, 10 * step), weights(model), moments(model, optimizer)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path, keep=3)
+
+
+def test_what_was_saved_comes_back(folder: CheckpointFolder) -> None:
+    save(folder, 5)
+    model, optimizer = trained()
+    found = folder.load_latest()
+    assert found.progress == Progress(5, 50)
+    fresh = GPT(SHAPE)
+    fresh_optimizer = AdamW(fresh.decay_groups(0.1), fused=True)
+    load_weights(fresh, found.model)
+    load_moments(fresh, fresh_optimizer, found.optimizer, step=3)
+    for name, tensor in {**weights(model), **moments(model, optimizer)}.items():
+        assert torch.equal(tensor, {**weights(fresh), **moments(fresh, fresh_optimizer)}[name]), name
+
+
+def test_three_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(folder, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (3, 4, 5)]
+
+
+def test_a_leftover_of_a_killed_save_is_swept_and_never_loaded(folder: CheckpointFolder, tmp_path: Path) -> None:
+    save(folder, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.tmp")
+    assert folder.load_latest().progress.step == 1
+    save(folder, 3)
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_saving_the_same_step_again_replaces_it(folder: CheckpointFolder) -> None:
+    assert save(folder, 1) == save(folder, 1)
+    assert folder.load_latest().progress.step == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "zero", "remove", "manifest gone", "empty manifest"])
+def test_a_damaged_one_is_set_aside_and_the_previous_used(
+    folder: CheckpointFolder, tmp_path: Path, damage: str
+) -> None:
+    save(folder, 1)
+    newest = save(folder, 2)
+    victim = newest / ("manifest.json" if "manifest" in damage else "optimizer.safetensors")
+    match damage:
+        case "truncate":
+            victim.write_bytes(victim.read_bytes()[:-7])
+        case "zero":
+            victim.write_bytes(bytes(victim.stat().st_size))
+        case "empty manifest":
+            victim.write_text("{}")
+        case _:
+            victim.unlink()
+    assert folder.load_latest().progress.step == 1
+    assert newest.exists(), "a reader renames nothing"
+    assert folder.load_latest(set_aside=True).progress.step == 1
+    assert (tmp_path / "step-00000002.corrupt").is_dir()
+    assert not newest.exists()
+
+
+def test_any_flipped_bit_is_found(folder: CheckpointFolder) -> None:
+    """Two hundred random bits in all four files."""
+    where = save(folder, 1)
+    files = sorted(where.iterdir())
+    rng = random.Random(7)
+    for _ in range(200):
+        victim = rng.choices(files, weights=[file.stat().st_size for file in files])[0]
+        good = victim.read_bytes()
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(bad)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(where)
+        victim.write_bytes(good)
+    assert read_checkpoint(where).progress.step == 1
+
+
+@pytest.mark.long
+def test_every_bit_of_the_manifest_counts(folder: CheckpointFolder) -> None:
+    where = save(folder, 1)
+    manifest = where / "manifest.json"
+    good = manifest.read_bytes()
+    for position in range(len(good)):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[position] ^= 1 << bit
+            manifest.write_bytes(bad)
+            with pytest.raises(CheckpointError):
+                read_checkpoint(where)
+
+
+def test_all_broken_is_an_error_that_says_so(folder: CheckpointFolder) -> None:
+    (save(folder, 1) / "state.json").write_text("not json")
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from") as caught:
+        folder.load_latest()
+    assert "state.json is damaged" in caught.value.why
+
+
+def test_none_at_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        CheckpointFolder(tmp_path / "nothing", keep=3).load_latest()
+
+
+def test_another_model_is_refused_by_name(folder: CheckpointFolder) -> None:
+    save(folder, 1)
+    other = GPT(SHAPE.model_copy(update={"width": 16}))
+    with pytest.raises(CheckpointError, match=r"model\.token\.weight"):
+        load_weights(other, folder.load_latest().model)
+
+
+def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
+    """Written by a later version of shoal, most likely: passed over, and left where it is."""
+    save(folder, 1)
+    newest = save(folder, 2)
+    manifest = newest / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    assert folder.load_latest(set_aside=True).progress.step == 1
+    assert newest.exists()
+
+
+# Parts of ranks
+
+PARTS = RankShards(ranks=2, mark=7, step=4, cursor=40, flying=1)
+
+
+def save_with_parts(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:
+    folder.begin(step)
+    for rank in range(2):
+        write_shard(folder.unfinished(step), rank, {"model.w": torch.full((3,), float(rank))}, mark)
+    tensors = {"model.w": torch.ones(3)}
+    return folder.complete(Checkpoint(Progress(step, 10 * step), tensors, {}, PARTS))
+
+
+def test_parts_come_back(folder: CheckpointFolder) -> None:
+    where = save_with_parts(folder, 5)
+    assert folder.load_latest().shards == PARTS
+    assert [read_shard(where, rank, 7)["model.w"].tolist() for rank in range(2)] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_any_flipped_bit_of_a_part_is_found(folder: CheckpointFolder) -> None:
+    where = save_with_parts(folder, 5)
+    victim = where / "rank-1.safetensors"
+    good = victim.read_bytes()
+    for position in range(len(good)):
+        victim.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_shard(where, 1, 7)
+    assert read_checkpoint(where).progress.step == 5, "what is common is whole"
+
+
+def test_a_part_of_another_save_or_none_is_refused(folder: CheckpointFolder) -> None:
+    where = save_with_parts(folder, 5, mark=8)
+    with pytest.raises(CheckpointError, match="another save"):
+        read_shard(where, 0, 7)
+    with pytest.raises(CheckpointError, match=r"rank-2\.safetensors is missing"):
+        read_shard(where, 2, 7)
+    (where / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        read_shard(where, 0, 8)
+
+
+def test_a_part_that_cannot_be_written_is_an_error(folder: CheckpointFolder, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="part of rank 3"):
+        write_shard(tmp_path / "nowhere", 3, {}, 7)
+
+
+def test_what_a_run_left_behind_is_set_aside(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (3, 5, 7):
+        save(folder, step)
+    folder.set_aside_newer(3)
+    assert folder.load_latest().progress.step == 3
+    assert {path.name for path in tmp_path.iterdir() if path.name.endswith("superseded")} == {
+        "step-00000005.superseded",
+        "step-00000007.superseded",
+    }
+
+
+def test_what_two_lineages_had_in_common_stays_when_one_is_given_up(folder: CheckpointFolder, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for step in (1, 2, 3):
+        progress = Progress(step, 10 * step, "1-0", "1-0")
+        folder.save(Checkpoint(progress, weights(model), moments(model, optimizer)))
+    folder.set_aside_lineage("1-0", after=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001", "step-00000002", "step-00000003.abandoned",
+    ]  # fmt: skip
+
+
+def test_as_many_are_set_aside_as_are_kept(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """A run whose machines part and meet for weeks must not fill the disk."""
+    model, optimizer = trained()
+    for step in range(1, 8):
+        progress = Progress(step, 10 * step, "1-0", f"{step}-0")
+        folder.save(Checkpoint(progress, weights(model), moments(model, optimizer)))
+        folder.set_aside_lineage(f"{step}-0", after=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}.abandoned" for step in (5, 6, 7)]
+
+
+@pytest.mark.long
+def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A process that does nothing but save, killed within the tenth of a second after a save; the next one goes on in
+    the same folder."""
+    path, draw, reached, torn = tmp_path / "checkpoints", random.Random(13), 0, 0
+    with parent_of_savers() as orders:
+        for _ in range(50):
+            orders.send((path, reached))
+            saving: int = orders.recv()
+            try:
+                deadline = time.monotonic() + 30
+                while newest(path) <= reached:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+                time.sleep(draw.random() * 0.1)
+            finally:
+                os.kill(saving, signal.SIGKILL)
+                assert orders.recv() == -signal.SIGKILL
+            torn += len(list(path.glob(".step-*")))
+            refused: list[CheckpointError] = []
+            reached = CheckpointFolder(path, keep=3).load_latest(on_error=refused.append).progress.step
+            assert refused == []
+            assert reached == newest(path)
+    assert torn, "no kill fell into a save"
+    save(CheckpointFolder(path, keep=3), reached + 1)
+    assert not list(path.glob(".step-*"))
+
+
+@contextmanager
+def parent_of_savers() -> Iterator[Connection]:
+    """A process that has imported all it needs once, and forks one that saves for each order."""
+    orders, theirs = FORKSERVER.Pipe()
+    parent = FORKSERVER.Process(target=fork_savers, args=(theirs,))
+    parent.start()
+    theirs.close()
+    try:
+        yield orders
+        orders.send(None)
+        parent.join(10)
+    finally:
+        parent.kill()
+        parent.join()
+        parent.close()
+        orders.close()
+
+
+def fork_savers(orders: Connection) -> None:
+    """Answers each order with the number of the process, and with how it ended."""
+    while order := orders.recv():
+        pid = os.fork()
+        if pid == 0:
+            save_for_ever(*order)
+        orders.send(pid)
+        orders.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def save_for_ever(path: Path, step: int) -> None:
+    folder = CheckpointFolder(path, keep=3)
+    model, optimizer = trained()
+    while True:
+        step += 1
+        folder.save(Checkpoint(Progress(step, 10 * step), weights(model), moments(model, optimizer)))
+
+
+def newest(path: Path) -> int:
+    return max((int(found.name[5:13]) for found in path.glob("step-????????")), default=0)
+
+
+# Nothing is left to chance when the power fails or the process is killed.
+
+
+def test_all_is_on_disk_before_the_name_is(folder: CheckpointFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def fsync(fd: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().relative_to(tmp_path)}")
+        sync(fd)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
+    model, optimizer = trained()
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    folder.begin(3)
+    folder.complete(Checkpoint(Progress(3, 30), weights(model), moments(model, optimizer)), ledger=FileMark(7, "ab"))
+    hidden = "checkpoints/.step-00000003.tmp"
+    files = ("model.safetensors", "optimizer.safetensors", "state.json", "ledger.json", "manifest.json")
+    place = done.index("rename .step-00000003.tmp step-00000003")
+    assert {f"sync {hidden}/{name}" for name in files} | {f"sync {hidden}"} <= set(done[:place])
+    assert done[place + 1 :] == ["sync checkpoints"]
+    mark = json.loads((tmp_path / "checkpoints" / "step-00000003" / "ledger.json").read_text())
+    assert mark == {"size": 7, "sha256": "ab"}
+
+
+@pytest.mark.parametrize("broken_at", [".step-00000003.tmp", "step-00000003"])
+def test_with_one_checkpoint_kept_a_kill_between_two_renames_leaves_it(
+    tmp_path: Path, monkeypatch: Any, broken_at: str
+) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    save(folder, 3)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == broken_at:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, 3)
+    monkeypatch.undo()
+    again = CheckpointFolder(tmp_path, keep=1)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert again.load_latest().progress.step == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, "a reader renames nothing: a training may write"
+    save(again, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_by_its_sums_the_newest_whole_one_is_named(folder: CheckpointFolder, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(folder, step)
+    newest = tmp_path / "step-00000002" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"!")
+    told: list[str] = []
+    found = folder.newest_whole(lambda error: told.append(error.seen))
+    assert found == Progress(1, 10)
+    assert told == [f"{newest} is damaged: its SHA-256 is not the one written"]
+    assert (tmp_path / "step-00000002.corrupt").is_dir()
+
+
+def choose(world: World, folders: Path) -> tuple[int, int]:
+    """Two machines: the first one's checkpoint of step 3 is damaged, and it has one of step 1; the second has one of
+    step 2."""
+    own = CheckpointFolder(folders / str(world.rank), keep=3)
+    for step in (1, 3) if world.rank == 0 else (2,):
+        save(own, step)
+    if world.rank == 0:
+        (folders / "0" / "step-00000003" / "optimizer.safetensors").write_bytes(b"damaged")
+    trainer: Any = SimpleNamespace(
+        world=replace(world, keeps_files=True), recorder=SimpleNamespace(warn=lambda error: None)
+    )
+    newest = resume.find_newest(trainer.world, trainer.recorder, own)
+    source, kept = resume.gather_checkpoints(trainer.world, own, "", newest)
+    return source, kept[source].progress.step
+
+
+def test_a_damaged_checkpoint_does_not_hide_another_machines_good_one(tmp_path: Path) -> None:
+    assert run_ranks(choose, 2, tmp_path, tmp_path) == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("prompt", "begins"), [("", ""), ("sea", "sea")])
+def test_a_model_of_a_text_without_line_ends_writes_sentences(tmp_path: Path, prompt: str, begins: str) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    tokenizer = build_tokenizer("char", "she sells sea shells", bpe_vocab=300)
+    shape = ("layers=1", "heads=1", "width=8", "seq_len=4", f"vocab_size={tokenizer.vocab_size}")
+    config = build_config(sets=[f"model.{each}" for each in shape])
+    run.config.write_text(to_toml(config), encoding="utf-8")
+    save_tokenizer(tokenizer, run.tokenizer)
+    state = Checkpoint(Progress(1, 1), weights(GPT(config.model)), {})
+    CheckpointFolder(run.checkpoints, keep=1).save(state)
+    options = Namespace(prompt=prompt, count=3, length=6, temperature=1.0, seed=1)
+    sentences = write_sentences(run, options)
+    assert [len(each) for each in sentences] == [len(prompt) + 6] * 3
+    assert all(each.startswith(begins) and set(each) <= set("she sells sea shells") for each in sentences)
