@@ -237,7 +237,7 @@ def test_the_command_line_from_up_to_down() -> None:
 _ROOTLESS = """
 import subprocess, sys
 from pathlib import Path
-from shoal.cluster.lab import changes
+from shoal.cluster.lab import lab as changes
 from shoal.cluster.lab.lab import up
 from shoal.cluster.lab.spec import make_spec
 lab = up(make_spec(2, name=sys.argv[1], cpu="0.5", link="100mbit", delay="20ms"))

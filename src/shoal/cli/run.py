@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal import __version__
+from shoal.cli.main import load_verb
 from shoal.cli.output import LineDisplay, make_console, print_detached, print_json
 from shoal.cli.train import clear_leftovers
 from shoal.cluster.cluster import planned_nodes
@@ -94,7 +95,7 @@ def script_command(words: list[str]) -> tuple[list[str], str]:
         return words, words[1].rpartition(".")[2]
     if words[0].startswith("-"):
         name = words[0].partition("=")[0]
-        known = [option for parameter in typer.main.get_command(app).params for option in parameter.opts]
+        known = [option for parameter in load_verb("run").params for option in parameter.opts]
         raise UsageError(
             f"shoal run has no option {name}", why=did_you_mean(name, known), fix="see its options: shoal run --help"
         )

@@ -290,6 +290,11 @@ def _reduce_timed(state: _Reduce, bucket: GradBucket) -> Future[Tensor]:
     return _reduce(state, bucket).then(note_end)
 
 
+# DDP compares the annotations of a hook with these classes, and finds strings where annotations are postponed.
+for _hook in (_reduce, _reduce_timed):
+    _hook.__annotations__.update({"bucket": GradBucket, "return": Future[Tensor]})
+
+
 class StockDDP(_WithDDP, NoState):
     """Plain DDP, timed from outside: how long backward waited for it, but not how long its all-reduces took.
 

@@ -15,14 +15,19 @@ from typing import Any
 
 from shoal.tools.doctor.collect import machine, network, trials
 
-TOPICS = {"machine": machine, "names": network, "network": network, "processes": machine}
+TOPICS = {
+    "machine": machine.observe,
+    "names": network.names_observe,
+    "network": network.observe,
+    "processes": machine.processes_observe,
+}
 
 
 def observe(request: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, Any] = {"failed": {}}
-    for topic, module in TOPICS.items():
+    for topic, look in TOPICS.items():
         try:
-            seen[topic] = module.observe(request)
+            seen[topic] = look(request)
         except Exception as error:
             # One unreadable file must not hide everything else that is there to see.
             seen["failed"][topic] = f"{type(error).__name__}: {error}"
