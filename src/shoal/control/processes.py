@@ -150,8 +150,13 @@ def is_running(pid: int) -> bool:
 
 
 def is_alive(process: RunProcess) -> bool:
+    """Whether it is the same process still: the kernel may have given its number to another one.
+
+    Start times are counted from the boot time, which the kernel computes from the clock, in whole seconds: it may differ
+    by a second between two readings.
+    """
     now = _inspect(process.pid)
-    return now is not None and now.started_at == process.started_at
+    return now is not None and abs(now.started_at - process.started_at) < 2
 
 
 def ask_to_stop(processes: Iterable[RunProcess]) -> None:

@@ -272,7 +272,7 @@ def test_where_nobody_trains_nobody_is_invited(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     done = shoal("host", tmp_path)
     assert done.returncode == 2
-    assert f"error: nobody trains in {tmp_path} on this machine" in done.stderr
+    assert f"error: no agent of {tmp_path} runs on this machine" in done.stderr
     assert f"shoal train --resume {tmp_path}" in done.stderr
     given = shoal("host", tmp_path, "--steps", "5")
     assert "error: a running run keeps its settings" in given.stderr

@@ -86,7 +86,7 @@ def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
         ("--on local:0", "a world needs at least one rank", "--on local:2"),
         ("--on local:-1", "a world needs at least one rank", "--on local:2"),
         ("--on local:5 --global-batch 4", "5 ranks cannot share a global batch of 4 sequences", "--global-batch 5"),
-        ("--global-batch 24 --micro-batch 5", "to 2 ranks in micro-batches of 5", "--micro-batch 4"),
+        ("--global-batch 24 --micro-batch 5", "by 2 ranks in micro-batches of 5", "--micro-batch 4"),
         ("--tokenizer byte --set model.vocab_size=100", "the byte tokenizer has 256 tokens", "model.vocab_size"),
     ],
 )
