@@ -152,8 +152,8 @@ def is_running(pid: int) -> bool:
 def is_alive(process: RunProcess) -> bool:
     """Whether it is the same process still: the kernel may have given its number to another one.
 
-    Start times are counted from the boot time, which the kernel computes from the clock, in whole seconds: it may differ
-    by a second between two readings.
+    Start times are counted from the boot time, which the kernel computes from the clock in whole seconds: two readings
+    may differ by a second.
     """
     now = _inspect(process.pid)
     return now is not None and abs(now.started_at - process.started_at) < 2
