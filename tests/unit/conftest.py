@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -22,7 +23,9 @@ sys.addaudithook(_refuse)
 
 
 @pytest.fixture(autouse=True)
-def starts_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+def starts_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A fork server starts the ranks of `run_ranks` without an event in this process.
+    monkeypatch.setattr(BaseProcess, "start", lambda process: _refuse("os.fork", (process.name,)))
     _running.append(request.node.nodeid)
     yield
     _running.clear()

@@ -7,17 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cost.model_size import grad_bytes
+from shoal.cost.network import ring_bytes
 from shoal.sync.compression import native as compression_native
 from shoal.sync.compression.native import load_kernels
+from tests.support.ranks import run_ranks
+from tests.unit.sync.test_compression_parts import (
+    BYTES_SHAPES,
+    FORMATS,
+    count_bytes,
+    uncached,  # noqa: F401 - a fixture
+)
 
 
-def test_a_compiler_that_fails_leaves_nothing(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_nothing(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(compression_native, "_FLAGS", (*compression_native._FLAGS, "-no-such-flag"))
     assert load_kernels.__wrapped__() is None
     assert not uncached.exists() or not list(uncached.iterdir())
 
 
-def test_kernels_are_built_once(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_built_once(uncached: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     if load_kernels.__wrapped__() is None:
         pytest.skip("no compiler")
     [library] = uncached.iterdir()
@@ -28,3 +37,21 @@ def test_kernels_are_built_once(uncached: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compression_native, "_FLAGS", (*compression_native._FLAGS, "-DANOTHER"))
     assert load_kernels.__wrapped__() is not None
     assert len(list(uncached.iterdir())) == 2
+
+
+def test_a_damaged_library_is_not_used(uncached: Path) -> None:  # noqa: F811
+    if load_kernels() is None:
+        pytest.skip("no compiler")
+    library = compression_native._find_or_build(uncached)
+    # A new file: the library may be mapped into this process.
+    library.unlink()
+    library.write_bytes(b"\x7fELF of old")
+    assert load_kernels.__wrapped__() is None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_are_those_of_theory(form: str, size: int, tmp_path: Path) -> None:
+    wanted = ring_bytes(size, grad_bytes(BYTES_SHAPES.values(), form))
+    for found in run_ranks(count_bytes, size, tmp_path, form, 4):
+        assert found / 4 == pytest.approx(wanted, rel=0.03)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shoal.config.load import write_profile
+import pytest
+
+from shoal.config.load import load_config, read_profile, write_profile
 from shoal.config.profile import Profile
+from shoal.tools.plan.compare import predict_run
 from tests.support.programs import TINY, set_flags, shoal
+from tests.unit.tools.plan.test_compare import (
+    profile,  # noqa: F401 - a fixture
+    record_of,
+)
 
 
-def test_a_plan_from_a_profile(profile: Profile, tmp_path: Path) -> None:
+def test_a_plan_from_a_profile(profile: Profile, tmp_path: Path) -> None:  # noqa: F811
     """Nodes that differ by noise are not balanced, and what lies beyond the measured ones is said."""
     file = tmp_path / "profile.toml"
     write_profile(profile, file)
@@ -35,3 +42,31 @@ def test_a_run_that_cannot_be_predicted_is_not_started(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "there is no profile" in done.stderr
     assert not out.exists()
+
+
+@pytest.mark.long
+def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path: Path) -> None:  # noqa: F811
+    nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
+    summary = profile.summary.model_copy(update={"nodes": 1})
+    here = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
+    file, run = tmp_path / "here.toml", tmp_path / "run"
+    write_profile(here, file)
+    flags = set_flags(*TINY)
+    done = shoal("train", "--on", "local:2", "--steps", "8", "--out", run, "--plan", "--profile", file, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "predicted: a step takes" in done.stderr
+    assert "A step was predicted to take" in done.stdout
+    page = shoal("report", run)
+    assert page.returncode == 0
+    assert "Predicted and measured" in (run / "report.html").read_text()
+    before = record_of(run)
+    taught = shoal("plan", "--calibrate", run, "--profile", file, "--json")
+    assert taught.returncode == 0, taught.stderr
+    said = json.loads(taught.stdout)
+    learned = read_profile(file).calibration
+    assert learned is not None
+    assert said["calibration"] == learned.model_dump()
+    [lesson] = said["runs"]
+    assert lesson["before_s"] == pytest.approx(before.step_s, rel=1e-3)
+    after = predict_run(load_config(run / "config.toml"), file)
+    assert after.compute_s == pytest.approx(learned.compute * before.compute_s, rel=1e-3)

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
+from shoal.tools.report.page import write_report
+from tests.integration.test_whole_runs import opened
 from tests.support.programs import shoal
 from tests.unit.tools.report.test_membership import ABANDONED, parted_run, with_equal_states
 
@@ -30,3 +33,13 @@ def test_verify_refuses_a_fork(tmp_path: Path) -> None:
     ledger = json.loads(shoal("verify", run.path, "--json").stdout)["ledger"]
     assert ledger["forked"] == [{"lineages": ["3-0", "3-1"], "first": 21, "last": 26}]
     assert (ledger["ok"], ledger["steps"]) == (False, 60)
+
+
+@pytest.mark.long
+def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
+    run = parted_run(tmp_path / "run", ABANDONED)
+    first = run.events(0).read_text().replace('"here"', '"<b>here"')
+    run.events(0).write_text(first)
+    document = opened(write_report(run), tmp_path / "profile")
+    for label in ("lineage 3-1, abandoned", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
+        assert label in document

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,6 @@ from shoal.host.proc import parse_cpu_list
 from shoal.launch.plan import KEEP_MEMORY, plan_ranks, plan_script
 from shoal.sync.world import World
 from shoal.train.build import pin
-from tests.support.ranks import run_ranks
 
 FOUR = [Core((number,)) for number in range(4)]
 # As Intel numbers them: fast cores with two threads each, then slow ones with one.
@@ -99,21 +97,3 @@ def test_our_ranks_keep_their_memory_and_scripts_decide_for_themselves() -> None
 def pin_each(world: World, wish: str, allowed: list[int]) -> tuple[tuple[int, ...] | None, list[int]]:
     os.sched_setaffinity(0, allowed)
     return pin(world, wish), sorted(os.sched_getaffinity(0))
-
-
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
-def test_ranks_of_one_machine_are_pinned_apart(tmp_path: Path) -> None:
-    allowed = sorted(os.sched_getaffinity(0))
-    (first, now_first), (second, now_second) = run_ranks(pin_each, 2, tmp_path, "auto", allowed)
-    assert list(first or ()) == now_first
-    assert list(second or ()) == now_second
-    assert not set(now_first) & set(now_second)
-
-
-@pytest.mark.parametrize(("wish", "ranks"), [("off", 2), ("auto", 1), ("auto", 99)])
-def test_affinity_stays_where_pinning_is_off_or_cannot_help(wish: str, ranks: int, tmp_path: Path) -> None:
-    """In 99 ranks' place: two that may use one core only."""
-    allowed = sorted(os.sched_getaffinity(0))[: 1 if ranks == 99 else None]
-    for pinned, now in run_ranks(pin_each, min(ranks, 2), tmp_path, wish, allowed):
-        assert pinned is None
-        assert now == allowed

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +42,7 @@ from shoal.train.checkpoint import (
     write_shard,
 )
 from shoal.train.sample import write_sentences
-from tests.support.ranks import FORKSERVER, run_ranks
+from tests.support.ranks import FORKSERVER
 
 SHAPE = ModelConfig(layers=1, heads=1, width=8, seq_len=4, vocab_size=11)
 
@@ -263,34 +261,6 @@ def test_as_many_are_set_aside_as_are_kept(folder: CheckpointFolder, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}.abandoned" for step in (5, 6, 7)]
 
 
-@pytest.mark.long
-def test_fifty_kills_at_any_moment_of_a_save_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    """A process that does nothing but save, killed within the tenth of a second after a save; the next one goes on in
-    the same folder."""
-    path, draw, reached, torn = tmp_path / "checkpoints", random.Random(13), 0, 0
-    with parent_of_savers() as orders:
-        for _ in range(50):
-            orders.send((path, reached))
-            saving: int = orders.recv()
-            try:
-                deadline = time.monotonic() + 30
-                while newest(path) <= reached:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.001)
-                time.sleep(draw.random() * 0.1)
-            finally:
-                os.kill(saving, signal.SIGKILL)
-                assert orders.recv() == -signal.SIGKILL
-            torn += len(list(path.glob(".step-*")))
-            refused: list[CheckpointError] = []
-            reached = CheckpointFolder(path, keep=3).load_latest(on_error=refused.append).progress.step
-            assert refused == []
-            assert reached == newest(path)
-    assert torn, "no kill fell into a save"
-    save(CheckpointFolder(path, keep=3), reached + 1)
-    assert not list(path.glob(".step-*"))
-
-
 @contextmanager
 def parent_of_savers() -> Iterator[Connection]:
     """A process that has imported all it needs once, and forks one that saves for each order."""
@@ -413,10 +383,6 @@ def choose(world: World, folders: Path) -> tuple[int, int]:
     newest = resume.find_newest(trainer.world, trainer.recorder, own)
     source, kept = resume.gather_checkpoints(trainer.world, own, "", newest)
     return source, kept[source].progress.step
-
-
-def test_a_damaged_checkpoint_does_not_hide_another_machines_good_one(tmp_path: Path) -> None:
-    assert run_ranks(choose, 2, tmp_path, tmp_path) == [(1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(("prompt", "begins"), [("", ""), ("sea", "sea")])

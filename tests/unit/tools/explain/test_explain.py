@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import io
-import os
 import re
-import signal
-import socket
 import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from shoal.tools.doctor import checks
@@ -29,7 +25,6 @@ from shoal.tools.explain.explain import (
 )
 from shoal.tools.explain.pattern import CauseOrder, fill_in
 from shoal.tools.explain.patterns import PATTERNS
-from tests.support.failures.bench import Bench, place, wrong
 from tests.support.failures.catalogue import DOCUMENT, renewed
 from tests.support.failures.expected import EXPECTED
 from tests.support.failures.produce import MOST_LINES
@@ -244,49 +239,6 @@ def test_gloo_swaps_the_bytes_of_its_ports() -> None:
     assert "[10.77.0.1]:14215 (really port 34615): Connection" in with_true_ports(line)
     ours = "[c10d] The client socket has timed out, remote=[::ffff:10.77.0.1]:29500"
     assert with_true_ports(ours) == ours
-
-
-@pytest.mark.long
-def test_the_port_that_a_rank_names_is_one_its_peer_really_had(tmp_path: Path) -> None:
-    """A real kill: the survivor's message, with the port put right, leads to the killed process's own socket."""
-    bench = Bench(tmp_path)
-    try:
-        ranks = bench.ranks("work_for_ever")
-        bench.wait_for("is at work", 2)
-        sockets = psutil.Process(ranks[1].pid).net_connections("tcp")
-        had = {each.laddr.port for each in sockets}
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        bench.wait(20)
-        found = explain_text(bench.text())
-    finally:
-        bench.close()
-    assert found.best is not None
-    assert found.best.id in ("gloo.peer-reset", "gloo.peer-closed")
-    printed, really = map(int, re.findall(r"\]:(\d+) \(really port (\d+)\)", found.best.evidence.text)[0])
-    assert really in had
-    assert printed not in had
-
-
-@pytest.mark.long
-def test_failures_made_here_and_now(tmp_path: Path) -> None:
-    """As torch prints them today: one program alone, a port that is taken, and two ranks that disagree."""
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "pair").mkdir()
-    alone, pair = Bench(tmp_path / "alone"), Bench(tmp_path / "pair")
-    try:
-        pair.ranks("different_models")
-        with socket.create_server(("", 0)) as holder:
-            port = str(holder.getsockname()[1])
-            alone.run(wrong("healthy"), {**place(0, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-        taken = explain_text(alone.text())
-        pair.wait(30)
-        disagree = explain_text(pair.text())
-    finally:
-        alone.close()
-        pair.close()
-    assert ids(taken) == ["store.port-taken"]
-    assert f"port {port} of this machine" in taken.explanations[0].cause
-    assert ids(disagree)[0] == "ddp.different-models"
 
 
 def test_weights_sort_from_the_cause_to_what_does_no_harm() -> None:

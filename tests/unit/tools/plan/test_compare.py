@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.config.load import build_config, load_config, read_profile, write_profile
+from shoal.config.load import build_config
 from shoal.config.manifest import PredictionRecord
 from shoal.config.profile import SMALL_GPT, ModelTiming, NodeProfile, Profile
 from shoal.config.schema import ModelConfig
@@ -28,11 +27,10 @@ from shoal.cost.predict import predict
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import StepTime, workload_of
 from shoal.errors import ConfigError
-from shoal.tools.plan.compare import ComparedRun, calibrate, predict_run, refuse_another_cluster
+from shoal.tools.plan.compare import ComparedRun, calibrate, refuse_another_cluster
 from shoal.tools.probe.run import assemble
 from shoal.tools.report.explain_run import explain_prediction, prediction_line
 from shoal.tools.report.summary import MeanMedianP95, RunSummary, summarize
-from tests.support.programs import TINY, set_flags, shoal
 from tests.support.run_samples import all_events
 from tests.unit.config.test_profile import measured
 
@@ -236,34 +234,6 @@ def test_before_the_run_it_says_what_to_expect() -> None:
 
 
 # The whole way
-
-
-@pytest.mark.long
-def test_a_run_is_predicted_measured_and_learned_from(profile: Profile, tmp_path: Path) -> None:
-    nodes = (profile.nodes[0].model_copy(update={"name": "local", "address": "127.0.0.1", "ranks": 2}),)
-    summary = profile.summary.model_copy(update={"nodes": 1})
-    here = profile.model_copy(update={"on": "local:2", "nodes": nodes, "links": (), "summary": summary})
-    file, run = tmp_path / "here.toml", tmp_path / "run"
-    write_profile(here, file)
-    flags = set_flags(*TINY)
-    done = shoal("train", "--on", "local:2", "--steps", "8", "--out", run, "--plan", "--profile", file, *flags)
-    assert done.returncode == 0, done.stderr
-    assert "predicted: a step takes" in done.stderr
-    assert "A step was predicted to take" in done.stdout
-    page = shoal("report", run)
-    assert page.returncode == 0
-    assert "Predicted and measured" in (run / "report.html").read_text()
-    before = record_of(run)
-    taught = shoal("plan", "--calibrate", run, "--profile", file, "--json")
-    assert taught.returncode == 0, taught.stderr
-    said = json.loads(taught.stdout)
-    learned = read_profile(file).calibration
-    assert learned is not None
-    assert said["calibration"] == learned.model_dump()
-    [lesson] = said["runs"]
-    assert lesson["before_s"] == pytest.approx(before.step_s, rel=1e-3)
-    after = predict_run(load_config(run / "config.toml"), file)
-    assert after.compute_s == pytest.approx(learned.compute * before.compute_s, rel=1e-3)
 
 
 def record_of(run: Path) -> PredictionRecord:

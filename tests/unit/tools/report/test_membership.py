@@ -19,7 +19,6 @@ from shoal.tools.report.membership import describe_changes
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import judge_replicas
 from shoal.tools.report.summary import summarize
-from tests.integration.test_whole_runs import opened
 from tests.support.member_samples import BEGAN, commit_records, entered, killed_and_back, parted, steps, time_of
 from tests.support.run_samples import end, make_run, start
 from tests.unit.tools.report.test_page import EVIL, Page
@@ -127,16 +126,6 @@ def test_the_page_shows_who_took_part(tmp_path: Path) -> None:
         ("rank 0 (here)", 40, 20),
         ("rank 1 (here)", 40, 20),
     ]
-
-
-@pytest.mark.long
-def test_a_real_browser_draws_who_took_part(tmp_path: Path) -> None:
-    run = parted_run(tmp_path / "run", ABANDONED)
-    first = run.events(0).read_text().replace('"here"', '"<b>here"')
-    run.events(0).write_text(first)
-    document = opened(write_report(run), tmp_path / "profile")
-    for label in ("lineage 3-1, abandoned", "rank 0 (&lt;b&gt;here)", "rank 1 (here)"):
-        assert label in document
 
 
 def test_the_page_of_a_steady_run_has_no_such_section(tmp_path: Path) -> None:
