@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from shoal.agent.unjoined_ranks import JoinWatch, Socket, is_at, no_rank_joined, observe, read_table, who_is_alone
+from shoal.agent.unjoined_ranks import JoinWatch, is_at, no_rank_joined, observe, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
 from shoal.control.rank_env import script_store_command
 from shoal.events import EventLog, EventTail, read_events
+from shoal.host.proc import TcpSocket, parse_tcp_table
 from shoal.launch.launcher import AgentHandle, Launch
 from shoal.launch.plan import RankCommand, plan_script
 from shoal.run_folder import RunFolder
@@ -59,20 +60,21 @@ dist.init_process_group("gloo")
 """
 
 
-def sockets(text: str) -> list[Socket]:
-    return list(read_table(HEAD + text).values())
+def sockets(text: str) -> list[TcpSocket]:
+    """Return the sockets of the table that a process holds."""
+    return [entry for entry in parse_tcp_table(HEAD + text) if entry.inode]
 
 
 def test_a_table_is_read() -> None:
-    assert read_table(HEAD + LISTENS + CONNECTED + LEFT) == {
-        101: Socket(True, 45125, ip_address("::"), 0),
-        103: Socket(False, 41746, ip_address("10.77.0.1"), 45125),
-    }
-    assert read_table(HEAD) == read_table("") == {}
+    assert sockets(LISTENS + CONNECTED + LEFT) == [
+        TcpSocket(ip_address("::"), 45125, ip_address("::"), 0, True, 0, 101),
+        TcpSocket(ip_address("10.77.0.2"), 41746, ip_address("10.77.0.1"), 45125, False, 0, 103),
+    ]
+    assert parse_tcp_table(HEAD) == parse_tcp_table("") == []
 
 
 def test_an_ipv6_address_is_read() -> None:
-    assert sockets(IPV6) == [Socket(False, 41746, ip_address("fd00::1"), 45125)]
+    assert sockets(IPV6) == [TcpSocket(ip_address("fd00::2"), 41746, ip_address("fd00::1"), 45125, False, 0, 105)]
 
 
 @pytest.mark.parametrize("text", [LISTENS, LISTENS + ACCEPTED, CONNECTED, ASKING, ELSEWHERE + ASKING])
@@ -242,7 +244,7 @@ def test_what_a_child_of_the_rank_holds_counts(address: str) -> None:
         with peer:
             found = observe(rank.pid) or []
         assert is_at(found, *listener.getsockname()[:2])
-        assert not any(each.listens for each in found), "the listener is ours, not the rank's"
+        assert not any(entry.is_listening for entry in found), "the listener is ours, not the rank's"
 
 
 Starts = Callable[[RankCommand, Path], subprocess.Popen[bytes]]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema import SyncConfig
 from shoal.errors import PeerLost, RunFailed
+from shoal.host.facts import boot_id
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
@@ -119,7 +120,6 @@ def make_inter_host_compressor(
 # Which ranks run on this host.
 
 _DIGEST_BYTES = 32
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
@@ -165,10 +165,14 @@ def _host_identity(node: str) -> bytes:
     The node's name is not enough: under torchrun it is the same on every machine. Nor is the kernel's boot id: the
     nodes of an emulated lab have it in common, and must use their links.
     """
+    kernel = boot_id()
     try:
-        facts = (node, _BOOT_ID.read_text().strip(), str(_NETWORK_NAMESPACE.readlink()), str(os.getuid()))
+        namespace = str(_NETWORK_NAMESPACE.readlink())
     except OSError:
+        namespace = ""
+    if not kernel or not namespace:
         return secrets.token_bytes(_DIGEST_BYTES)
+    facts = (node, kernel, namespace, str(os.getuid()))
     return hashlib.sha256("\n".join(facts).encode()).digest()
 
 
