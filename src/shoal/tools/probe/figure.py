@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.cost.machines import Roofline, roofline_of
 from shoal.cost.network import format_buffer_size
-from shoal.errors import ShoalError
-from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, set_log_ticks
-from shoal.units import format_duration, format_number, format_si
+from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure, set_log_ticks
+from shoal.units import format_duration, format_number, format_si, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +24,7 @@ _MOST_LINKS = 12
 
 def plot_probe(profile: Profile, path: Path) -> None:
     """Write a PNG, 1440 pixels wide."""
-    figure = draw_probe(profile)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ShoalError(
-            f"cannot write {path}: {error.strerror or error}",
-            why="the picture goes beside the profile",
-            fix=f"make room or permissions there: df -h {path.parent}",
-        ) from None
+    save_figure(draw_probe(profile), path, "the picture goes beside the profile")
 
 
 def draw_probe(profile: Profile) -> Figure:
@@ -144,7 +135,7 @@ def _roof_label(node: NodeProfile) -> str:
     return (
         f"{node.name}: {format_number(compute.fp32_gflops)} GFLOP/s fp32, "
         f"{format_number(compute.memory_gbytes_per_s)} GB/s; "
-        f"{compute.best.tokens_per_s:,.0f} tokens/s"
+        f"{format_speed(compute.best.tokens_per_s)}"
     )
 
 

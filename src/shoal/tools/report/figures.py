@@ -146,13 +146,17 @@ def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
     """Write the scaling figure as a PNG, 1200 pixels wide."""
     if not points:
         raise ValueError("a scaling figure needs at least one point")
-    figure = draw_scaling(in_order(points))
+    save_figure(draw_scaling(in_order(points)), path, "the figure goes beside the other files of the run")
+
+
+def save_figure(figure: Figure, path: Path, why: str) -> None:
+    """Write a PNG, whatever the file is called; `why` says in an error why it is written there."""
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise ShoalError(
             f"cannot write {path}: {error.strerror or error}",
-            why="the figure goes beside the other files of the run",
+            why=why,
             fix=f"make room or permissions there: df -h {path.parent}",
         ) from None
 
