@@ -111,7 +111,7 @@ def test_the_warning_names_ranks_and_place() -> None:
     assert (
         no_rank_joined([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
     )
-    assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
+    assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1 and 2 have not met")
 
 
 class Silent(AgentLink):
@@ -173,7 +173,7 @@ def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -
     for rank in (0, 1):
         watched.says(rank, "met", met=[], missing=[rank], after_s=60.2)
     (note,) = watched.notes()
-    assert note.startswith("ranks 0, 1 have not met the others at 10.77.0.1:4711 in 60 s")
+    assert note.startswith("ranks 0 and 1 have not met the others at 10.77.0.1:4711 in 60 s")
 
 
 def test_nothing_is_said_where_all_ranks_met(tmp_path: Path) -> None:

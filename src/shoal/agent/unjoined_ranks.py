@@ -21,7 +21,7 @@ from shoal.control.membership.settings import UNJOINED_AFTER_S, UNJOINED_CHECK_S
 from shoal.control.orders import StartProcess
 from shoal.errors import RunFailed
 from shoal.host.proc import TcpSocket, plain_address, tcp_sockets_of
-from shoal.units import rank_list
+from shoal.units import rank_list, rank_names
 
 
 def is_at(sockets: Iterable[TcpSocket], address: str, port: int) -> bool:
@@ -39,9 +39,9 @@ def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
 
 def no_rank_joined(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
     """Return the warning for a world in which no rank joined: shown, not raised, for the script may be right."""
-    who = f"rank {alone[0]} has" if len(alone) == 1 else f"ranks {', '.join(map(str, alone))} have"
+    have = "has" if len(alone) == 1 else "have"
     return RunFailed(
-        f"{who} not met the others at {address}:{port} in {after_s:.0f} s",
+        f"{rank_names(alone)} {have} not met the others at {address}:{port} in {after_s:.0f} s",
         why="a script that makes no process group trains once on every rank; one that meets elsewhere is fine",
         fix="call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes",
     )

@@ -35,6 +35,7 @@ from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World, with_second_group
+from shoal.units import format_si
 
 Way = Literal["gloo", "copies", "shared"]
 
@@ -202,7 +203,7 @@ def create_memory(rows: int, row_bytes: int) -> int:
     """Return a file descriptor that `SharedRows` can map. Raise OSError where the kernel or a limit forbids it."""
     size = rows * _whole_pages(row_bytes)
     if (available := psutil.virtual_memory().available) < size:
-        raise OSError(f"{size >> 20} MB of memory are wanted and {available >> 20} MB are free")
+        raise OSError(f"{format_si(size, 'B')} of memory are wanted and {format_si(available, 'B')} are free")
     fd = os.memfd_create("shoal", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)
