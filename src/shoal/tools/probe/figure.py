@@ -9,7 +9,7 @@ from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Pr
 from shoal.cost.machines import Roofline, roofline_of
 from shoal.cost.network import format_buffer_size
 from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure, set_log_ticks
-from shoal.units import format_duration, format_number, format_si, format_speed
+from shoal.units import format_duration, format_number, format_percent, format_si, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +102,7 @@ def _draw_bus(axes: Axes, profile: Profile) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     share = profile.summary.stack_efficiency
-    _title(axes, "Bus bandwidth" + (f": stack efficiency {share:.0%}" if share else ""))
+    _title(axes, "Bus bandwidth" + (f": stack efficiency {format_percent(share)}" if share else ""))
 
 
 def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:

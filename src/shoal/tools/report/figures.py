@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.summary import RunSummary
-from shoal.units import format_number
+from shoal.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,7 +215,7 @@ def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
     top = 1.25 * max(*ideal, *(point.tokens_per_s for point in points))
     for point in points:
         reached = efficiency(point, base)
-        note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
+        note = f"{point.tokens_per_s:,.0f}\n({format_percent(reached)})"
         # Below the point, away from the ideal line, unless the labels of the axis are there.
         above = reached > 1 or point.tokens_per_s < LOW_LABEL_SHARE * top
         _note(axes, note, (point.ranks, point.tokens_per_s), 8 if above else -9)
