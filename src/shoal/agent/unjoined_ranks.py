@@ -12,66 +12,22 @@ rank that is refused, because rank 0 does not listen, has none either.
 from __future__ import annotations
 
 import contextlib
-import socket
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 
 import psutil
 
 from shoal.control.membership.settings import UNJOINED_AFTER_S, UNJOINED_CHECK_S
 from shoal.control.orders import StartProcess
 from shoal.errors import RunFailed
-
-Address = IPv4Address | IPv6Address
-
-_PROC = Path("/proc")
-_LISTEN = 0x0A  # the kernel's number for the state
+from shoal.host.proc import TcpSocket, plain_address, tcp_sockets_of
+from shoal.units import rank_list, rank_names
 
 
-@dataclass(frozen=True)
-class Socket:
-    """One TCP socket."""
-
-    listens: bool
-    port: int
-    peer: Address
-    peer_port: int  # 0 while it listens
-
-
-def read_table(text: str) -> dict[int, Socket]:
-    """Return the sockets of a /proc/PID/net/tcp or tcp6 by inode, without those that no process has open."""
-    rows = (line.split() for line in text.splitlines()[1:])
-    return {int(row[9]): _socket(row) for row in rows if len(row) > 9 and row[9] != "0"}
-
-
-def _socket(row: list[str]) -> Socket:
-    _, port = _read_endpoint(row[1])
-    peer, peer_port = _read_endpoint(row[2])
-    return Socket(int(row[3], 16) == _LISTEN, port, peer, peer_port)
-
-
-def _read_endpoint(text: str) -> tuple[Address, int]:
-    digits, port = text.split(":")
-    # The kernel prints each group of four bytes as one number in the machine's byte order.
-    words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    return _parse_address(socket.inet_ntop(family, packed)), int(port, 16)
-
-
-def _parse_address(text: str) -> Address:
-    """Parse an address; torch opens IPv6 sockets for IPv4 too, where the peer is then ::ffff:10.77.0.1."""
-    address = ip_address(text)
-    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
-
-
-def is_at(sockets: Iterable[Socket], address: str, port: int) -> bool:
+def is_at(sockets: Iterable[TcpSocket], address: str, port: int) -> bool:
     """Return whether a rank with these sockets serves the store, or has or requests a connection to it."""
-    place = (_parse_address(address), port)
-    return any((sock.listens and sock.port == port) or (sock.peer, sock.peer_port) == place for sock in sockets)
+    place = (plain_address(address), port)
+    return any((sock.is_listening and sock.port == port) or (sock.peer, sock.peer_port) == place for sock in sockets)
 
 
 def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
@@ -83,9 +39,9 @@ def who_is_alone(met: Mapping[int, bool | None], world_size: int) -> list[int]:
 
 def no_rank_joined(alone: list[int], address: str, port: int, after_s: float) -> RunFailed:
     """Return the warning for a world in which no rank joined: shown, not raised, for the script may be right."""
-    who = f"rank {alone[0]} has" if len(alone) == 1 else f"ranks {', '.join(map(str, alone))} have"
+    have = "has" if len(alone) == 1 else "have"
     return RunFailed(
-        f"{who} not met the others at {address}:{port} in {after_s:.0f} s",
+        f"{rank_names(alone)} {have} not met the others at {address}:{port} in {after_s:.0f} s",
         why="a script that makes no process group trains once on every rank; one that meets elsewhere is fine",
         fix="call torch.distributed.init_process_group(), or tell Lightning its strategy, devices and num_nodes",
     )
@@ -95,7 +51,7 @@ def ranks_wait_for_others(
     met: list[int], missing: list[int], address: str, port: int, after_s: float, run: str
 ) -> RunFailed:
     """Return the warning for ranks that wait for others in the store."""
-    those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (met, missing))
+    those, others = rank_list(met), rank_list(missing)
     waits = "waits" if len(met) == 1 else "wait"
     return RunFailed(
         f"{those} {waits} for {others}, not seen at {address}:{port} in {after_s:.0f} s",
@@ -114,7 +70,7 @@ def no_rank_ever_joined(ranks: int) -> str:
 
 def ranks_still_running(ended: list[int], running: list[int], after_s: float, run: str) -> str:
     """Return the warning for ranks that still run long after others have ended well."""
-    those, others = (f"rank {', '.join(map(str, sorted(ranks)))}" for ranks in (ended, running))
+    those, others = rank_list(ended), rank_list(running)
     return (
         f"{those} ended {after_s:.0f} s ago with exit code 0, and {others} still runs: if it waits for an exchange "
         f"with {those}, that never comes, and torch gives up after its timeout (gloo: 30 minutes, "
@@ -164,14 +120,10 @@ class UnjoinedRanks:
             self._watch = None
 
 
-def observe(pid: int) -> list[Socket] | None:
-    """Return the TCP sockets of a process and its descendants; None when it is gone or belongs to another user.
-
-    Reads the tables of the process's own network namespace, because it may run on an emulated node; psutil's
-    `net_connections` reads ours.
-    """
+def observe(pid: int) -> list[TcpSocket] | None:
+    """Return the TCP sockets of a process and its descendants; None when it is gone or belongs to another user."""
     try:
-        sockets = _sockets_of(pid)
+        sockets = tcp_sockets_of(pid)
     except OSError:
         return None
     children: list[psutil.Process] = []
@@ -179,22 +131,5 @@ def observe(pid: int) -> list[Socket] | None:
         children = psutil.Process(pid).children(recursive=True)
     for child in children:
         with contextlib.suppress(OSError):
-            sockets += _sockets_of(child.pid)
+            sockets += tcp_sockets_of(child.pid)
     return sockets
-
-
-def _sockets_of(pid: int) -> list[Socket]:
-    inodes, sockets = _inodes(pid), []
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):  # a kernel without IPv6 has only the first
-            table = read_table((_PROC / str(pid) / "net" / name).read_text(encoding="ascii"))
-            sockets += [sock for inode, sock in table.items() if inode in inodes]
-    return sockets
-
-
-def _inodes(pid: int) -> set[int]:
-    links = set()
-    for entry in (_PROC / str(pid) / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed while we look
-            links.add(str(entry.readlink()))
-    return {int(link[8:-1]) for link in links if link.startswith("socket:[")}

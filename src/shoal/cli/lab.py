@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,6 +41,7 @@ from shoal.cluster.lab.spec import (
 from shoal.cluster.lab.state import LabState
 from shoal.control.processes import find_processes
 from shoal.errors import UsageError
+from shoal.host.proc import command_words
 from shoal.terminal import printable_line
 from shoal.units import parse_delay, parse_rate
 
@@ -321,10 +320,8 @@ def _belongs_to(state: LabState) -> str | None:
 
 def _command_of(pid: int) -> str:
     """Return ` (COMMAND)`, or nothing for a process that has ended or is hidden from this user."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return f" ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})"
-    return ""
+    words = command_words(pid)
+    return f" ({printable_line(' '.join(words).strip(), _LONGEST_COMMAND)})" if words else ""
 
 
 def _node_document(lab: Lab, state: LabState, node: LabNode) -> dict[str, Any]:

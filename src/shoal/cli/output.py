@@ -25,7 +25,7 @@ from rich.text import Text
 from shoal.errors import ShoalError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.terminal import printable, printable_json, printable_line, raw_stream
-from shoal.units import format_duration, format_percent, format_si
+from shoal.units import format_duration, format_percent, format_si, format_speed
 
 if TYPE_CHECKING:
     from shoal.config.manifest import Manifest
@@ -137,9 +137,10 @@ def print_detached(run: RunFolder, json: bool) -> None:
 
 
 def run_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    tokens_per_s = manifest.tokens_per_sec.get(manifest.world_size)
     rows = [
         ("loss", f"{_number(manifest.final_loss, '.4f')} (validation {_number(manifest.val_loss, '.4f')})"),
-        ("speed", f"{_number(manifest.tokens_per_sec.get(manifest.world_size), ',.0f')} tokens/s"),
+        ("speed", "–" if tokens_per_s is None else format_speed(tokens_per_s)),
     ]
     if manifest.world_size > 1:
         rows += [

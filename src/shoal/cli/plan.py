@@ -25,7 +25,7 @@ from shoal.cost.strategy import SyncStrategy, bytes_per_parameter
 from shoal.cost.workload import Workload
 from shoal.errors import ConfigError, UsageError
 from shoal.tools.plan.advise import Advice, Plan, PlanOption, PlanRow, advise, explain_plan, make_plan
-from shoal.units import format_count, format_duration, format_si
+from shoal.units import format_count, format_duration, format_percent, format_si, format_speed, format_tokens
 
 if TYPE_CHECKING:
     from shoal.config.profile import Profile
@@ -158,7 +158,7 @@ def plan(
         notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are assumed to equal the last of them")
     if len(set(made.setting.node_names)) > 1:
         base = made.rows[-1]
-        notes.append(f"speed-ups are against {base.base} alone, which trains {base.base_tokens_per_s:,.0f} tokens/s")
+        notes.append(f"speed-ups are against {base.base} alone, which trains {format_speed(base.base_tokens_per_s)}")
     _show(made, [made_from.note, *notes], given)
 
 
@@ -301,7 +301,7 @@ def _describe(workload: Workload, lever: SyncStrategy, last: PlanRow) -> str:
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
     return (
         f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({lever}); "
-        f"{last.prediction.tokens:,} tokens a step, {sequences:,} × {workload.seq_len:,}"
+        f"{format_tokens(last.prediction.tokens)} a step, {sequences:,} × {workload.seq_len:,}"
     )
 
 
@@ -326,7 +326,7 @@ def _row(row: PlanRow) -> tuple[str, ...]:
         _time(step.step_s),
         f"{prediction.tokens_per_s:,.0f}",
         f"[{'green' if row.speedup > 1 else 'red'}]{row.speedup:.2f}×[/]" if row.nodes > 1 else f"{row.speedup:.2f}×",
-        f"{row.efficiency:.0%}",
+        format_percent(row.efficiency),
         memory if prediction.fits else f"[red]{memory}![/]",
     )
 

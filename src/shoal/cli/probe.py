@@ -21,7 +21,7 @@ from shoal.cost.workload import workload_of
 from shoal.errors import DataError, UsageError
 from shoal.tools.probe.figure import plot_probe
 from shoal.tools.probe.run import probe as measure
-from shoal.units import format_duration, format_number, format_si
+from shoal.units import format_duration, format_number, format_percent, format_si
 
 app = typer.Typer(add_completion=False)
 
@@ -119,8 +119,8 @@ def verdicts(profile: Profile) -> list[str]:
         lines.append(_fit_line(reduce_))
     if summary.stack_efficiency is not None and summary.bus_gbps and summary.wire_gbps:
         lines.append(
-            f"stack efficiency {summary.stack_efficiency:.0%}: gloo moves {_gbps(summary.bus_gbps)} where the link "
-            f"gives {_gbps(summary.wire_gbps)}"
+            f"stack efficiency {format_percent(summary.stack_efficiency)}: gloo moves {_gbps(summary.bus_gbps)} "
+            f"where the link gives {_gbps(summary.wire_gbps)}"
         )
     if summary.connections is not None:
         tried = ", ".join(f"{trial.connections}: {format_duration(trial.seconds)}" for trial in profile.connections)
@@ -146,8 +146,9 @@ def _fit_line(entry: CollectiveProfile) -> str:
 
 def _link_row(link: LinkProfile) -> tuple[str, ...]:
     name = "loopback" if link.source == link.target else f"{link.source} → {link.target}"
-    ratio = link.together_ratio
-    together = "–" if link.together_gbps is None else f"{_gbps(link.together_gbps)} ({ratio:.0%})"
+    together = "–"
+    if link.together_gbps is not None and link.together_ratio is not None:
+        together = f"{_gbps(link.together_gbps)} ({format_percent(link.together_ratio)})"
     return name, format_duration(link.latency_s), _gbps(link.gbps), _gbps(link.gbps_4_streams), together
 
 

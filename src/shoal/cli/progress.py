@@ -15,7 +15,7 @@ from shoal.control.membership.types import NEVER
 from shoal.events import Event
 from shoal.runs.start import TrainDisplay
 from shoal.tools.report.rank_log import read_entered
-from shoal.units import format_count, format_duration, format_share, pluralize
+from shoal.units import format_count, format_duration, format_share, format_speed, format_tokens, pluralize
 
 _PLAIN_EVERY_S = 10.0
 
@@ -33,7 +33,7 @@ class StepLine:
         self._step_s = _smooth(self._step_s, step_s)
         left_s = (self.steps - int(event["step"])) * self._step_s
         return (
-            f"loss {event['loss']:.3f}  {event['tokens'] / self._step_s:,.0f} tokens/s  {self._waiting(event, step_s)}"
+            f"loss {event['loss']:.3f}  {format_speed(event['tokens'] / self._step_s)}  {self._waiting(event, step_s)}"
             f"{format_duration(left_s)} left"
         )
 
@@ -41,7 +41,8 @@ class StepLine:
         """Return the share of a step spent waiting for gradients or slower ranks; empty with `sync.measure=off`."""
         if "exposed_s" not in event or step_s <= 0:
             return ""
-        self._share = _smooth(self._share, (float(event["exposed_s"]) + float(event.get("wait_s", 0.0))) / step_s)
+        waiting_s = float(event["exposed_s"] or 0.0) + float(event.get("wait_s") or 0.0)
+        self._share = _smooth(self._share, waiting_s / step_s)
         return f"waiting {format_share(self._share, 1)}  "
 
 
@@ -170,5 +171,5 @@ def _start_line(event: Event, title: str) -> str:
         f"[bold]{escape(title)}[/]: {format_count(event['params'])} parameters ({event['params']:,}) on "
         f"{pluralize(event['world_size'], 'rank')} × {pluralize(event['threads'], 'thread')} "
         f"({event['device']}, {event['backend']}); "
-        f"{event['tokens_per_step']:,} tokens a step in micro-batches of {event['micro_batch']}"
+        f"{format_tokens(event['tokens_per_step'])} a step in micro-batches of {event['micro_batch']}"
     )

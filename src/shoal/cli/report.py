@@ -23,7 +23,7 @@ from shoal.tools.report.manifest import write_derived_files
 from shoal.tools.report.page import write_report
 from shoal.tools.report.replicas import ReplicaReport
 from shoal.tools.report.verify import VerifyResult, verify_run
-from shoal.units import format_spans, join_words, pluralize
+from shoal.units import format_spans, pluralize, rank_list, rank_names
 
 app = typer.Typer(add_completion=False)
 
@@ -106,32 +106,28 @@ def _replicas_verdict(replicas: ReplicaReport) -> Iterator[str]:
         )
     elif replicas.tensors is None:
         yield (
-            f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
+            f"[red]different[/]: {rank_list(replicas.differing_ranks)} differs from rank "
             f"{min(replicas.digests)} by digest; the states are on the machines that wrote them"
         )
     else:
         nearness = "within 1e-5" if replicas.equal else "not even within 1e-5"
         yield (
-            f"[red]different[/]: rank {', '.join(map(str, replicas.differing_ranks))} differs from rank "
+            f"[red]different[/]: {rank_list(replicas.differing_ranks)} differs from rank "
             f"{min(replicas.digests)}, first in {escape(str(replicas.first_difference))}; largest difference "
             f"{replicas.max_abs_diff:.3g}, {nearness}"
         )
     if replicas.left_out:
         they = "it" if len(replicas.left_out) == 1 else "they"
         yield (
-            f"[yellow]left out[/]: the state that {_name_ranks(replicas.left_out)} wrote earlier; "
+            f"[yellow]left out[/]: the state that {rank_names(replicas.left_out)} wrote earlier; "
             f"{they} took no part at the end"
         )
     if replicas.elsewhere:
         # A machine that joined later keeps its files: each side compares what it has.
         yield (
-            f"[yellow]not here[/]: the state of {_name_ranks(replicas.elsewhere)}, on another machine; "
+            f"[yellow]not here[/]: the state of {rank_names(replicas.elsewhere)}, on another machine; "
             "verify there too, and compare the digests"
         )
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {join_words([str(rank) for rank in ranks])}"
 
 
 def _ledger_verdict(ledger: LedgerReport, sharding: str) -> str:

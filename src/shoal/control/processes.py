@@ -10,7 +10,6 @@ import ctypes
 import os
 import shlex
 import signal
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from shoal.host.proc import is_setuid
 from shoal.terminal import printable_line
 
 _PR_SET_PDEATHSIG = 1
@@ -210,5 +210,4 @@ def _may_belong(process: psutil.Process, run: Path) -> bool:
     owners = set(process.uids())
     if owners != {os.geteuid()} and owners != {run.stat().st_uid}:
         return False
-    program = Path(f"/proc/{process.pid}/exe").stat() if sys.platform == "linux" else None
-    return program is None or not program.st_mode & (stat.S_ISUID | stat.S_ISGID)
+    return sys.platform != "linux" or not is_setuid(process.pid)

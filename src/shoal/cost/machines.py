@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from shoal.config.profile import Bound, ComputeProfile
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import RankWork, Workload
-from shoal.units import format_number
+from shoal.units import format_number, format_percent, pluralize
 
 # A program this far below both roofs is limited by something else: dispatching many small operations, or other load.
 _FAR_BELOW = 0.25
@@ -72,9 +72,9 @@ def roofline_of(compute: ComputeProfile) -> Roofline:
 def explain_roofline(name: str, compute: ComputeProfile) -> str:
     """Return a sentence about what limits training on a machine."""
     roof, best = roofline_of(compute), compute.best
-    reached = best.gflops / roof.roof_gflops(compute.intensity)
-    threads = f"{best.threads} thread" + ("s" if best.threads > 1 else "")
-    point = f"the small GPT reaches {format_number(best.gflops)} GFLOP/s with {threads}, {reached:.0%} of its roof"
+    reached = format_percent(best.gflops / roof.roof_gflops(compute.intensity))
+    threads = pluralize(best.threads, "thread")
+    point = f"the small GPT reaches {format_number(best.gflops)} GFLOP/s with {threads}, {reached} of its roof"
     ridge = f"{compute.intensity:.3g} operations a byte, and from {roof.ridge:.3g} on arithmetic is the limit"
     match compute.bound:
         case "arithmetic":

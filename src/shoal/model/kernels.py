@@ -11,13 +11,14 @@ import math
 import platform
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from shoal.host.proc import read_cpuinfo
 
 # The longest sequence: the attention weights are kept for backward, 9 MB per layer at 512 tokens of GPT-2, and four
 # times as much at twice the length.
@@ -37,11 +38,7 @@ _B = 0.044715 * _A
 def torch_is_slow_here() -> bool:
     if platform.machine() != "aarch64":
         return False
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    features = next((line for line in text.splitlines() if line.startswith("Features")), "").split()
+    features = read_cpuinfo("Features").split()
     return bool(features) and "bf16" not in features
 
 

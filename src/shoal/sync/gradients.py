@@ -231,6 +231,10 @@ class BarrierSync(_SyncDefaults, CompressorState):
         now = time.perf_counter()
         return CommTimes(ready_at, now - ready_at, now - together_at, wait_s=together_at - ready_at)
 
+    def close(self) -> None:
+        if isinstance(self._compressor, SharedCompressor):
+            self._compressor.close()
+
     def _buckets(self) -> list[list[Tensor]]:
         """Return parameters in the order of backward, as in DDP, so that both variants send the same messages."""
         buckets: list[list[Tensor]] = [[]]

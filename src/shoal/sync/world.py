@@ -38,6 +38,7 @@ from shoal.sync.process_groups import (
     pair_key,
     warn_in_log,
 )
+from shoal.units import rank_list
 
 # gloo's connect timeout; gloo waits five times as long. All ranks have reported to the store by then, so a connection
 # that is missing after that time never comes. In a generation the ranks have just been ordered to enter.
@@ -246,12 +247,13 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> No
         store.wait(keys, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistError) as error:
         try:
-            missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+            missing = [number for number, key in enumerate(keys) if not store.check([key])]
         except (RuntimeError, dist.DistError):
             # The store itself is gone by now.
             missing = []
+        ranks = rank_list(missing) if missing else "rank ?"
         raise GroupNotFormed(
-            f"the world did not form: rank {', '.join(missing) or '?'} of {size} did not come within {timeout_s:.0f} s",
+            f"the world did not form: {ranks} of {size} did not come within {timeout_s:.0f} s",
             why="those processes were not started, died early, or cannot reach the others",
             fix="look at their logs; raise sync.join_timeout_s only if a machine is merely slow to start",
         ) from error

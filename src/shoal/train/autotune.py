@@ -39,7 +39,7 @@ from shoal.sync.step_stats import max_over_world
 from shoal.sync.world import World, barrier
 from shoal.train.compute_speed import matmul_gflops
 from shoal.train.recorder import last_event
-from shoal.units import format_duration
+from shoal.units import format_duration, format_ms
 
 Precision = Literal["fp32", "bf16"]
 
@@ -154,7 +154,7 @@ def _explain_precision(train: TrainConfig, times: BlockTimes) -> str:
     if math.isinf(times.bf16_s):
         return "fp32: this processor multiplies bf16 no faster"
     name = "bf16" if times.favour_bf16 else "fp32"
-    return f"{name}: a block takes {1e3 * times.bf16_s:.3g} ms in bf16, {1e3 * times.plain_s:.3g} ms in fp32"
+    return f"{name}: a block takes {format_ms(times.bf16_s)} in bf16, {format_ms(times.plain_s)} in fp32"
 
 
 def key(machine: str, torch_version: str, threads: int, ranks: int, model: ModelConfig, micro_batch: int) -> str:

@@ -28,7 +28,7 @@ from shoal.cost.model_size import parameter_count
 from shoal.data.prepare import read_data_facts
 from shoal.data.sampling import SHARDS, Batches, open_tokens, plan_global_batch, window_count
 from shoal.data.tokenizer import load_tokenizer
-from shoal.host.facts import cores_for_rank, cpu_name, physical_cores, usable_cores
+from shoal.host.facts import boot_id, cores_for_rank, cpu_name, physical_cores, usable_cores
 from shoal.model.gpt import GPT
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import Fence, OpenFence
@@ -245,17 +245,9 @@ def pin_to(cores: tuple[int, ...] | None, setting: str) -> tuple[int, ...] | Non
 
 def _machine_ids(world: World) -> list[int]:
     """Return a number for every rank's machine, equal for ranks on the same machine."""
-    name = _boot_id() or socket.gethostname()
+    name = boot_id() or socket.gethostname()
     own_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
     return [machine_id for [machine_id] in gather_integers(world, [own_id])]
-
-
-def _boot_id() -> str | None:
-    """Return an id that all emulated nodes of one machine share, as they share its cores."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -265,7 +257,7 @@ def describe_hardware() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
-        "boot_id": _boot_id(),
+        "boot_id": boot_id(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

@@ -19,6 +19,7 @@ from shoal.train.checkpoint import CheckpointFolder, load_weights, weights
 from shoal.train.resume import resume_training
 from shoal.train.saving import replica_state
 from shoal.train.trainer import Trainer
+from shoal.units import rank_names
 
 _NO_CHECKPOINT = -1
 
@@ -171,10 +172,9 @@ class Comparison:
             )
 
     def _describe(self, difference: Difference, step: int) -> str:
-        ids = " and ".join(map(str, self._odd_ids(difference)))
         than = "than the others" if difference.source is not None else "than each other"
-        have = f"rank {ids} has" if len(difference.odd) == 1 else f"ranks {ids} have"
-        return f"after step {step} {have} another {difference.tensor} {than}"
+        have = "has" if len(difference.odd) == 1 else "have"
+        return f"after step {step} {rank_names(self._odd_ids(difference))} {have} another {difference.tensor} {than}"
 
     def _odd_ids(self, difference: Difference) -> list[int]:
         return [self._trainer.world.ids[rank] for rank in difference.odd]

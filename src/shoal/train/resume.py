@@ -36,6 +36,7 @@ from shoal.train.recorder import Recorder
 from shoal.train.saving import WRITE_TIMEOUT_S, Saver, load_own_state
 from shoal.train.state_transfer import broadcast_json, gather_json
 from shoal.train.trainer import Trainer, exchange_timeout_s
+from shoal.units import rank_list
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,9 @@ def _fall_back(
         _share_moments(trainer, source, tensors, shards.step)
     if problem is None and not world.is_main:
         return
-    missing = [str(rank) for rank in range(min(shards.ranks, world.size)) if rank not in holders]
+    missing = [rank for rank in range(min(shards.ranks, world.size)) if rank not in holders]
     reasons = [f"it was saved by {shards.ranks} ranks, now there are {world.size}"] * (shards.ranks != world.size)
-    reasons += [f"rank {', '.join(missing)} has no part of it"] if missing else []
+    reasons += [f"{rank_list(missing)} has no part of it"] if missing else []
     reasons += [problem.seen] if problem is not None else []
     trainer.recorder.warn(
         CheckpointError(

@@ -29,7 +29,7 @@ from shoal.sync.world import World
 from shoal.train import recorder
 from shoal.train.recorder import Record
 from shoal.train.trainer import Trainer
-from shoal.units import format_spans
+from shoal.units import format_si, format_spans
 
 # Records of the ledger in one exchange: some megabytes, seconds on any link.
 _RECORDS_PER_EXCHANGE = 20_000
@@ -208,7 +208,7 @@ def _check_memory(needed_bytes: int, world: World) -> None:
     else:
         free_bytes = torch.cuda.mem_get_info(world.device)[0]
     if needed_bytes > free_bytes:
-        raise MemoryError(f"{needed_bytes / 1e9:.2f} GB needed, {free_bytes / 1e9:.2f} GB free")
+        raise MemoryError(f"{format_si(needed_bytes, 'B')} needed, {format_si(free_bytes, 'B')} free")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from statistics import median
 
 from shoal.errors import ShoalError
 from shoal.sync.step_stats import RankStats
+from shoal.units import format_percent
 
 # Judge every few steps over the last ones; report what two judgements in a row find.
 _WINDOW_STEPS = 12
@@ -136,8 +137,8 @@ class Stragglers:
         starved = [rank.vitals.starved for rank in ranks]
         if starved[slowest] > max(_STARVED_PART, _STARVED_RATIO * median(_without(starved, slowest))):
             return SlowRank(
-                f"{seen}for {starved[slowest]:.0%} of the time it waits for a processor, because of other programs"
-                " or a limit",
+                f"{seen}for {format_percent(starved[slowest])} of the time it waits for a processor, "
+                "because of other programs or a limit",
                 why=why,
                 fix="see which programs compute there: top; and whether its CPU share is limited",
             )
@@ -184,7 +185,7 @@ class Stragglers:
             "link",
             SlowRank(
                 f"all ranks wait for {self._network(ranks, slow)}: it carries {_mbps(bps)} Mbit/s, and the best link "
-                f"here {_mbps(best)}; exchanging takes {exposed_s / step_s:.0%} of a step",
+                f"here {_mbps(best)}; exchanging takes {format_percent(exposed_s / step_s)} of a step",
                 why="all gradients pass every machine's link in every step",
                 fix="check its cable, its switch or its Wi-Fi; measure it: shoal probe; send less: shoal plan",
             ),

@@ -61,6 +61,7 @@ from shoal.train.loop import Loop
 from shoal.train.recorder import Recorder, last_event, last_step
 from shoal.train.recover import GenerationChanger
 from shoal.train.trainer import StopRequest, Trainer
+from shoal.units import format_si
 
 # torch's allocator has two messages for it, and the third is the kernel's. From inside a communication hook the class
 # of an error is only a word in the message of another one.
@@ -332,7 +333,7 @@ def as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
         return PeerLost(f"rank {rank} lost a peer: {text}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS):
         requested = re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE)
-        what = f"it asked for {int(requested[1]) / 1e9:.2f} GB more" if requested else text or "an allocation failed"
+        what = f"it asked for {format_si(int(requested[1]), 'B')} more" if requested else text or "an allocation failed"
         return OutOfMemory(
             f"rank {rank} on {placement.node} is out of memory: {what}",
             why="its weights, moments and activations need more than the memory, or the limit, of the machine",

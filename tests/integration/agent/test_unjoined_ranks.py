@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from shoal.agent.unjoined_ranks import JoinWatch, Socket, is_at, no_rank_joined, observe, read_table, who_is_alone
+from shoal.agent.unjoined_ranks import JoinWatch, is_at, no_rank_joined, observe, who_is_alone
 from shoal.cluster.agent_link import AgentLink
 from shoal.cluster.cluster import LocalCluster
 from shoal.cluster.node import LOOPBACK, Node, Rendezvous, listen_at, local_node, start_process
 from shoal.config.schema import RunConfig
 from shoal.control.rank_env import script_store_command
 from shoal.events import EventLog, EventTail, read_events
+from shoal.host.proc import TcpSocket, parse_tcp_table
 from shoal.launch.launcher import AgentHandle, Launch
 from shoal.launch.plan import RankCommand, plan_script
 from shoal.run_folder import RunFolder
@@ -59,20 +60,21 @@ dist.init_process_group("gloo")
 """
 
 
-def sockets(text: str) -> list[Socket]:
-    return list(read_table(HEAD + text).values())
+def sockets(text: str) -> list[TcpSocket]:
+    """Return the sockets of the table that a process holds."""
+    return [entry for entry in parse_tcp_table(HEAD + text) if entry.inode]
 
 
 def test_a_table_is_read() -> None:
-    assert read_table(HEAD + LISTENS + CONNECTED + LEFT) == {
-        101: Socket(True, 45125, ip_address("::"), 0),
-        103: Socket(False, 41746, ip_address("10.77.0.1"), 45125),
-    }
-    assert read_table(HEAD) == read_table("") == {}
+    assert sockets(LISTENS + CONNECTED + LEFT) == [
+        TcpSocket(ip_address("::"), 45125, ip_address("::"), 0, True, 0, 101),
+        TcpSocket(ip_address("10.77.0.2"), 41746, ip_address("10.77.0.1"), 45125, False, 0, 103),
+    ]
+    assert parse_tcp_table(HEAD) == parse_tcp_table("") == []
 
 
 def test_an_ipv6_address_is_read() -> None:
-    assert sockets(IPV6) == [Socket(False, 41746, ip_address("fd00::1"), 45125)]
+    assert sockets(IPV6) == [TcpSocket(ip_address("fd00::2"), 41746, ip_address("fd00::1"), 45125, False, 0, 105)]
 
 
 @pytest.mark.parametrize("text", [LISTENS, LISTENS + ACCEPTED, CONNECTED, ASKING, ELSEWHERE + ASKING])
@@ -109,7 +111,7 @@ def test_the_warning_names_ranks_and_place() -> None:
     assert (
         no_rank_joined([2], "10.77.0.1", 45125, 60).seen == "rank 2 has not met the others at 10.77.0.1:45125 in 60 s"
     )
-    assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1, 2 have not met")
+    assert no_rank_joined([1, 2], "10.77.0.1", 45125, 60).seen.startswith("ranks 1 and 2 have not met")
 
 
 class Silent(AgentLink):
@@ -171,7 +173,7 @@ def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -
     for rank in (0, 1):
         watched.says(rank, "met", met=[], missing=[rank], after_s=60.2)
     (note,) = watched.notes()
-    assert note.startswith("ranks 0, 1 have not met the others at 10.77.0.1:4711 in 60 s")
+    assert note.startswith("ranks 0 and 1 have not met the others at 10.77.0.1:4711 in 60 s")
 
 
 def test_nothing_is_said_where_all_ranks_met(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_what_a_child_of_the_rank_holds_counts(address: str) -> None:
         with peer:
             found = observe(rank.pid) or []
         assert is_at(found, *listener.getsockname()[:2])
-        assert not any(each.listens for each in found), "the listener is ours, not the rank's"
+        assert not any(entry.is_listening for entry in found), "the listener is ours, not the rank's"
 
 
 Starts = Callable[[RankCommand, Path], subprocess.Popen[bytes]]

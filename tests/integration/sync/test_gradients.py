@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -133,6 +134,31 @@ def test_a_closed_exchange_leaves_the_model_alone(settings: dict[str, Any], tmp_
     model(rows[:, :-1], rows[:, 1:]).backward()
     for name, gradient in gradients(model).items():
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def pipeline_threads(world: World, measure: str) -> tuple[list[str], list[str]]:
+    """Return the threads of the shared-memory pipeline while the exchange is open, and after it was closed."""
+    model = fresh_model()
+    sync = make_gradient_sync(SyncConfig(measure=measure, inside="copies"), model, world)
+    rows = rows_of(world.rank, 0)
+    with sync.micro_batch(last=True):
+        sync.module(rows[:, :-1], rows[:, 1:]).backward()
+    sync.finish()
+    barrier(world)
+
+    def running() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("sum inside")]
+
+    before = running()
+    sync.close()
+    return before, running()
+
+
+@pytest.mark.parametrize("measure", ["barrier", "hook"])
+def test_closing_an_exchange_ends_its_shared_memory_pipeline(measure: str, tmp_path: Path) -> None:
+    for before, after in run_ranks(pipeline_threads, 2, tmp_path, measure):
+        assert len(before) == 1
+        assert after == []
 
 
 def one_after_another(world: World, settings: dict[str, Any]) -> Gradients:

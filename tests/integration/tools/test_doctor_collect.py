@@ -15,8 +15,8 @@ import pytest
 
 import shoal
 from shoal.host import proc
+from shoal.host.facts import installed_version
 from shoal.tools.doctor.collect import machine
-from shoal.tools.doctor.collect import machine as collector_machine
 from shoal.tools.doctor.collect import machine as collector_processes
 from shoal.tools.doctor.collect import network as collector_names
 from shoal.tools.doctor.collect.__main__ import observe
@@ -28,7 +28,7 @@ def test_the_collector_sees_this_machine() -> None:
     own = seen["machine"]
     assert own["shoal"] == shoal.__version__
     assert own["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
-    assert own["torch"] == collector_machine.installed("torch")
+    assert own["torch"] == installed_version("torch")
     assert 1 <= own["cores"]["physical"] <= own["cores"]["threads"] == len(os.sched_getaffinity(0))
     assert 0 < own["memory"]["available"] <= own["memory"]["total"]
     assert {purpose for place in own["disks"] for purpose in place["for"]} == {
@@ -54,7 +54,7 @@ def test_the_collector_needs_nothing_but_python() -> None:
 
 
 def test_a_package_that_is_not_there() -> None:
-    assert collector_machine.installed("no-such-package") is None
+    assert installed_version("no-such-package") is None
 
 
 def test_look_ups_that_take_too_long_are_left_alone() -> None:

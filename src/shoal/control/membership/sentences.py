@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.control.membership.types import Generation
+from shoal.units import join_words
 
 Name = Callable[[int], str]
 Cause = Literal["leave", "ranks", "suspend", "restart", "closed", "silent", "elsewhere"]
@@ -109,7 +110,7 @@ def cannot_promise(me: int, error: OSError, name: Name) -> str:
 
 def _join(members: Iterable[int], name: Name) -> str:
     names = [name(member) for member in members]
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""
+    return join_words(names) if names else ""
 
 
 def _describe_changes(change: GenerationChange, name: Name) -> Iterator[str]:

@@ -30,10 +30,12 @@ from torch import Tensor, nn
 
 from shoal.config.schema import SyncConfig
 from shoal.errors import PeerLost, RunFailed
+from shoal.host.facts import boot_id
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Compressor
 from shoal.sync.interruptible import await_work
 from shoal.sync.world import World, with_second_group
+from shoal.units import format_si
 
 Way = Literal["gloo", "copies", "shared"]
 
@@ -119,7 +121,6 @@ def make_inter_host_compressor(
 # Which ranks run on this host.
 
 _DIGEST_BYTES = 32
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
@@ -165,10 +166,14 @@ def _host_identity(node: str) -> bytes:
     The node's name is not enough: under torchrun it is the same on every machine. Nor is the kernel's boot id: the
     nodes of an emulated lab have it in common, and must use their links.
     """
+    kernel = boot_id()
     try:
-        facts = (node, _BOOT_ID.read_text().strip(), str(_NETWORK_NAMESPACE.readlink()), str(os.getuid()))
+        namespace = str(_NETWORK_NAMESPACE.readlink())
     except OSError:
+        namespace = ""
+    if not kernel or not namespace:
         return secrets.token_bytes(_DIGEST_BYTES)
+    facts = (node, kernel, namespace, str(os.getuid()))
     return hashlib.sha256("\n".join(facts).encode()).digest()
 
 
@@ -198,7 +203,7 @@ def create_memory(rows: int, row_bytes: int) -> int:
     """Return a file descriptor that `SharedRows` can map. Raise OSError where the kernel or a limit forbids it."""
     size = rows * _whole_pages(row_bytes)
     if (available := psutil.virtual_memory().available) < size:
-        raise OSError(f"{size >> 20} MB of memory are wanted and {available >> 20} MB are free")
+        raise OSError(f"{format_si(size, 'B')} of memory are wanted and {format_si(available, 'B')} are free")
     fd = os.memfd_create("shoal", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size)

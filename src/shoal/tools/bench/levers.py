@@ -22,10 +22,10 @@ from shoal.config.presets import did_you_mean
 from shoal.config.schema import Config, SyncConfig
 from shoal.config.sync_choice import SYNC_METHODS, TRAINED_METHODS, WIRE_FORMATS
 from shoal.cost.batch_plan import micro_batch, rank_weights
-from shoal.errors import DataError, ShoalError, UsageError
+from shoal.errors import DataError, UsageError
 from shoal.run_folder import RunFolder
 from shoal.runs.start import MakeDisplay, start_training
-from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS
+from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure
 from shoal.tools.report.manifest import explain_write_errors
 from shoal.tools.report.summary import RunSummary, summarize
 
@@ -279,15 +279,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 
 def plot_levers(table: LeverTable, path: Path) -> None:
     """Write a PNG, 1320 pixels wide."""
-    figure = draw_levers(table)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ShoalError(
-            f"cannot write {path}: {error.strerror or error}",
-            why="the picture goes beside the runs that it shows",
-            fix=f"make room or permissions there: df -h {path.parent}",
-        ) from None
+    save_figure(draw_levers(table), path, "the picture goes beside the runs that it shows")
 
 
 def draw_levers(table: LeverTable) -> Figure:

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Literal
 from shoal.cluster.lab.lab import Lab
 from shoal.control.processes import find_processes
 from shoal.errors import LabError
+from shoal.host.proc import tcp_sockets_of
 
 FILLER = "filler"
 _BLOCK = bytes(64 * 1024)
@@ -170,7 +170,6 @@ with ThreadPoolExecutor(100) as pool:
 print("done", sum(peer is not None for peer in opened), flush=True)
 """
 _CONNECT_TIMEOUT_S = 180.0
-_LISTENING = "0A"
 
 
 def prepare_connections(run: Path, lab: Lab | None, connections: int, idle: int) -> Callable[[], None]:
@@ -210,20 +209,12 @@ def listening(run: Path) -> dict[str, list[str]]:
     """Return `address:port` by node, from each process's own table: a node has its own network namespace."""
     ports: dict[str, list[str]] = {}
     for process in find_processes(run):
-        place = Path("/proc") / str(process.pid)
         with contextlib.suppress(OSError):
-            sockets = {str(link.readlink()) for link in (place / "fd").iterdir()}
-            ports.setdefault(process.node, []).extend(open_ports((place / "net/tcp").read_text(), sockets))
+            ports.setdefault(process.node, []).extend(open_ports(process.pid))
     return {node: places for node, places in ports.items() if places}
 
 
-def open_ports(table: str, sockets: set[str]) -> list[str]:
-    """Return the listening sockets of the kernel's TCP table that are among `sockets`."""
-    rows = (line.split() for line in table.splitlines()[1:])
-    return [_place(row[1]) for row in rows if row[3] == _LISTENING and f"socket:[{row[9]}]" in sockets]
-
-
-def _place(digits: str) -> str:
-    """Parse an address that the kernel prints as a number in the machine's byte order."""
-    address, _, port = digits.partition(":")
-    return f"{socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder))}:{int(port, 16)}"
+def open_ports(pid: int) -> list[str]:
+    """Return where a process listens at an IPv4 address."""
+    sockets = tcp_sockets_of(pid)
+    return [f"{sock.address}:{sock.port}" for sock in sockets if sock.is_listening and sock.address.version == 4]

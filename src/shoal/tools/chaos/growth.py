@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from shoal.control.processes import find_processes
+from shoal.host.proc import fd_targets
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A process must be observed at least this long: in a shorter time one reopened connection looks like growth.
@@ -61,7 +62,7 @@ def sample_resources(run: Path, began: float, world: int) -> list[ResourceSample
         with contextlib.suppress(OSError, ValueError, IndexError):
             rss_bytes = int((folder / "statm").read_text().split()[1]) * _PAGE_BYTES
             threads = len(list((folder / "task").iterdir()))
-            targets = [_target(path) for path in (folder / "fd").iterdir()]
+            targets = fd_targets(process.pid)
             samples.append(
                 ResourceSample(
                     at_s=time.monotonic() - began,
@@ -76,12 +77,6 @@ def sample_resources(run: Path, began: float, world: int) -> list[ResourceSample
                 )
             )
     return samples
-
-
-def _target(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return str(path.readlink())
-    return ""
 
 
 def growth(samples: Sequence[ResourceSample]) -> list[Growth]:

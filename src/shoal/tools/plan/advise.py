@@ -14,7 +14,7 @@ from shoal.cost.predict import ClusterModel, Prediction, predict, speeds
 from shoal.cost.select_sync import LEAST_GAIN, LEAST_GAIN_OTHER_TRAINING
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import RankWork, Workload
-from shoal.units import format_duration, format_si
+from shoal.units import format_duration, format_percent, format_si, format_speed
 
 # The larger batch that a plan considers, as a multiple of the configured one.
 _LARGER_BATCH = 4
@@ -267,7 +267,7 @@ def verdict(plan: Plan, advice: Advice) -> str:
         return _unavailable(plan) + _stay_alone(plan, advice)
     return _unavailable(plan) + (
         f"Distribute it: {best.row.nodes} nodes by {best.lever} train {best.row.speedup:.2f} times as fast as "
-        f"{_base(plan, 'one')}, {best.tokens_per_s:,.0f} tokens/s against {best.row.base_tokens_per_s:,.0f}."
+        f"{_base(plan, 'one')}, {format_speed(best.tokens_per_s)} against {best.row.base_tokens_per_s:,.0f}."
     )
 
 
@@ -306,7 +306,7 @@ def _stay_alone(plan: Plan, advice: Advice) -> str:
     as_it_is = " with an exchange in every step" if advice.other_training is not None else ""
     text = (
         f"Don't distribute this{as_it_is}: {_base(plan)} is faster, with "
-        f"{fastest.base_tokens_per_s:,.0f} tokens/s. {fastest.nodes} nodes{by} reach {fastest.speedup:.2f} times its "
+        f"{format_speed(fastest.base_tokens_per_s)}. {fastest.nodes} nodes{by} reach {fastest.speedup:.2f} times its "
         f"speed: in each step they compute for {format_duration(step.compute_s)} and "
         f"wait for {format_duration(step.exposed_s + step.wait_s)} while gradients are exchanged."
     )
@@ -329,7 +329,7 @@ def _ratio(plan: Plan) -> str:
         text += ". Above 0.67 it cannot all hide behind backward, which is two thirds of the computing."
     else:
         hidden = 1 - step.exposed_s / step.comm_s if step.comm_s else 1.0
-        text += f". Of the exchange {max(0.0, hidden):.0%} hides behind backward."
+        text += f". Of the exchange {format_percent(max(0.0, hidden))} hides behind backward."
     if step.latency_s >= _MUCH_LATENCY * step.comm_s:
         # Bytes divided by bandwidth would be far from the figure in the table.
         text += (
@@ -367,10 +367,11 @@ def _memory(plan: Plan, advice: Advice) -> str:
     memory, world_size = row.prediction.memory, row.prediction.world_size
     available = min(plan.setting.speed.memory_bytes(rank) for rank in range(world_size))
     parts = (
-        f"weights {_gb(memory.weights)}, gradients {_gb(memory.gradients)}, moments {_gb(memory.moments)}, "
-        f"activations {_gb(memory.activations)}, the rest {_gb(memory.copies + PROCESS_BYTES)}"
+        f"weights {format_si(memory.weights, 'B')}, gradients {format_si(memory.gradients, 'B')}, "
+        f"moments {format_si(memory.moments, 'B')}, activations {format_si(memory.activations, 'B')}, "
+        f"the rest {format_si(memory.copies + PROCESS_BYTES, 'B')}"
     )
-    held = f"{_gb(memory.total)} of its {_gb(available)} ({parts})."
+    held = f"{format_si(memory.total, 'B')} of its {format_si(available, 'B')} ({parts})."
     room = _room(plan, row, available)
     if plan.lever.sync != "sharded":
         text = f"{SYNC_METHODS[plan.lever.sync].title} does not add up the machines' memory: every rank holds the whole"
@@ -399,9 +400,10 @@ def _compare_with_sharding(plan: Plan, options: tuple[PlanOption, ...], row: Pla
     other = sharded.row.prediction
     memory = needed(plan.workload, sharded.lever, row.prediction.deal.micro_batch, other.world_size)
     return [
-        f"Sharding it over {other.world_size} ranks (not in shoal yet) would take {_gb(memory.total)} each, send "
-        f"{_gb(other.wire_bytes)} instead of {_gb(row.prediction.wire_bytes)} a step, and make "
-        f"the step {format_duration(other.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
+        f"Sharding it over {other.world_size} ranks (not in shoal yet) would take {format_si(memory.total, 'B')} each, "
+        f"send {format_si(other.wire_bytes, 'B')} instead of {format_si(row.prediction.wire_bytes, 'B')} a step, "
+        f"and make the step {format_duration(other.step.step_s)} instead of "
+        f"{format_duration(row.prediction.step.step_s)}."
     ]
 
 
@@ -410,14 +412,10 @@ def _compare_with_ddp(plan: Plan, row: PlanRow) -> list[str]:
         return []
     other = make_row(plan.workload, plan.lever.with_(sync="ddp"), plan.setting, row.nodes).prediction
     return [
-        f"By DDP each rank would hold {_gb(other.memory.total)} and send {_gb(other.wire_bytes)} instead of "
-        f"{_gb(row.prediction.wire_bytes)} a step, and the step would take "
+        f"By DDP each rank would hold {format_si(other.memory.total, 'B')} and send {format_si(other.wire_bytes, 'B')} "
+        f"instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and the step would take "
         f"{format_duration(other.step.step_s)} instead of {format_duration(row.prediction.step.step_s)}."
     ]
-
-
-def _gb(value: float) -> str:
-    return format_si(value, "B")
 
 
 def learning_rate(plan: Plan) -> str:

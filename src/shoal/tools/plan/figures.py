@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ShoalError
 from shoal.tools.plan.advise import Plan, PlanRow
 from shoal.tools.plan.scenario import Policy
 from shoal.tools.plan.simulation import Band, Cause, Forecast
@@ -15,6 +14,7 @@ from shoal.tools.report.figures import (
     MEASURED,
     PHASE_COLOURS,
     PHASE_NAMES,
+    save_figure,
     set_log_ticks,
     step_unit,
 )
@@ -57,7 +57,7 @@ _LEAST_SHARE = 5e-4
 
 def plot_plan(plan: Plan, path: Path) -> None:
     """Write a PNG, 1320 pixels wide."""
-    _save(draw_plan(plan), path, "the picture goes where -o says")
+    save_figure(draw_plan(plan), path, "the picture goes where -o says")
 
 
 def draw_plan(plan: Plan) -> Figure:
@@ -139,7 +139,7 @@ def plot_simulation(forecasts: dict[Policy, Forecast], path: Path) -> None:
     """Write a PNG, 1440 pixels wide."""
     if not forecasts:
         raise ValueError("a picture of a simulation needs at least one")
-    _save(draw_simulation(forecasts), path, "the picture of the simulation goes there")
+    save_figure(draw_simulation(forecasts), path, "the picture of the simulation goes there")
 
 
 def draw_simulation(forecasts: dict[Policy, Forecast]) -> Figure:
@@ -213,14 +213,3 @@ def _draw_band(axes: Axes, place: float, share: float, band: Band, wall_s: float
 
 def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontweight="bold", fontsize=10)
-
-
-def _save(figure: Figure, path: Path, why: str) -> None:
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ShoalError(
-            f"cannot write {path}: {error.strerror or error}",
-            why=why,
-            fix=f"make room or permissions there: df -h {path.parent}",
-        ) from None

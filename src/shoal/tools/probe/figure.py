@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from shoal.config.profile import CollectiveProfile, LinkProfile, NodeProfile, Profile
 from shoal.cost.machines import Roofline, roofline_of
 from shoal.cost.network import format_buffer_size
-from shoal.errors import ShoalError
-from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, set_log_ticks
-from shoal.units import format_duration, format_number, format_si
+from shoal.tools.report.figures import IDEAL, MEASURED, PHASE_COLOURS, save_figure, set_log_ticks
+from shoal.units import format_duration, format_number, format_percent, format_si, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +24,7 @@ _MOST_LINKS = 12
 
 def plot_probe(profile: Profile, path: Path) -> None:
     """Write a PNG, 1440 pixels wide."""
-    figure = draw_probe(profile)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ShoalError(
-            f"cannot write {path}: {error.strerror or error}",
-            why="the picture goes beside the profile",
-            fix=f"make room or permissions there: df -h {path.parent}",
-        ) from None
+    save_figure(draw_probe(profile), path, "the picture goes beside the profile")
 
 
 def draw_probe(profile: Profile) -> Figure:
@@ -111,7 +102,7 @@ def _draw_bus(axes: Axes, profile: Profile) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     share = profile.summary.stack_efficiency
-    _title(axes, "Bus bandwidth" + (f": stack efficiency {share:.0%}" if share else ""))
+    _title(axes, "Bus bandwidth" + (f": stack efficiency {format_percent(share)}" if share else ""))
 
 
 def _draw_roofline(axes: Axes, nodes: tuple[NodeProfile, ...]) -> None:
@@ -144,7 +135,7 @@ def _roof_label(node: NodeProfile) -> str:
     return (
         f"{node.name}: {format_number(compute.fp32_gflops)} GFLOP/s fp32, "
         f"{format_number(compute.memory_gbytes_per_s)} GB/s; "
-        f"{compute.best.tokens_per_s:,.0f} tokens/s"
+        f"{format_speed(compute.best.tokens_per_s)}"
     )
 
 

@@ -26,11 +26,11 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from shoal.control.channel import is_equal_secret
 from shoal.control.connection_guard import ConnectionGuard, GuardLimits, PendingConnection
+from shoal.host.facts import boot_id
 
 DIAL_S = 5.0
 _LONGEST_LINE = 200
@@ -38,16 +38,11 @@ _BACKLOG = 64
 
 
 def read_facts(_: dict[str, Any]) -> dict[str, Any]:
-    try:
-        # The same for all emulated nodes of one machine.
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        machine = platform.node()
     return {
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "arch": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
-        "machine": machine,
+        "machine": boot_id() or platform.node(),
     }
 
 

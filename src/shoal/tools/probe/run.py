@@ -41,7 +41,7 @@ from shoal.launch.launcher import run_module
 from shoal.run_folder import RunFolder
 from shoal.tools.probe.links import LINK_METER, Report, measure_links, plan_flows
 from shoal.tools.report.summary import busy_cores_of_others
-from shoal.units import format_duration, warn_of_other_programs
+from shoal.units import format_duration, format_percent, warn_of_other_programs
 
 RANKS = "shoal.tools.probe.worker"
 SMALL = {"small": SMALL_GPT}
@@ -302,8 +302,8 @@ def _notes(data: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
     ratios = [link.together_ratio for link in data.links if link.together_ratio]
     if ratios and min(ratios) < _SHARED_RATIO:
         notes.append(
-            f"links slow each other down: together they reach {min(ratios):.0%} of alone. They share something: "
-            "a switch's uplink, a daisy chain, the air, or the cores of one machine"
+            f"links slow each other down: together they reach {format_percent(min(ratios))} of alone. "
+            "They share something: a switch's uplink, a daisy chain, the air, or the cores of one machine"
         )
     if warning := warn_of_other_programs({f"on {node.name}": node.other_programs_cores for node in nodes}):
         notes.append(warning)

@@ -37,6 +37,7 @@ from shoal.cost.network import (
 )
 from shoal.errors import ShoalError
 from shoal.events import EventLog
+from shoal.host.facts import boot_id
 from shoal.run_folder import RunFolder
 from shoal.sync.world import World, barrier, join_world, leave_world, with_second_group
 from shoal.train.build import describe_hardware, describe_versions
@@ -117,7 +118,7 @@ def _time_model(world: World, log: EventLog, name: str, model: ModelConfig, budg
 
 def _turns(world: World) -> tuple[int, int]:
     """Return the number of turns and this node's turn: nodes of one machine compute one after another."""
-    machine = str(describe_hardware()["boot_id"] or world.node)
+    machine = boot_id() or world.node
     world.store.set(f"machine/{world.rank}", f"{world.node} {machine}")
     entries = (world.store.get(f"machine/{rank}").decode().partition(" ") for rank in range(world.size))
     turns = assign_turns({node: machine for node, _, machine in entries})

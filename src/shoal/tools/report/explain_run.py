@@ -414,7 +414,7 @@ def explain_prediction(
         if abs(phase.difference_s) >= _NEGLIGIBLE * measured_s
     ]
     if not reasons:
-        return f"{verdict} No phase is off by more than {_NEGLIGIBLE:.0%} of a step."
+        return f"{verdict} No phase is off by more than {format_percent(_NEGLIGIBLE)} of a step."
     return f"{verdict} The difference: {join_words(reasons)}."
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shoal.errors import DataError, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.tools.report.summary import RunSummary
-from shoal.units import format_number
+from shoal.units import format_number, format_percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -146,13 +146,17 @@ def plot_scaling(points: list[ScalingPoint], path: Path) -> None:
     """Write the scaling figure as a PNG, 1200 pixels wide."""
     if not points:
         raise ValueError("a scaling figure needs at least one point")
-    figure = draw_scaling(in_order(points))
+    save_figure(draw_scaling(in_order(points)), path, "the figure goes beside the other files of the run")
+
+
+def save_figure(figure: Figure, path: Path, why: str) -> None:
+    """Write a PNG, whatever the file is called; `why` says in an error why it is written there."""
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
     except OSError as error:
         raise ShoalError(
             f"cannot write {path}: {error.strerror or error}",
-            why="the figure goes beside the other files of the run",
+            why=why,
             fix=f"make room or permissions there: df -h {path.parent}",
         ) from None
 
@@ -211,7 +215,7 @@ def _draw_speed(axes: Axes, points: list[ScalingPoint]) -> None:
     top = 1.25 * max(*ideal, *(point.tokens_per_s for point in points))
     for point in points:
         reached = efficiency(point, base)
-        note = f"{point.tokens_per_s:,.0f}\n({reached:.0%})"
+        note = f"{point.tokens_per_s:,.0f}\n({format_percent(reached)})"
         # Below the point, away from the ideal line, unless the labels of the axis are there.
         above = reached > 1 or point.tokens_per_s < LOW_LABEL_SHARE * top
         _note(axes, note, (point.ranks, point.tokens_per_s), 8 if above else -9)

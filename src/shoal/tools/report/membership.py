@@ -16,7 +16,7 @@ from shoal.control.membership.types import Ballot
 from shoal.events import Event
 from shoal.tools.report.commit_log import check_ledger
 from shoal.tools.report.rank_log import Entered, RankLog, as_float, is_number, read_ballot
-from shoal.units import format_times, join_words, pluralize
+from shoal.units import format_times, join_words, pluralize, rank_names
 
 # Fewer steps than these are too few to judge the speed of a world size.
 ENOUGH_STEPS = 10
@@ -249,14 +249,10 @@ def _describe_change(span: GenerationSpan, earlier: Sequence[GenerationSpan]) ->
     before = next(reversed(same_lineage or shared), None)
     previous_ids = set(before.ids) if before else set()
     left, joined = sorted(previous_ids - set(span.ids)), sorted(set(span.ids) - previous_ids)
-    events = [f"{_name_ranks(left)} left" if left else "", f"{_name_ranks(joined)} joined" if joined else ""]
+    events = [f"{rank_names(left)} left" if left else "", f"{rank_names(joined)} joined" if joined else ""]
     what = " and ".join(event for event in events if event) or "an exchange failed"
     goes = "goes" if len(span.ids) == 1 else "go"
-    return f"{what[0].upper()}{what[1:]}; {_name_ranks(sorted(span.ids))} {goes} on with step {span.step + 1}."
-
-
-def _name_ranks(ids: list[int]) -> str:
-    return f"rank {ids[0]}" if len(ids) == 1 else f"ranks {join_words([str(rank) for rank in ids])}"
+    return f"{what[0].upper()}{what[1:]}; {rank_names(sorted(span.ids))} {goes} on with step {span.step + 1}."
 
 
 def _first_commit_times(commits: Sequence[Event]) -> dict[Ballot, float]:

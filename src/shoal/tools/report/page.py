@@ -43,7 +43,7 @@ from shoal.tools.report.manifest import manifest_of
 from shoal.tools.report.membership import cost_sentence
 from shoal.tools.report.rank_log import Floats, Steps
 from shoal.tools.report.summary import RankSummary, RunSummary, summarize
-from shoal.units import format_count, format_ms, format_number, format_share, format_si, pluralize
+from shoal.units import format_count, format_ms, format_number, format_percent, format_share, format_si, pluralize
 
 Figure = dict[str, Any]  # plotly's data and layout; page.js adds the colours of text and paper
 
@@ -291,7 +291,7 @@ def _scaling_table(points: list[ScalingPoint]) -> str:
             point.threads or NOTHING,
             f"{point.tokens_per_s:,.0f}",
             f"{point.tokens_per_s / base.tokens_per_s:.2f}×",
-            f"{efficiency(point, base):.0%}",
+            format_percent(efficiency(point, base)),
             f"{point.step_s * 1e3:.1f}",
             _or_nothing(point.allreduce_s or None, "{:.1f}", lambda seconds: seconds * 1e3),
         ]

@@ -25,6 +25,7 @@ from shoal.events import Event
 from shoal.run_folder import RunFolder, is_accessible, no_access_error
 from shoal.tools.report.membership import is_joined, last_members, ranks_elsewhere
 from shoal.tools.report.rank_log import Floats, read_rank_logs
+from shoal.units import rank_list
 
 TOLERANCE = 1e-5
 BLOCK_BYTES = 4 * 2**20  # a multiple of every element size, so that no block cuts a number in two
@@ -64,7 +65,7 @@ def compare_replicas(
     """
     missing = sorted(set(members) - files.keys())
     if missing or not files:
-        who = f"rank {', '.join(map(str, missing))} wrote" if files else "this run has"
+        who = f"{rank_list(missing)} wrote" if files else "this run has"
         resume = f": shoal train --resume {shlex.quote(str(folder))}" if folder else ""
         raise DataError(
             f"{who} no state-rank-N.safetensors, so there is nothing to compare",

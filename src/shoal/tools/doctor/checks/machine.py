@@ -21,7 +21,7 @@ from shoal.tools.doctor.facts import (
     setup_command,
     sudo,
 )
-from shoal.units import format_duration, format_si
+from shoal.units import format_duration, format_si, pluralize
 
 
 @dataclass(frozen=True)
@@ -200,15 +200,14 @@ def check_cores(cluster: ClusterFacts) -> Iterator[Finding]:
         parts += [f"{format_si(memory['available'], 'B')} of memory free"] if memory else []
         parts += [f"{format_si(memory['swap_used'], 'B')} of swap in use"] if memory.get("swap_used") else []
         threads = node.threads or max(1, (node.cores or cores["physical"]) // node.slots)
-        ranks = f"{node.slots} rank{'s' if node.slots > 1 else ''}"
-        meaning = f"a run has {ranks} here, with {threads} thread{'s' if threads > 1 else ''} each"
+        meaning = f"a run has {pluralize(node.slots, 'rank')} here, with {pluralize(threads, 'thread')} each"
         if 0 < cores.get("fast", 0) < threads * node.slots:
             meaning += "; some of them on slow cores, for which the others wait: try fewer threads"
         yield Finding("speed.cores", Severity.INFO, node.name, ", ".join(parts), meaning)
 
 
 def _describe_cores(cores: dict[str, Any]) -> str:
-    text = f"{cores['physical']} core{'s' if cores['physical'] > 1 else ''}"
+    text = pluralize(cores["physical"], "core")
     if cores["threads"] > cores["physical"]:
         text += f" with {cores['threads']} hardware threads"
     if cores.get("slow"):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import configparser
 import contextlib
-import importlib.metadata
-import json
 import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
+from shoal.host.facts import Core, cpu_name, has_avx2, installed_version, usable_cores
 from shoal.host.proc import (
     describe_process,
     environment_of,
@@ -26,7 +24,7 @@ from shoal.host.proc import (
     is_orphan,
     list_pids,
     owner_of,
-    read_cpu_list,
+    read_meminfo,
     read_number,
     read_text,
     user_name,
@@ -49,7 +47,7 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
         "avx2": has_avx2(),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "torch": installed("torch"),
+        "torch": installed_version("torch"),
         "shoal": shoal.__version__,
         # Root needs no sudo, and in a container it often has none.
         "is_root": hasattr(os, "geteuid") and os.geteuid() == 0,
@@ -60,60 +58,18 @@ def observe(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-_LSCPU_TIMEOUT_S = 2.0
-
-
-def cpu_name() -> str:
-    """Ask lscpu, which is not installed everywhere; /proc/cpuinfo names an ARM core only by number."""
-    command, env = ["lscpu", "--json"], {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_LSCPU_TIMEOUT_S, check=True, env=env)
-        fields = {entry["field"]: entry["data"] for entry in json.loads(done.stdout)["lscpu"]}
-        return str(fields["Model name:"])
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return _read_cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def has_avx2() -> bool | None:
-    """Return None where the question does not apply: only x86 has it."""
-    flags = _read_cpuinfo("flags")
-    return "avx2" in flags.split() if flags else None
-
-
-def _read_cpuinfo(field: str) -> str:
-    lines = read_text("/proc/cpuinfo").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
-
-
 def cores() -> dict[str, Any]:
     """Return the usable hardware `threads`, their `physical` cores and a container's `quota` in cores.
 
     Where cores differ, also how many `fast` and `slow` ones there are.
     """
-    usable = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    # Intel has a folder for each kind of core, ARM a number for every core.
-    fast = read_cpu_list("/sys/devices/cpu_core/cpus") & usable
-    if not fast:
-        capacity = {cpu: read_number(_CPUS / f"cpu{cpu}/cpu_capacity") or 0 for cpu in usable}
-        fast = {cpu for cpu in usable if capacity[cpu] == max(capacity.values())}
+    usable = usable_cores() or [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
     limit, _, period = read_text(_CGROUP / "cpu.max").partition(" ")
     quota = int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
-    counts = {"threads": len(usable), "physical": _count_physical(usable), "quota": quota}
-    if fast == usable:
-        return counts
-    return {**counts, "fast": _count_physical(fast), "slow": _count_physical(usable - fast)}
-
-
-def _count_physical(cpus: set[int]) -> int:
-    """Count two hardware threads of one core once: they share its arithmetic units."""
-    return len({read_text(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
+    counts = {"threads": sum(len(core.cpus) for core in usable), "physical": len(usable), "quota": quota}
+    highest_speed = max(core.speed for core in usable)
+    fast = sum(core.speed == highest_speed for core in usable)
+    return counts if fast == len(usable) else {**counts, "fast": fast, "slow": len(usable) - fast}
 
 
 TEMPORARY = "temporary files"
@@ -121,8 +77,7 @@ TEMPORARY = "temporary files"
 
 def memory() -> dict[str, int]:
     """Return bytes, within the limit of the machine or of a container; empty where there is no /proc."""
-    lines = (line.split() for line in read_text("/proc/meminfo").splitlines())
-    fields = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    fields = read_meminfo()
     if "MemAvailable" not in fields:
         return {}
     available, group_bytes = fields["MemAvailable"], _available_in_cgroup()
