@@ -5,6 +5,9 @@
 .PHONY: help setup demo check test test-long test-exhaustive bench clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
+# Tests that wait for something run beside each other; three at once keep two cores busy.
+WORKERS ?= 3
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -21,14 +24,14 @@ check: setup ## ruff, formatting, mypy
 	$(BIN)/mypy
 
 test: check ## check, then every test but the long ones
-	$(BIN)/pytest -m "not long and not exhaustive" $(PYTEST_ARGS)
+	$(PYTEST) -m "not long and not exhaustive" $(PYTEST_ARGS)
 
 # pytest ends with 5 when no test matched, which is no failure here.
 test-long: setup ## the long tests
-	$(BIN)/pytest -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-exhaustive: setup ## every scenario, every way to exchange, thousands of fuzzed inputs (hours)
-	$(BIN)/pytest -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 bench: setup ## every benchmark; one of them alone: .venv/bin/python benchmarks/NAME.py
 	@for file in benchmarks/[a-z]*.py; do \
