@@ -31,7 +31,7 @@ test-long: setup ## the long tests
 	$(PYTEST) -m "long and not exhaustive" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-exhaustive: setup ## every scenario, every way to exchange, thousands of fuzzed inputs (hours)
-	$(PYTEST) -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m exhaustive $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 bench: setup ## every benchmark; one of them alone: .venv/bin/python benchmarks/NAME.py
 	@for file in benchmarks/[a-z]*.py; do \
