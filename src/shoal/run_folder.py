@@ -242,7 +242,7 @@ class RunFolder:
         return self._agent_file(node, "orders")
 
     def door(self, node: str) -> Path:
-        """The Unix socket at which a node's agent answers commands on its machine; see `agent.invite`."""
+        """The Unix socket at which a node's agent answers commands on its machine; see `agent.invite_server`."""
         return self._agent_file(node, "door")
 
     def agent_log(self, node: str) -> Path:

@@ -73,8 +73,8 @@ class Agent:
         self._invites: InviteServer | None = None
         self._met_at = boot_clock()
         self._failed_at: float | None = None
-        self._go: GoOrder | None = None  # saved, with this version of the addresses:
-        self._saved_version = 0
+        self._go: GoOrder | None = None
+        self._saved_version = 0  # of the addresses in the saved orders
         self._signals = 0
         self._stop_asked_at: float | None = None
         self._grace_s: float | None = None
@@ -166,7 +166,7 @@ class Agent:
         if self._membership is None:
             self._mesh.watch()
         else:
-            self._mesh.keep_up(self._roster, self._membership.connected)
+            self._mesh.keep_connected(self._roster, self._membership.connected, self._membership.silent_after_s)
             self._membership.start_first_generation()
             await self._open_elastic(self._membership)
 
@@ -178,7 +178,9 @@ class Agent:
         self._membership = self._make_membership(go, go.members)
         self._membership.mark_begun()
         self._start_ranks(go)
-        self._mesh.keep_up(go.places(), self._membership.connected, dial_all=True)
+        self._mesh.keep_connected(
+            go.places(), self._membership.connected, self._membership.silent_after_s, dial_all=True
+        )
         self._membership.join()
         await self._open_elastic(self._membership)
 

@@ -68,7 +68,8 @@ class AgentMembership:
         self._environment = environment
         self._numbering = RankNumbering(me, go.roster)
         self.ranks = LocalRanks([LocalRank(start) for start in go.starts], members.restarts)
-        self.shutdown = ShutdownTracker(me, len(go.roster), members.rules.silent_after_s)
+        self.silent_after_s = members.rules.silent_after_s
+        self.shutdown = ShutdownTracker(me, len(go.roster), self.silent_after_s)
         self._machine = MembershipMachine(me, members.rules, votes, boot_clock(), self.name)
         self._stopping = RankHalt(self.ranks, members.rules)
         self._actions: deque[Action] = deque()

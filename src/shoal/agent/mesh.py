@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from dataclasses import asdict, replace
 from typing import Any
 
+from shoal.config.defaults import SILENT_AFTER_S
 from shoal.control.channel import Channel, Message, dial
 from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.control.handshake import Hello, describe_cpu_difference, find_mismatch
@@ -23,7 +24,6 @@ from shoal.control.membership.settings import (
     HELLO_TIMEOUT_S,
     MEET_TIMEOUT_S,
     RECONNECT_S,
-    REDIAL_SILENT_AFTER_S,
     REFUSED_RECONNECT_S,
 )
 from shoal.control.orders import MAX_MEMBERS_LISTED, RosterEntry, read_places
@@ -64,6 +64,7 @@ class Mesh:
         self._refused: ShoalError | None = None
         self._listeners = Listeners(self._on_connection, is_own_address)
         self._has_met = False
+        self._silent_after_s = SILENT_AFTER_S
         self._guard = make_connection_guard(note)
 
     # Beginning.
@@ -103,11 +104,18 @@ class Mesh:
         """From now on a member whose connection closes or that falls silent is lost for good."""
         self._spawn(self._send_heartbeats())
 
-    def keep_up(self, roster: Mapping[int, RosterEntry], on_connected: OnConnected, dial_all: bool = False) -> None:
-        """From now on make lost connections again.
+    def keep_connected(
+        self,
+        roster: Mapping[int, RosterEntry],
+        on_connected: OnConnected,
+        silent_after_s: float = SILENT_AFTER_S,
+        dial_all: bool = False,
+    ) -> None:
+        """From now on reconnect to members whose connection is lost, or silent for longer than `silent_after_s`.
 
         `dial_all`: a joining or restarted agent dials every member, because none of them knows its address.
         """
+        self._silent_after_s = silent_after_s
         self._has_met = True
         self._set_roster(roster)
         self._on_connected = on_connected
@@ -205,7 +213,7 @@ class Mesh:
     def _is_silent(self, member: int) -> bool:
         """Whether to replace the connection: after silence the kernel waits ever longer before it sends again, so a
         new connection notices earlier that a cable is back."""
-        return boot_clock() - self._received_at.get(member, 0.0) > REDIAL_SILENT_AFTER_S
+        return boot_clock() - self._received_at.get(member, 0.0) > self._silent_after_s
 
     def _start_dialling(self, member: int) -> None:
         if member != self._me.member and member not in self._dialling:

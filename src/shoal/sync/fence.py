@@ -139,7 +139,7 @@ class GenerationFence(Fence):
         with self._changed:
             self._holds = False
 
-    # Called by the thread that listens to the agent.
+    # `enter` is called by the training thread, `end` by the thread that listens to the agent, or by both.
 
     def enter(self, generation: Ballot, holds: bool, floor: int) -> None:
         with self._changed:

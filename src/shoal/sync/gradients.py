@@ -1,9 +1,9 @@
 """Gradient exchange: make every replica's gradient the sum over all ranks.
 
-    HookedDDP     DDP's overlap with a communication hook that compresses and times every bucket (variant B)
+    HookedDDP     DDP's overlap with a communication hook that compresses and times every bucket
     SharedDDP     the same overlap, with gradients in memory that the ranks of one machine share (`shared_memory/`)
     StockDDP      DistributedDataParallel with its defaults, for comparison
-    BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (variant A)
+    BarrierSync   no overlap: backward, barrier, all-reduce, each timed alone (`--measure barrier`)
     NoExchange    no exchange: a single rank, or replicas that take inner steps and meet in outer steps
 
 A training step uses one interface, `GradientSync`: call `module`, enter `micro_batch(last)` around each forward and

@@ -1,7 +1,7 @@
 """The world: a rank's view of its process group. Made once per generation and passed explicitly, never global.
 
-`join` forms it from the environment of a launcher with a fixed set of ranks, `form` from an agent's order to enter a
-generation. Every wait has a deadline, and a missing rank is named.
+`join_world` forms it from the environment of a launcher with a fixed set of ranks, `form_world` from an agent's order
+to enter a generation. Every wait has a deadline, and a missing rank is named.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def form_world(
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether the error is the consequence of a missing peer, and not the cause of a failure.
 
-    This is the only place that looks at an error's text, for the backends that have no exception type.
+    Only here a lost peer is recognised by an error's text: gloo raises a plain RuntimeError.
     """
     if isinstance(error, PeerLost | GroupNotFormed | dist.DistStoreError | dist.DistNetworkError):
         return True

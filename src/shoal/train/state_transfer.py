@@ -276,7 +276,7 @@ def _own_losses(trainer: Trainer, pending: list[Record], own_step: int) -> list[
         trainer.recorder.describe(began.step + 1, began.cursor, began.cursor + batch, loss / trainer.own_tokens)
         | {"partial": True}
         # There may be one loss more than steps: that of a step which was never applied.
-        for began, loss in zip(trainer.unsettled_steps(), trainer.exchange.own_losses(), strict=False)
+        for began, loss in zip(trainer.unsettled_steps(), trainer.step_gather.own_losses(), strict=False)
         if began.step < own_step and began.step + 1 not in known
     ]
 

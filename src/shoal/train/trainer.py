@@ -1,7 +1,7 @@
 """One replica and its training step: fetch, forward, backward, clip, update, record.
 
-Compression, batch shares and outer steps are objects behind interfaces: the step has no feature branches, and a world
-of one rank is no exception. Other modules read a trainer's fields; only its methods change them.
+Compression, batch shares and outer steps are objects behind interfaces, and a world of one rank is no exception. Other
+modules read a trainer's fields; its methods change them, except for the hook `between_steps`.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ class Trainer:
         loss_sum, comm = self._forward_backward()
         self._commit()
         result = self._clip(step, loss_sum)
-        self.exchange.begin(loss_sum if result.is_finite else math.nan, comm, self.stop.wanted, self.fence.edge)
+        self.step_gather.begin(loss_sum if result.is_finite else math.nan, comm, self.stop.wanted, self.fence.edge)
         self._update(lr, result)
         outer = self._outer_step(step)
         self.fence.moved(self.outer.common_step(step))
-        known = self.exchange.finish()
+        known = self.step_gather.finish()
         self._split_comm_time("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._split_comm_time("optimizer", outer, outer.wait_s or 0.0)
-        self.timer.add("wait", self.exchange.late_s)
+        self.timer.add("wait", self.step_gather.late_s)
         wants_stop = self._settle(known)
         self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=result.norm)
         self._warn_of_stragglers(known)
@@ -132,7 +132,7 @@ class Trainer:
         return self.exchanges.outer
 
     @property
-    def exchange(self) -> StepGather:
+    def step_gather(self) -> StepGather:
         return self.exchanges.steps
 
     @property
@@ -153,7 +153,7 @@ class Trainer:
 
     def settle(self) -> bool:
         """Wait for the statistics of all steps so far; return whether any rank wants to stop."""
-        return self._settle(self.exchange.drain())
+        return self._settle(self.step_gather.drain())
 
     def unsettled_steps(self) -> list[Progress]:
         """Return where the steps began of which this rank does not know the world's loss."""
@@ -171,8 +171,8 @@ class Trainer:
         """Release every reference to the process group of a world that has ended."""
         with suppress(OSError, RuntimeError, ShoalError):
             self.sync.close()
-        self.exchanges = Exchanges(NoExchange(self.model), EveryStep(), self.exchange)
-        self.exchange.close()
+        self.exchanges = Exchanges(NoExchange(self.model), EveryStep(), self.step_gather)
+        self.step_gather.close()
         self.recorder.leave_world()
         self.world = without_group(self.world)
 
@@ -205,7 +205,7 @@ class Trainer:
         """Replace the exchanges between two steps, when all ranks have done the last one and their models are equal."""
         self.sync.close()
         # Free the old buffers before new ones are allocated: gradients of 124M parameters are 496 MB.
-        self.exchanges = Exchanges(NoExchange(self.model), self.outer, self.exchange)
+        self.exchanges = Exchanges(NoExchange(self.model), self.outer, self.step_gather)
         gc.collect()
         self.set_sync(sync)
         self.connect()

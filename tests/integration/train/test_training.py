@@ -169,7 +169,13 @@ def test_accumulation_trains_the_same(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_weak_scaling_and_modulo_shards_and_dropout(tmp_path: Path) -> None:
-    settings = ("train.steps=4", "train.global_batch=6", "data.sharding=modulo", "model.dropout=0.1")
+    settings = (
+        "train.steps=4",
+        "train.global_batch=6",
+        "data.sharding=modulo",
+        "members.on_loss=end",
+        "model.dropout=0.1",
+    )
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--scaling", "weak", "--wire", "fp16", sets=settings)
     assert manifest["global_batch"] == 12
     assert manifest["byte_equivalent"] is True

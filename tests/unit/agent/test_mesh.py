@@ -113,7 +113,7 @@ def test_who_slept_itself_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_touch(peers: list[Peer]) -> None:
     for number, peer in enumerate(peers):
-        peer.mesh.keep_up({}, peer.met.append)
+        peer.mesh.keep_connected({}, peer.met.append)
         assert sorted(peer.met) == [other for other in range(len(peers)) if other != number]
 
 
@@ -194,7 +194,7 @@ def test_a_newcomer_is_told_of_by_whom_it_asked() -> None:
         await meet_and_keep_up(peers)
         guest = Peer(5)
         await guest.listen()
-        guest.mesh.keep_up({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
+        guest.mesh.keep_connected({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
         await until(lambda: {0, 1} <= set(guest.met) and 5 in peers[0].met and 5 in peers[1].met)
         assert peers[1].mesh.places.name(5) == "node6"
         return [*peers, guest]
@@ -208,7 +208,7 @@ def test_a_member_of_another_config_is_refused_and_harms_nobody() -> None:
         await meet_and_keep_up(peers)
         guest = Peer(5, config="another")
         await guest.listen()
-        guest.mesh.keep_up({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
+        guest.mesh.keep_connected({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
         await until(lambda: peers[0].notes)
         assert peers[0].notes[0].startswith("refused a member: node1 and node6 cannot train together: configuration")
         assert (guest.met, peers[0].lost) == ([], [])
@@ -269,7 +269,7 @@ def test_who_wakes_in_another_network_is_reached_there() -> None:
         places = dict(enumerate(roster))
         await asyncio.gather(here.mesh.meet(places), laptop.meet(places))
         for mesh in (here.mesh, laptop):
-            mesh.keep_up(places, here.met.append)
+            mesh.keep_connected(places, here.met.append)
         has_moved = True
         async with asyncio.timeout(10):
             while here.mesh.places[1].address == OLD:

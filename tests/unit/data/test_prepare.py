@@ -24,6 +24,7 @@ from shoal.data.prepare import (
     PreparedData,
     cache_root,
     check_enough,
+    check_shares,
     create_run,
     prepare,
     read_entry,
@@ -31,7 +32,7 @@ from shoal.data.prepare import (
 )
 from shoal.data.sampling import open_tokens
 from shoal.data.tokenizer import load_tokenizer
-from shoal.errors import DataError, UsageError
+from shoal.errors import ConfigError, DataError, UsageError
 
 STORY = "".join(f"Line {number} of a story.\n" for number in range(200))
 
@@ -408,8 +409,8 @@ def test_the_advice_for_a_short_text_works_at_once(
     ("sets", "ranks", "advised"),
     [
         (["train.micro_batch=4", "train.global_batch=32"], 2, 8),
-        (["data.sharding=modulo", "train.global_batch=32"], 4, 8),
-        (["data.sharding=modulo", "train.global_batch=33"], 3, 9),
+        (["data.sharding=modulo", "members.on_loss=end", "train.global_batch=32"], 4, 8),
+        (["data.sharding=modulo", "members.on_loss=end", "train.global_batch=33"], 3, 9),
         (["train.global_batch=32", "run.weights=1/3"], 2, 10),
         (["train.scaling=weak", "train.global_batch=16"], 2, 5),
         (["train.scaling=weak", "train.micro_batch=4", "train.global_batch=16"], 2, 4),
@@ -467,3 +468,12 @@ def test_the_shakespeare_preset_has_a_text_of_its_own(tmp_path: Path) -> None:
 def test_a_text_of_the_users_comes_before_the_built_in_one(tmp_path: Path, story: DataConfig) -> None:
     config = build_config("shakespeare-char", None, {"data": {"path": story.path, "cache_dir": tmp_path}})
     assert prepare(config.data).source == f"{story.path} (4.09 kB)"
+
+
+def test_shards_by_rank_are_refused_where_the_number_of_ranks_may_change() -> None:
+    config = build_config("grammar", None, None, ["data.sharding=modulo", "train.global_batch=32"])
+    check_shares(config, 1)
+    with pytest.raises(ConfigError) as caught:
+        check_shares(config, 2)
+    assert "some samples would be used twice" in str(caught.value.why)
+    assert "members.on_loss=end" in str(caught.value.fix)

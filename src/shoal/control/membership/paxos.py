@@ -131,8 +131,8 @@ class Proposer:
         self._next_try = state.now
         self._is_paused = False
         self._last_reports: object = None  # what peers reported when we last looked
-        self._last_view: object = None  # who was reachable when a fork was last considered, unchanged since:
-        self._view_since = state.now
+        self._last_view: object = None  # who was reachable when a fork was last considered
+        self._view_since = state.now  # when that last changed
         self._stateless_since: float | None = None  # since when no member that answers has a state
 
     @property

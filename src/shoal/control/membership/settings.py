@@ -18,7 +18,8 @@ class MembershipSettings:
     # Interval of heartbeats. Longer: less traffic, but `silent_after_s` must stay a multiple of it.
     heartbeat_s: float = 0.25
     # A peer that sent nothing for this long is suspected. Raise it when busy machines or a bad Wi-Fi are suspected
-    # wrongly; every silent loss then takes that much longer to notice.
+    # wrongly; every silent loss then takes that much longer to notice. Agents also replace a connection that was silent
+    # for this long: the kernel repeats lost packets ever less often.
     silent_after_s: float = SILENT_AFTER_S
     # A connection that closes this soon after a message was closed by the other node. Longer: a connection that timed
     # out may be taken for a process that ended.
@@ -78,8 +79,6 @@ RECONNECT_S = 0.2
 REFUSED_RECONNECT_S = 2.0
 # How long one attempt to reconnect may take.
 CONNECT_TIMEOUT_S = 2.0
-# A connection without a message for this long is replaced: the kernel repeats lost packets ever less often.
-REDIAL_SILENT_AFTER_S = SILENT_AFTER_S
 # In a run that ends when a node is lost: the interval of heartbeats, and the silence after which a node is lost. Long
 # enough for a busy Wi-Fi, short enough that a run does not wait minutes for a node that has left.
 FIXED_HEARTBEAT_S = 1.0

@@ -142,7 +142,7 @@ class SoakOrder:
     minutes: float
     every_s: float
     seed: int
-    sync: tuple[str, ...] = ("ddp",)  # the modes in turn, spelled as for `shoal levers`: diloco, ddp+int8
+    sync: tuple[str, ...] = ("ddp",)  # the modes in turn, spelled as for `shoal bench levers`: diloco, ddp+int8
     kinds: tuple[str, ...] = tuple(SOAK_KINDS)
 
     def scenario(self, sync: str) -> ChaosScenario:
