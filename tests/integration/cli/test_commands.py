@@ -390,7 +390,7 @@ def test_a_running_run_without_a_checkpoint_is_not_called_ended(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = make_run(tmp_path / "run", [start(0), start(1)], "train.checkpoint_every=40")
-    monkeypatch.setattr(sample_cli, "find", lambda run: ["a process"])
+    monkeypatch.setattr(sample_cli, "find_processes", lambda run: ["a process"])
     said = call("sample", folder.path)
     assert said.code == 2
     assert "has no checkpoint yet" in said.err

@@ -24,7 +24,7 @@ from tests.support.needs import need_tool
 def no_netem(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
     without = replace(find_features(), netem=False, delay_line=True)
-    monkeypatch.setattr(lab_lab, "observe", lambda: without)
+    monkeypatch.setattr(lab_lab, "find_features", lambda: without)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_delayed_link_carries_large_frames_and_what_is_sent_arrives_whole(lab:
 def test_a_lab_of_a_run_is_built_as_asked_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     need_lab()
     poor: Features = replace(find_features(), netem=False, delay_line=False)
-    monkeypatch.setattr(lab_lab, "observe", lambda: poor)
+    monkeypatch.setattr(lab_lab, "find_features", lambda: poor)
     spec = make_spec(2, name=new_name(), delay="5ms")
     with pytest.raises(LabError, match="cannot build that lab: no delay") as refused:
         lab_lab.build_lab(spec, owner=os.getpid())

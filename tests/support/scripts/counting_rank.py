@@ -18,10 +18,10 @@ import sys
 import time
 from pathlib import Path
 
+from shoal.control.channel import LENGTH
+from shoal.control.membership.settings import LEASE_S
 from shoal.control.membership.types import State
 from shoal.control.rank_messages import (
-    LEASE_S,
-    LENGTH,
     MEMBERSHIP_FD,
     AbandonCommits,
     EnterGeneration,
