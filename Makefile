@@ -5,9 +5,9 @@
 .PHONY: help setup demo check test test-long test-exhaustive bench clean
 BIN := .venv/bin
 PYTEST_ARGS ?=
-# Tests that wait for something run beside each other; three at once keep two cores busy.
-WORKERS ?= 3
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
+# Most tests wait for processes and networks: four at once keep two cores busy.
+WORKERS ?= 4
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20

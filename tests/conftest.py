@@ -25,6 +25,16 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share a module's fixture, such as a finished training, on one worker of pytest-xdist."""
+    for item in items:
+        definitions = getattr(item, "_fixtureinfo", None)
+        shared = definitions.name2fixturedefs.values() if definitions else ()
+        if any(fixture.scope in ("module", "class") for fixtures in shared for fixture in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Encoded corpora go to one folder of this session, shared by its tests, never to the user's own cache."""
