@@ -100,7 +100,7 @@ class Trainer:
     _nonfinite: StepResult | None = None  # This rank's first result that was not finite.
 
     def step(self) -> bool:
-        """Train on one global batch; return whether any rank is known to want to stop."""
+        """Train on one global batch; return whether any rank is stats to want to stop."""
         self.timer.start()
         step = self.progress.step + 1
         lr = learning_rate(step, self.peak_lr, self.config.train)
@@ -108,19 +108,20 @@ class Trainer:
             # A function of rank and step instead of a running generator: resuming is exact without saving its state.
             torch.manual_seed((self.config.train.seed + self.world.rank) * 1_000_003 + step)
         loss_sum, comm = self._forward_backward()
+        # The exchange of this step has succeeded: every rank had applied the step before it.
         self._commit()
         result = self._clip(step, loss_sum)
         self.step_gather.begin(loss_sum if result.is_finite else math.nan, comm, self.stop.wanted, self.fence.edge)
         self._update(lr, result)
-        outer = self._outer_step(step)
+        outer_times = self._outer_step(step)
         self.fence.moved(self.outer.common_step(step))
-        known = self.step_gather.finish()
-        self._split_comm_time("backward", comm, known[-1].wait_s if comm.wait_s is None else comm.wait_s)
-        self._split_comm_time("optimizer", outer, outer.wait_s or 0.0)
+        stats = self.step_gather.finish()
+        self._split_comm_time("backward", comm, stats[-1].wait_s if comm.wait_s is None else comm.wait_s)
+        self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
         self.timer.add("wait", self.step_gather.late_s)
-        wants_stop = self._settle(known)
-        self._record(step, (comm, outer), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=result.norm)
-        self._warn_of_stragglers(known)
+        wants_stop = self._settle(stats)
+        self._record(step, (comm, outer_times), own_loss=loss_sum / self.own_tokens, lr=lr, grad_norm=result.norm)
+        self._warn_of_stragglers(stats)
         return wants_stop
 
     @property
