@@ -1,7 +1,7 @@
 """Connections of one agent to all others: listening, dialling, reconnecting, and the loss of peers.
 
 In a fixed run (`watch`) a member is lost for good when its connection closes or it falls silent. In an elastic run
-(`keep_up`) the mesh judges no peer: it reports which connections exist, makes lost ones again and accepts new members;
+(`keep_connected`) the mesh judges no peer: it reports which connections exist, makes lost ones again and accepts new members;
 the membership state machine decides who takes part.
 """
 
@@ -64,7 +64,7 @@ class Mesh:
         self._refused: ShoalError | None = None
         self._listeners = Listeners(self._on_connection, is_own_address)
         self._has_met = False
-        self._silent_after_s = SILENT_AFTER_S
+        self._redial_after_s = SILENT_AFTER_S
         self._guard = make_connection_guard(note)
 
     # Beginning.
@@ -111,11 +111,13 @@ class Mesh:
         silent_after_s: float = SILENT_AFTER_S,
         dial_all: bool = False,
     ) -> None:
-        """From now on reconnect to members whose connection is lost, or silent for longer than `silent_after_s`.
+        """From now on reconnect to members whose connection is lost or silent.
 
+        `silent_after_s`: when a member counts as silent. A silent connection is replaced at that time, or after the default
+        where that is shorter: the new one is to notice a returned link before the member counts as silent.
         `dial_all`: a joining or restarted agent dials every member, because none of them knows its address.
         """
-        self._silent_after_s = silent_after_s
+        self._redial_after_s = min(silent_after_s, SILENT_AFTER_S)
         self._has_met = True
         self._set_roster(roster)
         self._on_connected = on_connected
@@ -213,7 +215,7 @@ class Mesh:
     def _is_silent(self, member: int) -> bool:
         """Whether to replace the connection: after silence the kernel waits ever longer before it sends again, so a
         new connection notices earlier that a cable is back."""
-        return boot_clock() - self._received_at.get(member, 0.0) > self._silent_after_s
+        return boot_clock() - self._received_at.get(member, 0.0) > self._redial_after_s
 
     def _start_dialling(self, member: int) -> None:
         if member != self._me.member and member not in self._dialling:

@@ -24,7 +24,7 @@ from typing import Any
 from shoal.control.membership.settings import DIAL_RETRY_S, HANDSHAKE_TIMEOUT_S, SEND_STALLED_AFTER_S
 from shoal.errors import ControlError, UnknownSender
 
-PROTOCOL = 1
+PROTOCOL = 2
 Message = dict[str, Any]
 
 # The advice of every message about versions that differ.

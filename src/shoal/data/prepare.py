@@ -424,9 +424,10 @@ def read_data_facts(run: RunFolder) -> DataFacts:
 def check_shares(config: Config, world_size: int) -> None:
     """Refuse a batch that cannot be shared by these ranks so that every sample is used once."""
     dealt = plan_global_batch(config, world_size)
-    if config.data.sharding == "modulo" and world_size > 1 and config.members.on_loss != "end":
+    can_change = config.run.launcher == "shoal" and config.members.on_loss != "end"
+    if config.data.sharding == "modulo" and can_change:
         raise ConfigError(
-            "data.sharding=modulo cannot continue when a machine leaves",
+            "data.sharding=modulo does not go with machines that leave and join",
             why="the shards depend on the number of ranks: with another number some samples would be used twice, and "
             "others not at all",
             fix="add --set members.on_loss=end, or use --set data.sharding=cursor",

@@ -18,8 +18,7 @@ class MembershipSettings:
     # Interval of heartbeats. Longer: less traffic, but `silent_after_s` must stay a multiple of it.
     heartbeat_s: float = 0.25
     # A peer that sent nothing for this long is suspected. Raise it when busy machines or a bad Wi-Fi are suspected
-    # wrongly; every silent loss then takes that much longer to notice. Agents also replace a connection that was silent
-    # for this long: the kernel repeats lost packets ever less often.
+    # wrongly; every silent loss then takes that much longer to notice.
     silent_after_s: float = SILENT_AFTER_S
     # A connection that closes this soon after a message was closed by the other node. Longer: a connection that timed
     # out may be taken for a process that ended.
