@@ -1,8 +1,8 @@
 """Connections of one agent to all others: listening, dialling, reconnecting, and the loss of peers.
 
 In a fixed run (`watch`) a member is lost for good when its connection closes or it falls silent. In an elastic run
-(`keep_connected`) the mesh judges no peer: it reports which connections exist, makes lost ones again and accepts new members;
-the membership state machine decides who takes part.
+(`keep_connected`) the mesh judges no peer: it reports which connections exist, makes lost ones again and accepts new
+members; the membership state machine decides who takes part.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Mesh:
     ) -> None:
         """From now on reconnect to members whose connection is lost or silent.
 
-        `silent_after_s`: when a member counts as silent. A silent connection is replaced at that time, or after the default
-        where that is shorter: the new one is to notice a returned link before the member counts as silent.
+        `silent_after_s`: when a member counts as silent. A silent connection is replaced then, or after the default where
+        that is shorter: the new one is to notice a returned link before the member counts as silent.
         `dial_all`: a joining or restarted agent dials every member, because none of them knows its address.
         """
         self._redial_after_s = min(silent_after_s, SILENT_AFTER_S)
