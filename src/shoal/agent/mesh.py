@@ -113,7 +113,7 @@ class Mesh:
     ) -> None:
         """From now on reconnect to members whose connection is lost or silent.
 
-        `silent_after_s`: when a member counts as silent. A silent connection is replaced then, or after the default where
+        `silent_after_s`: when a member counts as silent. A silent connection is replaced then, or after the default if
         that is shorter: the new one is to notice a returned link before the member counts as silent.
         `dial_all`: a joining or restarted agent dials every member, because none of them knows its address.
         """

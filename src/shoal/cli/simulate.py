@@ -53,7 +53,6 @@ Simulate = Annotated[
     bool, _option("--simulate", "Simulate training over time, with stragglers, failures and recovery.")
 ]
 Hours = Annotated[float, _option("--hours", "Simulated hours of training.")]
-RanksPerNode = Annotated[int, _option("--ranks-per-node", "Ranks per node; the slowest of all ranks ends a step.")]
 StepS = Annotated[float | None, _option("--step-s", "Seconds of an undisturbed step; default: the plan's.")]
 TokensPerStep = Annotated[float | None, _option("--tokens-per-step", "Tokens per step; default: the plan's.")]
 MtbfHours = Annotated[float, _option("--mtbf-hours", "Mean time between failures of one node, in hours; inf: never.")]

@@ -325,8 +325,8 @@ class JoinServer:
             try:
                 link = await asyncio.wait_for(self._admit(channel, code, peer, taken), _PROVIDE_TIMEOUT_S)
             except (ShoalError, OSError, EOFError) as error:
-                reason = error.seen if isinstance(error, ShoalError) else str(error) or "it closed the connection"
-                self._note(f"refused {peer}: {reason}")
+                ended = "it took too long" if isinstance(error, TimeoutError) else "it closed the connection"
+                self._note(f"refused {peer}: {error.seen if isinstance(error, ShoalError) else str(error) or ended}")
                 channel.close()
                 if isinstance(error, _JoinRefused) and code == self._code and not arrived.done():
                     self._invite(port)

@@ -64,11 +64,13 @@ def _speed(cpu: int, fast: set[int]) -> int:
 
 def physical_cores() -> int:
     """Count the cores that this process may use: two hardware threads of one core share its arithmetic, count once."""
-    if cores := usable_cores():
-        return len(cores)
     import psutil
 
-    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False)
+    if cores := usable_cores():
+        # In a container without the topology files every hardware thread looks like a core.
+        return min(len(cores), physical or len(cores))
+    return physical or os.cpu_count() or 1
 
 
 def cores_for_rank(cores: Sequence[Core], slot: int, ranks: int, threads: int) -> tuple[int, ...] | None:

@@ -230,7 +230,7 @@ def fd_targets(pid: int) -> list[str]:
     """Return what each file descriptor of a process refers to; raise `OSError` when it is gone or not readable."""
     targets = []
     for entry in (PROC / str(pid) / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed meanwhile, or of another user
             targets.append(str(entry.readlink()))
     return targets
 

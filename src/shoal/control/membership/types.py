@@ -36,8 +36,9 @@ NEVER = Ballot(0, 0)
 
 
 def read_ballot(text: str) -> Ballot:
+    """Read `7-2`; `7` alone is of a run whose ranks cannot change."""
     number, _, proposer = text.partition("-")
-    return Ballot(int(number), int(proposer))
+    return Ballot(int(number), int(proposer or 0))
 
 
 class StrictModel(BaseModel):
