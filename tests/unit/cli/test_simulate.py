@@ -163,7 +163,8 @@ def test_every_knob_has_a_flag_and_its_default_can_be_simulated() -> None:
     flags = {name.lower() for name in vars(knobs)}
     renamed = {"recovery": "recoverykind"}
     ours = {renamed.get(each.name, each.name.replace("_", "")) for each in fields(SimulateOptions)}
-    assert ours - flags == {"nodes", "scaling"}
+    # Options of every plan, which `cli/plan.py` declares.
+    assert ours - flags == {"nodes", "rankspernode", "scaling"}
     assert set(scenarios(SimulateOptions(2, 0.5, 1000.0))) == {"restart", "live"}
 
 
