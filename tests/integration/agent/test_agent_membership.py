@@ -129,7 +129,7 @@ def test_a_guest_whose_rank_cannot_train_ends_alone(tmp_path: Path) -> None:
         orders = members[0].run.orders("node1")
         meet, go = orders.read_bytes().splitlines(keepends=True)
         broken = json.loads(go)
-        broken["Go"]["starts"][0]["argv"] = [sys.executable, "-c", "raise SystemExit(3)"]
+        broken["GoOrder"]["starts"][0]["argv"] = [sys.executable, "-c", "raise SystemExit(3)"]
         orders.write_bytes(meet + json.dumps(broken).encode() + b"\n")
         start_again(members[0])
         members[0].process.wait(30)

@@ -241,7 +241,7 @@ def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
         wrong = done(lab, "join", f"{place}#{wrong_code}", "--out", part, node="node2")
         assert wrong.returncode == 3
         assert "did not accept the code" in wrong.stderr
-        assert "other users of this machine can read a code that is given as an argument" in wrong.stderr
+        assert "other users of this machine can read a code given as an argument" in wrong.stderr
         assert not part.exists()
         env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         command = at(lab, "node2", "join", place, "--out", part)

@@ -101,7 +101,7 @@ def test_whatever_ends_the_run_ends_its_lab(victim: str, tmp_path: Path) -> None
         assert supervisor is not None
         if victim == "supervisor":
             os.kill(supervisor.pid, signal.SIGKILL)
-            seen = f"error: whoever kept the run {run} was killed"
+            seen = f"error: the supervisor of the run {run} was killed"
         else:
             lab = f"run-{supervisor.pid}"
             subprocess.run(shoal_command("lab", "kill", "node2", "--name", lab), check=True, capture_output=True)

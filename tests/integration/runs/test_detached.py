@@ -286,7 +286,7 @@ def test_a_run_whose_supervisor_was_killed_can_still_be_stopped(tmp_path: Path) 
         first.await_words("[1] ready")
         os.kill(parts_of(run)[SUPERVISOR].pid, signal.SIGKILL)
         assert first.code(within_s=5) == 3
-        assert f"error: whoever kept the run {run} was killed" in first.err
+        assert f"error: the supervisor of the run {run} was killed" in first.err
         state = state_of(run)
         assert state is not None
         assert state["state"] == "unsupervised"

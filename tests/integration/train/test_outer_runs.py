@@ -170,7 +170,7 @@ def test_a_lost_part_is_said_and_costs_a_part_of_a_round(run: Run, loss: str, tm
     assert f"going on after step {common}" in done.stderr
     for rank in range(2):
         [warning] = events_of(again, "warning", rank)
-        assert f"had in common at step {common}" in warning["seen"]
+        assert f"their common state of step {common}" in warning["seen"]
         assert "rank 1 has no part of it" in warning["why"]
     assert [step["step"] for step in steps_of(again)][STEPS:] == list(range(common + 1, STEPS + 1))
     verified = shoal("verify", again)

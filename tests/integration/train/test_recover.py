@@ -250,7 +250,7 @@ def test_where_checkpoints_are_gone_the_run_ends_and_says_so(tmp_path: Path) -> 
         agent.await_step(0, 15)
         lose_all(agent, 15, (0, 1))
         shutil.rmtree(run / "checkpoints")
-        with pytest.raises(AssertionError, match="no Formed"):
+        with pytest.raises(AssertionError, match="no GroupFormed"):
             agent.recover((0, 1))
         assert [agent.ranks[number].process.wait(30) for number in (0, 1)] == [3, 3]
         [fault] = agent.events(0, "fault")

@@ -178,7 +178,7 @@ READERS = {
 SEEN: list[tuple[str, Any]] = [
     ("meet", b"null"),
     ("meet", b"{}"),
-    ("go", b'{"Go": {"roster": [], "starts": [null]}}'),
+    ("go", b'{"GoOrder": {"roster": [], "starts": [null]}}'),
     ("go", b"9" * 5000),
     ("wish", b"0"),
     ("wish", b"[" * 100_000),
