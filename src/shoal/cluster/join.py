@@ -35,6 +35,7 @@ from shoal.cluster.target import JoinSpec
 from shoal.control.channel import Channel, Message, seal
 from shoal.control.connection_guard import accept_connection, make_connection_guard
 from shoal.control.handshake import Hello, find_mismatch, make_hello
+from shoal.control.orders import GoOrder, MeetOrder
 from shoal.errors import ControlError, ShoalError, UsageError, from_dict
 from shoal.host.facts import interface_addresses, interface_for, physical_cores, source_address
 
@@ -199,13 +200,12 @@ class JoinedLink:
         """Send who the machine is and which nodes take part, of an order. Stop requests reach its agent through the
         other agents."""
         order = json.loads(line)
-        if "Meet" in order:
-            meet = order["Meet"]
+        if meet := order.get(MeetOrder.__name__):
             fields = {name: meet[name] for name in ("node", "member", "launch", "launched_at")}
             self._post({"type": "meet", **fields, "sealed": seal(meet["token"], self.code)})
-        elif "Go" in order:
-            resume = any("--resume" in start["argv"] for start in order["Go"]["starts"])
-            fields = {name: order["Go"][name] for name in ("roster", "members")}
+        elif go := order.get(GoOrder.__name__):
+            resume = any("--resume" in start["argv"] for start in go["starts"])
+            fields = {name: go[name] for name in ("roster", "members")}
             self._post({"type": "roster", "resume": resume, **fields})
 
     def _post(self, message: Message) -> None:
