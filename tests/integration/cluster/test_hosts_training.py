@@ -257,5 +257,5 @@ def test_a_machine_joins_by_one_line(lab: Lab, tmp_path: Path) -> None:
     assert "node2 (10.77.0.2; it says its user is 'root') has joined: 2 of 2 machines" in notes(run)
     again = done(lab, "join", f"{place}#{code}", "--out", tmp_path / "again", node="node2")
     assert again.returncode == 3
-    assert "nobody answers at 10.77.0.1" in again.stderr
+    assert "no shoal answers at 10.77.0.1" in again.stderr
     assert done(lab, "join", "nonsense", node="node2").returncode == 2
