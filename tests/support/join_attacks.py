@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.join import make_code
 from shoal.config.load import build_config, parse_set
 from shoal.config.load import merge as merge_settings
 from shoal.control.channel import Channel, Message, accept, dial, seal
@@ -21,7 +22,8 @@ from shoal.run_folder import RunFolder
 from shoal.runs.supervisor import training_files
 from tests.support.programs import TINY, shoal_command
 
-CODE = "abcdefghjkmnpqrs"
+# Another one in each test process: tests that search /proc for it run beside tests that show it there.
+CODE = make_code()
 TOKEN = "ab" * 32
 Change = Callable[[Message], None]
 
