@@ -27,6 +27,7 @@ from shoal.cost.buckets import bucket_mb_for
 from shoal.errors import RunFailed
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor
+from shoal.sync.interruptible import await_future
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World, barrier, with_second_group
 
@@ -396,7 +397,7 @@ class AsyncExchange:
         return cls(shard, done)
 
     def wait(self) -> Tensor:
-        return self._future.wait()
+        return await_future(self._future)
 
     def _note_end(self, done: Future[Tensor]) -> Tensor:
         self.span[1] = time.perf_counter()

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from shoal.control.rank_messages import EnterGeneration
 from shoal.cost.batch_plan import redivide_batch, weights_of
-from shoal.errors import OutOfMemory, RunFailed, ShoalError
+from shoal.errors import OutOfMemory, PeerLost, RunFailed, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.membership_client import MembershipClient
-from shoal.sync.process_groups import drop_groups
+from shoal.sync.process_groups import GroupNotFormed, drop_groups
 from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
-from shoal.sync.world import RankIdentity, World, form_world, is_lost_peer, set_collective_timeout
+from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
 from shoal.train import recorder
 from shoal.train.auto_sync import SyncChooser
 from shoal.train.autotune import ComputeChoice
@@ -93,13 +93,13 @@ class GenerationChanger:
         if isinstance(error, StepBoundary):
             self.member.halted(fence.generation)
         elif not isinstance(error, GenerationEnded) and not fence.is_over:
-            if not is_lost_peer(error) and not isinstance(error, NoSurvivingState):
+            if not isinstance(error, PeerLost | GroupNotFormed | NoSurvivingState):
                 raise error
             self.member.broken(fence.generation, _first_line(error))
         step, why = self.trainer.progress.step, _first_line(error)
         self.trainer.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
         # The frames of a traceback hold the group, and with it threads and connections.
-        error.__traceback__ = error.__context__ = None
+        error.__traceback__ = error.__context__ = error.__cause__ = None
 
     def _enter(self, enter: EnterGeneration, waited_s: float) -> None:
         began = time.perf_counter()

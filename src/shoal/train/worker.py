@@ -49,7 +49,6 @@ from shoal.sync.world import (
     choose_interface,
     common_attempt,
     form_world,
-    is_lost_peer,
     join_world,
     leave_world,
     unjoined_world,
@@ -89,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tie_to(os.getppid())()
     try:
         return _run(options, placement, stop)
+    except PeerLost as error:
+        fault = PeerLost(f"rank {placement.rank} lost a peer: {error.seen}", why=error.why, fix=error.fix)
+        _record_fault(options, placement, fault)
+        if not fault.why:
+            # torch's own error: only the traceback shows in which exchange.
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        return report_error(fault)
     except ShoalError as error:
         _record_fault(options, placement, error)
         return report_error(error)
@@ -326,11 +333,9 @@ def _record_fault(options: argparse.Namespace, placement: Placement, error: Shoa
 
 
 def as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
-    """Classify an exception. A broken connection means that a peer is gone: this rank is not the cause."""
+    """Classify an exception of this rank's own."""
     text = str(error).strip().split("\n")[0]
     rank = placement.rank
-    if is_lost_peer(error):
-        return PeerLost(f"rank {rank} lost a peer: {text}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS):
         requested = re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE)
         what = f"it asked for {format_si(int(requested[1]), 'B')} more" if requested else text or "an allocation failed"
