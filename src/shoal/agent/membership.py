@@ -71,7 +71,7 @@ class AgentMembership:
         self.silent_after_s = members.rules.silent_after_s
         self.shutdown = ShutdownTracker(me, len(go.roster), self.silent_after_s)
         self._machine = MembershipMachine(me, members.rules, votes, boot_clock(), self.name)
-        self._stopping = RankHalt(self.ranks, members.rules)
+        self._stopping = RankStop(self.ranks, members.rules)
         self._actions: deque[Action] = deque()
         # Messages of agents that began a moment before us; None once we have begun.
         self._early_messages: list[tuple[int, ChannelMessage]] | None = []
@@ -366,7 +366,7 @@ class AgentMembership:
             case SendMessage():
                 self._mesh.post(action.to, encode(action.message))
             case StopGeneration():
-                self._stopping.begin(action.generation, action.at_edge, boot_clock())
+                self._stopping.begin(action.generation, action.after_step, boot_clock())
                 self._report_stopped()
             case StartGeneration():
                 self._enter(action)
@@ -409,25 +409,25 @@ class AgentMembership:
         return self._mesh.places.name(member)
 
 
-class RankHalt:
+class RankStop:
     """Local ranks that leave a generation: which have answered, and which take too long."""
 
     def __init__(self, ranks: LocalRanks, settings: MembershipSettings) -> None:
         self._ranks = ranks
         self._settings = settings
         self._generation: Ballot | None = None
-        self._at_edge = False
+        self._after_step = False
         self._deadline = 0.0
 
-    def begin(self, generation: Ballot, at_edge: bool, now: float) -> None:
-        self._generation, self._at_edge = generation, at_edge
-        self._deadline = now + (self._settings.step_end_timeout_s if at_edge else self._settings.stop_timeout_s)
-        self._ranks.stop(generation, at_edge)
+    def begin(self, generation: Ballot, after_step: bool, now: float) -> None:
+        self._generation, self._after_step = generation, after_step
+        self._deadline = now + (self._settings.step_end_timeout_s if after_step else self._settings.stop_timeout_s)
+        self._ranks.stop(generation, after_step)
 
     def restart(self, now: float) -> None:
         """Restart the timeout after a sleep: our ranks slept too."""
         if self._generation is not None:
-            self.begin(self._generation, self._at_edge, now)
+            self.begin(self._generation, self._after_step, now)
 
     def cancel(self) -> None:
         self._generation = None
@@ -444,9 +444,9 @@ class RankHalt:
         """Return the ranks to kill; again after every timeout until they have ended."""
         if self._generation is None or now < self._deadline:
             return []
-        if self._at_edge:
+        if self._after_step:
             # A step, or a round of steps, takes longer than the timeout: the ranks shall stop where they are.
-            self.begin(self._generation, at_edge=False, now=now)
+            self.begin(self._generation, after_step=False, now=now)
             return []
         self._deadline = now + self._settings.stop_timeout_s
         return self._ranks.still_in(self._generation)

@@ -56,7 +56,7 @@ class LeaveGeneration(StrictModel):
 
     type: Literal["halt"] = "halt"
     generation: Ballot
-    at_edge: bool  # after the current step; otherwise at once
+    after_step: bool  # after the current step; otherwise at once
 
 
 class LeaseRenewed(StrictModel):

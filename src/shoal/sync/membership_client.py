@@ -110,7 +110,7 @@ class MembershipClient:
             self._is_waiting = False
         return enter
 
-    def is_called(self) -> bool:
+    def is_superseded(self) -> bool:
         """Return whether waiting for this generation is pointless: it is over, or a newer one is announced."""
         return self.fence.is_over or self._next is not None
 
@@ -137,7 +137,7 @@ class MembershipClient:
         with self._changed:
             return list(self._abandoned)
 
-    def forget_given_up(self, written: Collection[AbandonCommits]) -> None:
+    def forget_abandoned_commits(self, written: Collection[AbandonCommits]) -> None:
         """Forget abandoned commits once every ledger has them; not earlier, because this generation may break, too."""
         with self._changed:
             self._abandoned = [abandoned for abandoned in self._abandoned if abandoned not in written]
@@ -162,8 +162,8 @@ class MembershipClient:
         match message:
             case LeaseRenewed():
                 self.fence.lease(message.generation, message.at_s)
-            case LeaveGeneration(at_edge=True):
-                self.fence.ask_for_edge(message.generation)
+            case LeaveGeneration(after_step=True):
+                self.fence.request_stop_after_step(message.generation)
             case LeaveGeneration():
                 self._leave(message.generation)
             case EnterGeneration():

@@ -144,8 +144,8 @@ class GenerationChanger:
         """
         trainer = self.trainer
         if self.has_state and not self._has_released_group:
-            self._state_step = trainer.outer.retreat(trainer.progress.step)
-            self._outer_momentum = trainer.outer.lasting()
+            self._state_step = trainer.outer.roll_back(trainer.progress.step)
+            self._outer_momentum = trainer.outer.persistent_state()
         self._has_released_group = True
         trainer.leave_world()
         gc.collect()
@@ -172,7 +172,7 @@ class GenerationChanger:
         # The state of a joining node belongs to another training: no generation continues from it.
         self.has_state &= enter.holds
         received = self._receive(world, plan, info)
-        with self.member.fence.replacing(plan.step):
+        with self.member.fence.replace_state(plan.step):
             self._adopt(world, plan, info, received, enter.launched)
             trainer.set_history(info.history)
             trainer.recorder.hold(pending)
@@ -253,7 +253,7 @@ class GenerationChanger:
         rank that agrees with the source risks only its inner moments, which the next generation copies again.
         """
         if is_behind:
-            self.member.fence.lose_state()
+            self.member.fence.mark_overwritten()
             self.has_state = False
         self.trainer.recorder.warn(
             OutOfMemory(
@@ -293,8 +293,8 @@ class GenerationChanger:
         """Make the exchanges of the new world and put the outer momentum into them."""
         self.trainer.connect()
         outer = self.trainer.outer
-        outer.rewind(step, flying=0)
-        outer_momentum = outer.lasting()
+        outer.rewind(step, in_flight=0)
+        outer_momentum = outer.persistent_state()
         for name, tensor in outer_momentum.items():
             if (copied := self._outer_momentum.get(name)) is not None:
                 tensor.copy_(copied)
@@ -309,7 +309,7 @@ class GenerationChanger:
             self.trainer.recorder.open_ledger,
         )
         self._is_ledger_behind = False
-        self.member.forget_given_up(abandoned)
+        self.member.forget_abandoned_commits(abandoned)
         if world.keeps_files:
             for commits in abandoned:
                 self._checkpoints().set_aside_lineage(str(commits.lineage), commits.shared_step)
@@ -330,7 +330,7 @@ class GenerationChanger:
                 f"then: shoal train --resume {self.run.path}",
             )
         self._failed_recoveries += 1
-        self.member.fence.lose_state()
+        self.member.fence.mark_overwritten()
         self.has_state = False
         # Ranks without files wait while the others read theirs.
         set_collective_timeout(world, WRITE_TIMEOUT_S)
@@ -364,8 +364,8 @@ class GenerationChanger:
         with trainer.outer.common():
             _check_equal(world, replica_state(trainer))
         step = trainer.progress.step
-        self._outer_momentum, self._state_step = trainer.outer.lasting(), trainer.outer.common_step(step)
-        self.member.fence.moved(self._state_step)
+        self._outer_momentum, self._state_step = trainer.outer.persistent_state(), trainer.outer.common_step(step)
+        self.member.fence.set_step(self._state_step)
         self.has_state, self._has_released_group = True, False
         self._is_ledger_behind = own_last < lost_step
         self._sync_ledgers(world)

@@ -252,7 +252,7 @@ def _train_elastic(
     trainer = make_trainer(config, run, world, recorder, stop, member.fence)
     membership = GenerationChanger(
         member=member,
-        store=AgentStore(placement.agent_fd, timedelta(seconds=config.sync.join_timeout_s), member.is_called),
+        store=AgentStore(placement.agent_fd, timedelta(seconds=config.sync.join_timeout_s), member.is_superseded),
         place=RankIdentity(placement.node, device, interface, mbps, member.release, recorder.warn),
         trainer=trainer,
         chooser=SyncChooser(trainer, config.sync),
@@ -283,7 +283,7 @@ def enter_first_generation(membership: GenerationChanger, enter: EnterGeneration
     process = describe_process(world)
     cpus = pin(world, trainer.config.train.pin)
     start_training(trainer, membership.chooser, membership.run, resume)
-    membership.member.fence.moved(trainer.outer.common_step(trainer.progress.step))
+    membership.member.fence.set_step(trainer.outer.common_step(trainer.progress.step))
     announce(trainer, membership.run, launcher="shoal", **process, cpus=cpus)
     membership.record_entry(how="first")
     membership.member.formed(enter.generation, 0.0)

@@ -49,7 +49,7 @@ def outer_exchange(**settings: Any) -> Wait:
     def make(world: World) -> Callable[[], object]:
         outer = make_outer_sync(SyncConfig.model_validate(settings), nn.Linear(8, 8), world, weight=0.5)
         steps = iter(range(1, 100))
-        return lambda: [outer.after(next(steps), last=False) for _ in range(4)]
+        return lambda: [outer.after_inner_step(next(steps), last=False) for _ in range(4)]
 
     return make
 

@@ -159,7 +159,7 @@ class Rank:
         self.order = self.halt = None
 
     def is_halted_at_once(self) -> bool:
-        return self.halt is not None and not self.halt.at_edge
+        return self.halt is not None and not self.halt.after_step
 
     def listen(self, wait_s: float = 0.0) -> None:
         while select.select([self.line], [], [], wait_s)[0]:

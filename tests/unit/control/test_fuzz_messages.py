@@ -150,7 +150,7 @@ READERS = {
     "beat": Reader(bent(encode(BEAT)) | st.dictionaries(st.text(), JSON), lambda said, _: decode(said)),
     "promise": Reader(bent(encode(PROMISE)), lambda said, _: decode(said)),
     "to rank": Reader(
-        around(LeaveGeneration(generation=Ballot(1, 0), at_edge=True).model_dump(mode="json")),
+        around(LeaveGeneration(generation=Ballot(1, 0), after_step=True).model_dump(mode="json")),
         lambda payload, _: read_to_rank(payload),
     ),
     "to agent": Reader(
