@@ -244,7 +244,7 @@ class ScriptedAgent:
                     state=state,
                     source=0,
                     first=first,
-                    holds=number in holding,
+                    has_state=number in holding,
                     keeps_files=rank == 0 or number in self.own_folders,
                     recovers=recovers,
                     launched=self._size,

@@ -75,7 +75,7 @@ class GenerationFence(Fence):
         self._step = 0
         self._committed = 0
         # This rank has a state that others could continue from. It has none while another state is copied over it.
-        self._holds = False
+        self._has_state = False
         # The newest generation whose ranks are to stop after a step.
         self._stop_after_step_of = NEVER
         self._min_step = 0
@@ -103,16 +103,16 @@ class GenerationFence(Fence):
         with self._changed:
             self._refuse()
             # An update that fails halfway leaves a state that belongs to no step.
-            was_holding, self._holds = self._holds, False
+            was_holding, self._has_state = self._has_state, False
             yield
-            self._step, self._holds = step, was_holding
+            self._step, self._has_state = step, was_holding
 
     @contextmanager
     def replace_state(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse()
             # A swap that fails halfway leaves a state that belongs to no step.
-            self._holds = False
+            self._has_state = False
             yield
             self.set_step(step)
 
@@ -121,7 +121,7 @@ class GenerationFence(Fence):
             if step < self._step:
                 # Back to a checkpoint: repeated steps must be committed again.
                 self._committed = min(self._committed, step)
-            self._step, self._holds = step, True
+            self._step, self._has_state = step, True
 
     def committed(self, step: int) -> None:
         with self._changed:
@@ -137,15 +137,15 @@ class GenerationFence(Fence):
 
     def mark_overwritten(self) -> None:
         with self._changed:
-            self._holds = False
+            self._has_state = False
 
     # `enter` is called by the training thread, `end` by the thread that listens to the agent, or by both.
 
-    def enter(self, generation: Ballot, holds: bool, min_step: int) -> None:
+    def enter(self, generation: Ballot, has_state: bool, min_step: int) -> None:
         with self._changed:
             self._generation, self._is_over, self._min_step = generation, False, min_step
             self._leased_until = 0.0
-            self._holds &= holds
+            self._has_state &= has_state
 
     def lease(self, generation: Ballot, at_s: float) -> None:
         with self._changed:
@@ -168,7 +168,7 @@ class GenerationFence(Fence):
 
     def position(self) -> State | None:
         with self._changed:
-            if not self._holds:
+            if not self._has_state:
                 return None
             # After a rollback more steps may be committed than the state has.
             return State(step=self._step, committed=min(self._committed, self._step))

@@ -91,11 +91,11 @@ class GenerationChanger:
         """Report to the agent that this rank has left; raise `error` again unless a lost peer is its cause."""
         fence = self.member.fence
         if isinstance(error, StepBoundary):
-            self.member.halted(fence.generation)
+            self.member.leave_after_step(fence.generation)
         elif not isinstance(error, GenerationEnded) and not fence.is_over:
             if not isinstance(error, PeerLost | GroupNotFormed | NoSurvivingState):
                 raise error
-            self.member.broken(fence.generation, _first_line(error))
+            self.member.send_broken(fence.generation, _first_line(error))
         step, why = self.trainer.progress.step, _first_line(error)
         self.trainer.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
         # The frames of a traceback hold the group, and with it threads and connections.
@@ -113,10 +113,10 @@ class GenerationChanger:
         else:
             has_copied = self._continue_from_furthest(world, enter)
         done = time.perf_counter()
-        self.member.formed(enter.generation, done - formed)
+        self.member.send_formed(enter.generation, done - formed)
         self.trainer.recorder.commit(self.trainer.outer.common_step(self.trainer.progress.step))
         self.record_entry(
-            how="recovered" if enter.recovers else "regrouped" if enter.holds else "joined",
+            how="recovered" if enter.recovers else "regrouped" if enter.has_state else "joined",
             waited_s=round(waited_s, 6),
             formed_s=round(formed - began, 6),
             copied_s=round(done - formed, 6),
@@ -170,7 +170,7 @@ class GenerationChanger:
         info = self._describe_training(plan.step).broadcast(world, plan.source)
         pending = share_pending(trainer, self.run.commits, self._state_step, world, plan)
         # The state of a joining node belongs to another training: no generation continues from it.
-        self.has_state &= enter.holds
+        self.has_state &= enter.has_state
         received = self._receive(world, plan, info)
         with self.member.fence.replace_state(plan.step):
             self._adopt(world, plan, info, received, enter.launched)
@@ -191,7 +191,7 @@ class GenerationChanger:
 
         That is the inner moments where gradients are exchanged, the outer momentum in the other modes.
         """
-        if not self.has_state or not enter.holds:
+        if not self.has_state or not enter.has_state:
             return ReplicaState(has_state=False, step=0, digest=0)
         trainer = self.trainer
         is_outer = trainer.config.sync.is_outer
@@ -305,7 +305,7 @@ class GenerationChanger:
             world,
             self._is_ledger_behind,
             self.run.commits,
-            self.member.given_up(),
+            self.member.abandoned_commits(),
             self.trainer.recorder.open_ledger,
         )
         self._is_ledger_behind = False

@@ -260,14 +260,14 @@ def _train_elastic(
     )
     if not resume:
         _warm_up(trainer, run)
-    member.here(last_step(run.commits, placement.rank))
+    member.send_ready(last_step(run.commits, placement.rank))
     enter = member.await_enter()
     if enter.first:
         enter_first_generation(membership, enter, resume)
     else:
         _join_generation(membership, enter)
     is_finished = Loop(trainer, run, membership).run()
-    member.finished()
+    member.send_finished()
     recorder.close()
     drop_groups()
     return is_finished
@@ -286,7 +286,7 @@ def enter_first_generation(membership: GenerationChanger, enter: EnterGeneration
     membership.member.fence.set_step(trainer.outer.common_step(trainer.progress.step))
     announce(trainer, membership.run, launcher="shoal", **process, cpus=cpus)
     membership.record_entry(how="first")
-    membership.member.formed(enter.generation, 0.0)
+    membership.member.send_formed(enter.generation, 0.0)
 
 
 def _join_generation(membership: GenerationChanger, enter: EnterGeneration) -> None:

@@ -32,7 +32,7 @@ def order(world: World) -> EnterGeneration:
         state=State(step=0),
         source=0,
         first=False,
-        holds=True,
+        has_state=True,
         keeps_files=False,
         launched=2,
     )

@@ -90,7 +90,7 @@ class Agent:
             state=State(step=step),
             source=0,
             first=first,
-            holds=True,
+            has_state=True,
             keeps_files=ids[0] == me,
             launched=len(ids),
         )

@@ -77,7 +77,9 @@ class Rank:
 
     def take_part(self, order: EnterGeneration) -> int | None:
         """One generation, to its end; an exit code when the training is over."""
-        self.note(event="enter", generation=str(order.generation), holds=order.holds, ids=order.ids, rank=order.rank)
+        self.note(
+            event="enter", generation=str(order.generation), has_state=order.has_state, ids=order.ids, rank=order.rank
+        )
         try:
             if not self.form(order):
                 return self.leave(order)
@@ -101,7 +103,7 @@ class Rank:
 
     def form(self, order: EnterGeneration) -> bool:
         """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
-        has_it = self.state is not None and order.holds and self.state.step == order.state.step
+        has_it = self.state is not None and order.has_state and self.state.step == order.state.step
         if self.state is not None and (order.first or has_it):
             self.ask(op="set", key=f"{order.prefix}/state", value=text(self.state.model_dump_json()))
         elif not self.copy(order):
@@ -171,7 +173,7 @@ class Rank:
                 case LeaseRenewed() as lease if self.order is not None and lease.generation == self.order.generation:
                     self.lease_until = lease.at_s + LEASE_S
                 case AbandonCommits() as given:
-                    self.note(event="given-up", lineage=str(given.lineage), standing=str(given.standing))
+                    self.note(event="given-up", lineage=str(given.lineage), surviving=str(given.surviving))
                 case _:
                     pass
             wait_s = 0.0

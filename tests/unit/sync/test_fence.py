@@ -13,7 +13,7 @@ FIRST, SECOND = Ballot(1, 0), Ballot(2, 0)
 
 def entered(step: int, committed: int) -> GenerationFence:
     fence = GenerationFence()
-    fence.enter(FIRST, holds=True, min_step=0)
+    fence.enter(FIRST, has_state=True, min_step=0)
     fence.set_step(step)
     fence.committed(committed)
     return fence
@@ -47,12 +47,12 @@ def test_an_update_that_fails_in_the_middle_leaves_no_state() -> None:
 def test_a_lease_counts_for_its_own_generation() -> None:
     fence = entered(step=3, committed=2)
     fence.end(FIRST)
-    fence.enter(SECOND, holds=True, min_step=2)
+    fence.enter(SECOND, has_state=True, min_step=2)
     fence.lease(FIRST, boot_clock() + 100)
     fence.end(SECOND)
     with pytest.raises(GenerationEnded):
         fence.await_lease()
-    fence.enter(Ballot(3, 0), holds=True, min_step=2)
+    fence.enter(Ballot(3, 0), has_state=True, min_step=2)
     fence.lease(Ballot(3, 0), boot_clock())
     fence.await_lease()
 

@@ -51,7 +51,7 @@ class AbandonLineage:
     """Mark our commits after `shared_step` that the surviving ledger lacks as abandoned: our lineage has ended."""
 
     lineage: Ballot
-    standing: Ballot
+    surviving: Ballot
     shared_step: int
     text: str
 
