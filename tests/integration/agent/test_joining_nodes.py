@@ -145,7 +145,7 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         team.await_commits(0)
         assert ask_agent(members[0].run.door("node1"), WHO).full
         rank = team.let_come(guest, members[0])
-        team.await_notes(rank, "here")
+        team.await_notes(rank, "ready")
         team.await_commits(0, more=200)
         assert team.notes(rank, "enter") == []
         members[1].process.kill()
@@ -161,7 +161,7 @@ def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
         team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
         rank = team.let_come(guest, members[0])
-        team.await_notes(rank, "here")
+        team.await_notes(rank, "ready")
         guest.process.terminate()
         guest.process.wait(20)
         team.await_commits(0, more=50)
