@@ -284,17 +284,17 @@ class Silent:
         {"event": "ready"},
         {"event": "ready", "life": "x"},
         {"event": "ended"},
-        {"event": "ended", "name": "rank-7", "code": 0, "by_us": False, "starved": False},
-        {"event": "ended", "name": "rank-0", "code": 0, "by_us": False, "starved": False},
-        {"event": "ended", "name": "rank-1", "code": "0", "by_us": False, "starved": False},
-        {"event": "ended", "name": "../x", "code": 0, "by_us": False, "starved": False},
+        {"event": "ended", "name": "rank-7", "code": 0, "by_agent": False, "out_of_memory": False},
+        {"event": "ended", "name": "rank-0", "code": 0, "by_agent": False, "out_of_memory": False},
+        {"event": "ended", "name": "rank-1", "code": "0", "by_agent": False, "out_of_memory": False},
+        {"event": "ended", "name": "../x", "code": 0, "by_agent": False, "out_of_memory": False},
         {"event": "note"},
         {"event": "note", "text": 7},
         {"event": "restart", "name": "rank-0"},
         {"event": "announce", "text": "x", "generation": [1]},
         {"event": "lost", "node": {}, "how": "x"},
-        {"event": "peer", "node": "node1"},
-        {"event": "broken", "name": "rank-9", "why": "x"},
+        {"event": "peer-ended", "node": "node1"},
+        {"event": "group-failed", "name": "rank-9", "why": "x"},
         {"event": "refused"},
     ],
     ids=lambda lie: json.dumps(lie)[:60],
@@ -310,7 +310,7 @@ def test_a_journal_line_that_cannot_be_used_is_refused_and_the_supervisor_goes_o
     journal = EventLog(run.journal("node2"), 1)
     for _ in range(3):
         journal.append({"launch": world.launch_id, **lie})
-    good = {"event": "ended", "name": "rank-1", "code": 0, "by_us": False, "starved": False}
+    good = {"event": "ended", "name": "rank-1", "code": 0, "by_agent": False, "out_of_memory": False}
     journal.append({"launch": world.launch_id, **good})
     world._poll()
     assert [ending.name for ending in world.ends] == ["rank-1"], "the true line counts"

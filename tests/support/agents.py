@@ -75,7 +75,7 @@ class Agent:
 
     def ended(self) -> dict[str, tuple[int, bool]]:
         """Exit code, and whether the agent killed it, of each process."""
-        return {event["name"]: (event["code"], event["by_us"]) for event in self.said("ended")}
+        return {event["name"]: (event["code"], event["by_agent"]) for event in self.said("ended")}
 
     def code(self, within_s: float = 10.0) -> int:
         """Its own exit code, once it has left; its log is for bugs only."""

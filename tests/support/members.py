@@ -34,9 +34,9 @@ class Team:
         self.ranks = [tuple(next(ranks) for _ in range(count)) for count in slots]
         self._words = (str(steps), str(step_s))
 
-    def go(self, rules: MembershipSettings | None = None, restarts: int = 3, above: int = 0) -> None:
+    def go(self, settings: MembershipSettings | None = None, restarts: int = 3, above: int = 0) -> None:
         places = [replace(place, ranks=ranks) for place, ranks in zip(roster(self.agents), self.ranks, strict=True)]
-        members = MembershipOrder(rules or MembershipSettings(), restarts, above)
+        members = MembershipOrder(settings or MembershipSettings(), restarts, above)
         for agent, ranks in zip(self.agents, self.ranks, strict=True):
             agent.tell(GoOrder(tuple(places), tuple(self.start(agent.node, rank) for rank in ranks), members))
 

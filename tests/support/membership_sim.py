@@ -371,8 +371,8 @@ class Cluster:
                     self._send(machine.id, to, message)
                 case StartGeneration(generation, has_state):
                     self._start(machine, generation, has_state)
-                case StopGeneration(_, at_edge):
-                    wait_s = STEP_S if at_edge else self.random.choice((0.0, TICK_S, 4 * TICK_S))
+                case StopGeneration(_, after_step):
+                    wait_s = STEP_S if after_step else self.random.choice((0.0, TICK_S, 4 * TICK_S))
                     machine.stop_at = self.now + wait_s
                 case LogSentence(_, text):
                     machine.told.append(text)

@@ -142,11 +142,11 @@ class ScriptedAgent:
         self._call(ids, State(step=0), first=True, holding=ids, among=ids)
         self.await_formed(ids)
 
-    def regroup(self, ids: tuple[int, ...], joining: Collection[int] = (), at_edge: bool = False) -> list[State]:
+    def regroup(self, ids: tuple[int, ...], joining: Collection[int] = (), after_step: bool = False) -> list[State]:
         """Halts who is there, and begins the next generation with the furthest state."""
         staying = [number for number in ids if number not in joining]
         for number in staying:
-            self.ranks[number].send(LeaveGeneration(generation=self.generation, at_edge=at_edge))
+            self.ranks[number].send(LeaveGeneration(generation=self.generation, after_step=after_step))
         over = self.generation
         states = [
             halted.state
@@ -166,7 +166,7 @@ class ScriptedAgent:
         """As an agent does with a rank that was frozen: without the order a rank that waits in a gloo send for peers
         that have left waits until the exchange's deadline."""
         if (earlier := self._entered.get(number)) is not None:
-            self.ranks[number].send(LeaveGeneration(generation=earlier, at_edge=False))
+            self.ranks[number].send(LeaveGeneration(generation=earlier, after_step=False))
             self.ranks[number].hear(LeftGeneration, lambda each: each.generation == earlier)
 
     def recover(self, ids: tuple[int, ...]) -> None:
@@ -244,7 +244,7 @@ class ScriptedAgent:
                     state=state,
                     source=0,
                     first=first,
-                    holds=number in holding,
+                    has_state=number in holding,
                     keeps_files=rank == 0 or number in self.own_folders,
                     recovers=recovers,
                     launched=self._size,

@@ -209,7 +209,8 @@ class Agent:
             for start in go.starts:
                 self._environment.start(start, has_own_folder)
         self._unjoined = UnjoinedRanks(
-            go.starts, lambda met, missing, after_s: self._write("met", met=met, missing=missing, after_s=after_s)
+            go.starts,
+            lambda met, missing, after_s: self._write("joined-group", met=met, missing=missing, after_s=after_s),
         )
         self._write("started", processes=self._ranks.alive())
 
@@ -276,7 +277,9 @@ class Agent:
             await self._fail()
 
     def _report_exit(self, ended: RankExit) -> None:
-        self._write("ended", name=ended.start.name, code=ended.code, by_us=ended.by_us, starved=ended.starved)
+        self._write(
+            "ended", name=ended.start.name, code=ended.code, by_agent=ended.by_agent, out_of_memory=ended.out_of_memory
+        )
 
     # Requests to stop.
 
@@ -331,7 +334,7 @@ class Agent:
                 self._done.add(member)
                 if self._membership is not None:
                     self._membership.shutdown.record_done(member, bool(message.get("finished")), boot_clock())
-                self._write("peer", node=self._mesh.places.name(member), failed=self._failed_at is not None)
+                self._write("peer-ended", node=self._mesh.places.name(member), failed=self._failed_at is not None)
             case {"type": "ask" | "answer"}:
                 self._keys.on_message(member, message)
 

@@ -127,9 +127,9 @@ class LocalRanks:
         """Return the ranks that were told to enter and have not left."""
         return [rank for rank in self.members_of(generation) if not rank.has_left]
 
-    def stop(self, generation: Ballot, at_edge: bool) -> None:
+    def stop(self, generation: Ballot, after_step: bool) -> None:
         for rank in self.still_in(generation):
-            rank.send(LeaveGeneration(generation=generation, at_edge=at_edge))
+            rank.send(LeaveGeneration(generation=generation, after_step=after_step))
 
     def all_formed(self, generation: Ballot) -> bool:
         return _all_of_some(rank.has_formed for rank in self.members_of(generation))

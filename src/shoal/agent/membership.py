@@ -68,10 +68,10 @@ class AgentMembership:
         self._environment = environment
         self._numbering = RankNumbering(me, go.roster)
         self.ranks = LocalRanks([LocalRank(start) for start in go.starts], members.restarts)
-        self.silent_after_s = members.rules.silent_after_s
+        self.silent_after_s = members.settings.silent_after_s
         self.shutdown = ShutdownTracker(me, len(go.roster), self.silent_after_s)
-        self._machine = MembershipMachine(me, members.rules, votes, boot_clock(), self.name)
-        self._stopping = RankHalt(self.ranks, members.rules)
+        self._machine = MembershipMachine(me, members.settings, votes, boot_clock(), self.name)
+        self._stopping = RankStop(self.ranks, members.settings)
         self._actions: deque[Action] = deque()
         # Messages of agents that began a moment before us; None once we have begun.
         self._early_messages: list[tuple[int, ChannelMessage]] | None = []
@@ -144,7 +144,7 @@ class AgentMembership:
 
     def tick(self) -> None:
         now, machine = boot_clock(), self._machine
-        has_slept = now - self._ticked_at > self._members.rules.slept_after_s
+        has_slept = now - self._ticked_at > self._members.settings.slept_after_s
         self._ticked_at = now
         if has_slept or (self._suspended_at is not None and now - self._suspended_at > SUSPEND_LIMIT_S):
             self.wake()
@@ -163,7 +163,7 @@ class AgentMembership:
         if not self._is_ending and self.shutdown.is_stateless(
             machine.has_or_loads_state, machine.can_vote, now, is_starting
         ):
-            self._environment.write("gave-up", **_state_lost(self._environment.run_folder).as_dict())
+            self._environment.write("state-lost", **_state_lost(self._environment.run_folder).as_dict())
             self.has_failed = self.may_return = True
 
     def _renew_leases(self, now: float) -> None:
@@ -234,10 +234,10 @@ class AgentMembership:
         return "it has not begun yet" if self._early_messages is not None else ""
 
     def is_full(self) -> bool:
-        generation, rules = self._machine.generation, self._members.rules
+        generation, settings = self._machine.generation, self._members.settings
         if generation is None:
             return False
-        return len(generation.members) >= rules.max_nodes or generation.world_size >= rules.max_ranks
+        return len(generation.members) >= settings.max_nodes or generation.world_size >= settings.max_ranks
 
     def invite(self) -> int:
         """Return a new member's id. OSError when it cannot be written to disk."""
@@ -274,7 +274,9 @@ class AgentMembership:
                 self._report_stopped()
             case rank_messages.GenerationBroken():
                 generation = message.generation
-                self._environment.write("broken", name=rank.start.name, generation=str(generation), why=message.why)
+                self._environment.write(
+                    "group-failed", name=rank.start.name, generation=str(generation), why=message.why
+                )
                 if self._has_begun:
                     self._perform_all(self._machine.failed(generation, now))
                 else:
@@ -296,7 +298,7 @@ class AgentMembership:
             rank.has_finished = True
             self._finish()
             return True
-        if ended.by_us:
+        if ended.by_agent:
             return True
         was_killed = self._environment.ran_out_of_memory(ended) or ended.code < 0
         # A rank that fails before it has trained with others is a problem of its own node and does not end the run.
@@ -366,7 +368,7 @@ class AgentMembership:
             case SendMessage():
                 self._mesh.post(action.to, encode(action.message))
             case StopGeneration():
-                self._stopping.begin(action.generation, action.at_edge, boot_clock())
+                self._stopping.begin(action.generation, action.after_step, boot_clock())
                 self._report_stopped()
             case StartGeneration():
                 self._enter(action)
@@ -375,9 +377,9 @@ class AgentMembership:
             case LogSentence():
                 write("announce", generation=action.generation and str(action.generation), text=action.text)
             case AbandonLineage():
-                lineage, standing, shared = action.lineage, action.standing, action.shared_step
-                self._abandon = rank_messages.AbandonCommits(lineage=lineage, standing=standing, shared_step=shared)
-                write("abandon", lineage=str(lineage), standing=str(standing), shared_step=shared, text=action.text)
+                lineage, surviving, shared = action.lineage, action.surviving, action.shared_step
+                self._abandon = rank_messages.AbandonCommits(lineage=lineage, surviving=surviving, shared_step=shared)
+                write("abandon", lineage=str(lineage), surviving=str(surviving), shared_step=shared, text=action.text)
 
     def _enter(self, action: StartGeneration) -> None:
         generation, me = action.generation, self._numbering.me
@@ -400,7 +402,7 @@ class AgentMembership:
             if rank.is_alive:
                 if self._abandon is not None:
                     rank.send(self._abandon)
-                rank.enter(order.model_copy(update={"holds": action.has_state and rank.has_state}))
+                rank.enter(order.model_copy(update={"has_state": action.has_state and rank.has_state}))
         if len(self.ranks.members_of(generation.id)) < len(orders):
             # A rank died between our promise and the decision.
             self._continue_without(generation.id)
@@ -409,25 +411,25 @@ class AgentMembership:
         return self._mesh.places.name(member)
 
 
-class RankHalt:
+class RankStop:
     """Local ranks that leave a generation: which have answered, and which take too long."""
 
     def __init__(self, ranks: LocalRanks, settings: MembershipSettings) -> None:
         self._ranks = ranks
         self._settings = settings
         self._generation: Ballot | None = None
-        self._at_edge = False
+        self._after_step = False
         self._deadline = 0.0
 
-    def begin(self, generation: Ballot, at_edge: bool, now: float) -> None:
-        self._generation, self._at_edge = generation, at_edge
-        self._deadline = now + (self._settings.step_end_timeout_s if at_edge else self._settings.stop_timeout_s)
-        self._ranks.stop(generation, at_edge)
+    def begin(self, generation: Ballot, after_step: bool, now: float) -> None:
+        self._generation, self._after_step = generation, after_step
+        self._deadline = now + (self._settings.step_end_timeout_s if after_step else self._settings.stop_timeout_s)
+        self._ranks.stop(generation, after_step)
 
     def restart(self, now: float) -> None:
         """Restart the timeout after a sleep: our ranks slept too."""
         if self._generation is not None:
-            self.begin(self._generation, self._at_edge, now)
+            self.begin(self._generation, self._after_step, now)
 
     def cancel(self) -> None:
         self._generation = None
@@ -444,9 +446,9 @@ class RankHalt:
         """Return the ranks to kill; again after every timeout until they have ended."""
         if self._generation is None or now < self._deadline:
             return []
-        if self._at_edge:
+        if self._after_step:
             # A step, or a round of steps, takes longer than the timeout: the ranks shall stop where they are.
-            self.begin(self._generation, at_edge=False, now=now)
+            self.begin(self._generation, after_step=False, now=now)
             return []
         self._deadline = now + self._settings.stop_timeout_s
         return self._ranks.still_in(self._generation)
@@ -563,7 +565,7 @@ class RankNumbering:
                 state=generation.state,
                 source=generation.first_rank(generation.source),
                 first=generation.parent == NEVER,
-                holds=True,
+                has_state=True,
                 keeps_files=keeps_files and index == 0,
                 recovers=generation.recovers,
                 launched=self.launched,

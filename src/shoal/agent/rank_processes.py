@@ -41,8 +41,8 @@ _LAST_BYTES = 1 << 16
 class RankExit:
     start: StartProcess
     code: int
-    by_us: bool  # the agent killed it
-    starved: bool  # the kernel killed a process for lack of memory while this one ran
+    by_agent: bool  # the agent killed it
+    out_of_memory: bool  # the kernel killed a process for lack of memory while this one ran
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Running:
     process: subprocess.Popen[bytes]
     clock: LogClock
     oom_kills_before: int
-    by_us: bool = False
+    by_agent: bool = False
 
 
 class RankProcesses:
@@ -84,15 +84,15 @@ class RankProcesses:
                 self._running.remove(running)
                 # Processes that it started and did not wait for end with it.
                 _kill_session(running.process.pid)
-                starved = code == -signal.SIGKILL and count_oom_kills() > running.oom_kills_before
-                yield RankExit(running.start, code, running.by_us, starved)
+                out_of_memory = code == -signal.SIGKILL and count_oom_kills() > running.oom_kills_before
+                yield RankExit(running.start, code, running.by_agent, out_of_memory)
 
     def ask_to_stop(self) -> None:
         for running in self._running:
             running.process.send_signal(signal.SIGINT)
 
     def end(self, name: str) -> None:
-        """Kill one rank; its exit is judged like a fault, not as `by_us`."""
+        """Kill one rank; its exit is judged like a fault, not as `by_agent`."""
         for running in self._running:
             if running.start.name == name:
                 _kill_session(running.process.pid)
@@ -100,7 +100,7 @@ class RankProcesses:
     def kill(self) -> None:
         """Kill the whole session of every rank, so that a launcher's own children end too."""
         for running in self._running:
-            running.by_us = True
+            running.by_agent = True
             _kill_session(running.process.pid)
 
 
@@ -237,7 +237,7 @@ class RankEnvironment:
         except subprocess.TimeoutExpired:
             store.kill()
             store.wait()
-        self.write("meeting", keys=self._count_store_keys(store.returncode))
+        self.write("script-store-keys", keys=self._count_store_keys(store.returncode))
 
     def _count_store_keys(self, code: int) -> int | None:
         """Return the number that the store printed; 0 if it ended while importing torch, None if it printed none."""
@@ -259,7 +259,7 @@ class RankEnvironment:
 
         It is restarted then. A note tells the user, because only a smaller batch solves it for good.
         """
-        if ended.starved:
+        if ended.out_of_memory:
             name = ended.start.name.replace("-", " ")
             self.write(
                 "note",
@@ -339,5 +339,5 @@ def pending_abandon(journal: Iterable[Event]) -> AbandonCommits | None:
     last = deque((event for event in journal if event["event"] in ("abandon", "given-up")), maxlen=1)
     if not last or last[-1]["event"] == "given-up":
         return None
-    lineage, standing = (read_ballot(last[-1][name]) for name in ("lineage", "standing"))
-    return AbandonCommits(lineage=lineage, standing=standing, shared_step=last[-1]["shared_step"])
+    lineage, surviving = (read_ballot(last[-1][name]) for name in ("lineage", "surviving"))
+    return AbandonCommits(lineage=lineage, surviving=surviving, shared_step=last[-1]["shared_step"])

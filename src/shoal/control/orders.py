@@ -100,7 +100,7 @@ class StartProcess:
 class MembershipOrder:
     """How nodes may come and go in this run."""
 
-    rules: MembershipSettings
+    settings: MembershipSettings
     restarts: Number = RESTARTS  # how often a killed rank is restarted
     above: Annotated[int, Field(ge=0, lt=2**53)] = 0  # the highest generation of earlier launches: none is used twice
 
@@ -125,18 +125,18 @@ class GoOrder:
 
 
 def make_membership_order(config: MembersConfig, above: int, most_ranks: int) -> MembershipOrder:
-    rules = MembershipSettings(
+    settings = MembershipSettings(
         silent_after_s=config.silent_after_s,
         on_silent_tie=config.on_silent_tie,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         max_ranks=most_ranks,
     )
-    return MembershipOrder(rules, config.restarts, above)
+    return MembershipOrder(settings, config.restarts, above)
 
 
 def to_line(order: MeetOrder | GoOrder | str) -> bytes:
-    document: dict[str, Any] = {"wish": order} if isinstance(order, str) else {type(order).__name__: asdict(order)}
+    document: dict[str, Any] = {"request": order} if isinstance(order, str) else {type(order).__name__: asdict(order)}
     return json.dumps(document).encode() + b"\n"
 
 
@@ -154,7 +154,7 @@ def read_request_line(line: bytes) -> str:
         document = json.loads(line)
     except (ValueError, RecursionError):
         return ""
-    return str(document.get("wish", "")) if isinstance(document, dict) else ""
+    return str(document.get("request", "")) if isinstance(document, dict) else ""
 
 
 def read_member(document: dict[str, Any]) -> RosterEntry:

@@ -36,7 +36,7 @@ class EnterGeneration(StrictModel):
     state: State  # a rank with another state copies it from `source`
     source: Number
     first: bool  # the first generation of the launch, in which all ranks begin alike
-    holds: bool  # false: the rank's own state does not count until the copy has arrived
+    has_state: bool  # false: the rank's own state does not count until the copy has arrived
     keeps_files: bool  # of the ranks that share a folder, this one writes its ledger and checkpoints
     # The number of ranks of the launch: the global batch and the learning rate stay those of that world.
     launched: Number
@@ -54,9 +54,9 @@ class EnterGeneration(StrictModel):
 class LeaveGeneration(StrictModel):
     """Leave this generation and report the state."""
 
-    type: Literal["halt"] = "halt"
+    type: Literal["leave"] = "leave"
     generation: Ballot
-    at_edge: bool  # after the current step; otherwise at once
+    after_step: bool  # after the current step; otherwise at once
 
 
 class LeaseRenewed(StrictModel):
@@ -68,18 +68,18 @@ class LeaseRenewed(StrictModel):
 
 
 class AbandonCommits(StrictModel):
-    """After the copy, mark the ledger's entries of `lineage` after `shared_step` that `standing` lacks as abandoned."""
+    """After the copy, mark ledger entries of `lineage` after `shared_step` that `surviving` lacks as abandoned."""
 
-    type: Literal["give-up"] = "give-up"
+    type: Literal["abandon"] = "abandon"
     lineage: Ballot
-    standing: Ballot
+    surviving: Ballot
     shared_step: Count
 
 
 class RankReady(StrictModel):
     """This rank has imported everything and can join."""
 
-    type: Literal["here"] = "here"
+    type: Literal["ready"] = "ready"
     committed: Count  # the last step in the ledger that it took part in; a shared folder has other nodes' steps too
 
 
@@ -94,7 +94,7 @@ class GroupFormed(StrictModel):
 class LeftGeneration(StrictModel):
     """The rank has left the generation for good."""
 
-    type: Literal["halted"] = "halted"
+    type: Literal["left"] = "left"
     generation: Ballot
     state: State | None  # None: the state it had to copy had not arrived
 

@@ -41,9 +41,9 @@ class ProcessEnd:
     ranks: tuple[int, ...]
     code: int  # the exit code, or the negative number of the signal that killed it
     order: int  # counts the ends in the order in which the launcher saw them
-    by_us: bool = False  # its own agent killed it
+    by_agent: bool = False  # its own agent killed it
     log: str = ""
-    starved: bool = False  # the kernel killed processes for lack of memory meanwhile
+    out_of_memory: bool = False  # the kernel killed processes for lack of memory meanwhile
     lost: str = ""  # how its whole node was lost, so that the process's own end is unknown
 
 
@@ -95,7 +95,7 @@ def first_to_fail(ends: Iterable[ProcessEnd], faults: Mapping[int, Event]) -> Pr
 
 
 def _failed(ends: Iterable[ProcessEnd]) -> list[ProcessEnd]:
-    return [end for end in ends if end.code not in (0, Interrupted.exit_code) and not end.by_us]
+    return [end for end in ends if end.code not in (0, Interrupted.exit_code) and not end.by_agent]
 
 
 def _describe_others(failed: list[ProcessEnd], faults: Mapping[int, Event], first: Event | None) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _as_error(end: ProcessEnd, fault: Event | None, relief: str) -> ShoalError:
         return error
     if end.lost:
         return RunFailed(f"{end.node} is gone, and {process} with it", why=end.lost, fix=read_log)
-    if end.starved:
+    if end.out_of_memory:
         seen = f"{process} on {end.node} was killed (SIGKILL) when the machine ran out of memory"
         return OutOfMemory(seen, why="the kernel ends a process when there is no memory left", fix=relief)
     return RunFailed(f"{process} on {end.node} {_how_it_ended(end.code)}", fix=read_log)
@@ -215,7 +215,7 @@ def script_faults(
     faults: dict[int, Event] = {}
     for end in _failed(ends):
         # An exception ends a program with exit code 1. A killed program may have printed one that it handled.
-        if end.lost or end.starved or end.code <= 0:
+        if end.lost or end.out_of_memory or end.code <= 0:
             continue
         if (raised := last_exception(read_log(end), is_consequence)) is None:
             continue

@@ -126,7 +126,7 @@ class Launch:
     interrupts: int = 0
     is_elastic: bool = False
     broken: str = ""  # the first rank that could not join the process group, and why
-    gave_up: ShoalError | None = None
+    state_lost: ShoalError | None = None
     # How long the ranks of a script may take to end once they are asked to stop; None for shoal's own ranks.
     grace_s: float | None = None
     # Keys in the store of a script's ranks at its end; None while that is not known.
@@ -290,7 +290,7 @@ class Launch:
                 if event.get("launch") != self.launch_id:
                     continue
                 # The process that a journal names must be one that the node was ordered to start.
-                if event["event"] not in ("ended", "restart", "broken") or event["name"] in own:
+                if event["event"] not in ("ended", "restart", "group-failed") or event["name"] in own:
                     self._handle(agent, event)
                 else:
                     self._note_bad_lines(agent)
@@ -320,7 +320,9 @@ class Launch:
                 if all(other.started for other in self.agents):
                     self.log.write("running", nodes=[other.node.name for other in self.agents], ranks=self.ranks)
             case "ended":
-                self._add_end(agent, event["name"], event["code"], event["by_us"], starved=event["starved"])
+                self._add_end(
+                    agent, event["name"], event["code"], event["by_agent"], out_of_memory=event["out_of_memory"]
+                )
             case "note":
                 self._note(f"{node}: {event['text']}")
             case "restart":
@@ -331,25 +333,25 @@ class Launch:
                 if key not in self._announced:
                     self._announced.add(key)
                     self._note(event["text"])
-            case "broken":
+            case "group-failed":
                 self.broken = self.broken or f"{event['name']}: {event['why']}"
             case "lost":
                 if not self.is_elastic:
                     self._note(f"{node} lost {event['node']}: {event['how']}")
                 self._mark_lost(event["node"], event["how"])
-            case "peer" if event["failed"]:
+            case "peer-ended" if event["failed"]:
                 self._mark_lost(event["node"], "its ranks failed, and their error did not reach the launcher")
-            case "peer":
+            case "peer-ended":
                 # Enough for an agent whose own journal does not arrive: its ranks ended, and it was no failure.
                 for other in self.agents:
                     other.finished |= other.node.name == event["node"]
-            case "met":
+            case "joined-group":
                 self._joined[node] = event
                 self._note_unjoined()
-            case "meeting":
+            case "script-store-keys":
                 self.store_keys = event["keys"]
-            case "gave-up":
-                self.gave_up = from_dict(event)
+            case "state-lost":
+                self.state_lost = from_dict(event)
             case "refused" if agent.restarted_pid is not None:
                 self._note(f"{node} could not take part again: {event['seen']}")
             case "refused":
@@ -422,12 +424,14 @@ class Launch:
             raise self.refused
 
     def _add_end(
-        self, agent: AgentHandle, name: str, code: int, by_us: bool, starved: bool = False, lost: str = ""
+        self, agent: AgentHandle, name: str, code: int, by_agent: bool, out_of_memory: bool = False, lost: str = ""
     ) -> None:
         node = agent.node.name
         command = next(command for command in self.commands if command.name == name)
         log = str(self.run.log(node, name))
-        self.ends.append(ProcessEnd(name, node, command.ranks, code, len(self.ends), by_us, log, starved, lost))
+        self.ends.append(
+            ProcessEnd(name, node, command.ranks, code, len(self.ends), by_agent, log, out_of_memory, lost)
+        )
 
     def _mark_lost(self, node: str, how: str) -> None:
         """Mark a node that another agent lost. A node that joined later is none of the launcher's agents."""
@@ -458,7 +462,7 @@ class Launch:
         ended = {end.name for end in self.ends}
         for command in self.commands:
             if command.node.name == agent.node.name and command.name not in ended:
-                self._add_end(agent, command.name, -int(signal.SIGKILL), by_us=False, lost=how)
+                self._add_end(agent, command.name, -int(signal.SIGKILL), by_agent=False, lost=how)
 
 
 def stop_note(grace_s: float | None) -> str:
@@ -586,7 +590,7 @@ def run_script(
     _run_to_end(launch, plan, config=hashlib.sha256("\0".join(argv).encode()).hexdigest(), script_port=port)
     logs = run.path / "logs"
     if launch.interrupts:
-        killed = [rank for end in launch.ends if end.by_us for rank in end.ranks]
+        killed = [rank for end in launch.ends if end.by_agent for rank in end.ranks]
         late = f"{rank_list(killed)} had to be ended" if killed else ""
         raise Interrupted("interrupted", why=late, fix=f"what the ranks printed is in {logs}")
     faults = script_faults(launch.ends, lambda end: read_log_tail(Path(end.log), 1000, 1 << 16), is_consequence)
@@ -607,8 +611,8 @@ def _group_failure(launch: Launch) -> ShoalError | None:
     """Return why agents ended their ranks: no rank had the state any more, or the process group could not form."""
     if any(end.code in (0, Interrupted.exit_code) for end in launch.ends):
         return None
-    if launch.gave_up or not launch.broken:
-        return launch.gave_up
+    if launch.state_lost or not launch.broken:
+        return launch.state_lost
     return RunFailed(
         f"the ranks did not meet: {launch.broken}",
         why="the machines reach each other, but not by the interface or the ports that the ranks use",
@@ -618,7 +622,7 @@ def _group_failure(launch: Launch) -> ShoalError | None:
 
 def _refuse_killed(ends: Iterable[ProcessEnd]) -> None:
     """Raise where an agent killed its ranks without an order of the launcher: it was ended on its own machine."""
-    if nodes := {end.node for end in ends if end.by_us}:
+    if nodes := {end.node for end in ends if end.by_agent}:
         raise Interrupted(
             f"the ranks on {', '.join(sorted(nodes))} were ended from outside", why="an agent was asked to end at once"
         )

@@ -75,7 +75,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         # The type in which matrices are multiplied; weights, sums and everything between products stay in fp32.
-        self.products = torch.float32
+        self.matmul_dtype = torch.float32
         # Called as soon as backward has the head's part of the gradient of the tied weight.
         self.take_head: TakeGradient | None = None
         self._is_compiled = False
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         # tokens to it, instead of a second dense gradient: 154 MB for GPT-2. On a GPU the order of adding is not fixed.
         x = F.embedding(tokens, self.token.weight, sparse=tokens.device.type == "cpu")
         x = self.dropout(x + self.position.weight[: tokens.shape[1]])
-        with torch.autocast(x.device.type, self.products, enabled=self.products != torch.float32):
+        with torch.autocast(x.device.type, self.matmul_dtype, enabled=self.matmul_dtype != torch.float32):
             for block in self.blocks:
                 x = block(x)
         x = self.norm(x)
@@ -94,7 +94,7 @@ class GPT(nn.Module):
             return F.linear(x, self.token.weight)
         hidden, flat_targets = x.flatten(0, 1), targets.flatten()
         return head_loss(
-            hidden, self.token.weight, flat_targets, matmul_dtype=self.products, take_gradient=self.take_head
+            hidden, self.token.weight, flat_targets, matmul_dtype=self.matmul_dtype, take_gradient=self.take_head
         )
 
     def compile_blocks(self) -> None:
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False)
 
-    def uncompiled(self) -> AbstractContextManager[Any]:
+    def run_eagerly(self) -> AbstractContextManager[Any]:
         """Run eagerly inside: calls with other shapes than those of training would each be compiled anew."""
         return torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
 

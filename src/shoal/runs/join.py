@@ -516,7 +516,7 @@ def _pass_signals_to(agent: PipeLink, note: Note) -> None:
 
 def _raise_failure(joined: JoinedRun) -> None:
     journal = list(read_events(joined.run.journal(joined.node)))
-    if refused := [event for event in journal if event["event"] in ("refused", "gave-up")]:
+    if refused := [event for event in journal if event["event"] in ("refused", "state-lost")]:
         raise from_dict(refused[0])
     starts_and_leaves = [event["event"] for event in journal if event["event"] in ("ready", "left")]
     if starts_and_leaves[-1:] == ["left"]:
@@ -555,12 +555,12 @@ def rejoin(path: Path, node: str | None) -> str:
     tail.skip_to_end()
     agent = PipeLink((*agent_command(run.path, node), "--again", str(run.path), node), run.path, node)
     try:
-        event = _await_event(tail, agent, ("generation", "refused", "gave-up", "done"))
+        event = _await_event(tail, agent, ("generation", "refused", "state-lost", "done"))
     finally:
         agent.close()
     if event is None:
         return f"{node} asks to be let in, and goes on asking: shoal ps shows it, agents/{node}.jsonl has what it sees"
-    if event["event"] in ("refused", "gave-up"):
+    if event["event"] in ("refused", "state-lost"):
         raise from_dict(event)
     if event["event"] == "done":
         raise RunFailed(

@@ -192,7 +192,7 @@ def _had_to_be_killed(run: RunFolder) -> bool:
     for journal in run.journals():
         events = read_last_events(journal, _JOURNAL_TAIL_BYTES)
         launch = events[-1].get("launch") if events else None
-        if any(event["event"] == "ended" and event["by_us"] and event.get("launch") == launch for event in events):
+        if any(event["event"] == "ended" and event["by_agent"] and event.get("launch") == launch for event in events):
             return True
     return False
 

@@ -27,31 +27,31 @@ class Fence:
     """What the training asks. This base class allows everything, for a world with fixed membership."""
 
     @property
-    def edge(self) -> bool:
+    def stop_after_step(self) -> bool:
         """Whether the ranks are to stop together after a step."""
         return False
 
     @property
-    def floor(self) -> int:
+    def min_step(self) -> int:
         """The step that a state must have reached for other ranks to continue from it in this generation."""
         return 0
 
-    def applying(self, step: int) -> AbstractContextManager[None]:
+    def apply_step(self, step: int) -> AbstractContextManager[None]:
         """Enclose the update to `step`: it happens in the generation completely or not at all."""
         return nullcontext()
 
-    def moved(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Record that the state that others may continue from is that of `step`, forward or back."""
 
-    def replacing(self, step: int) -> AbstractContextManager[None]:
+    def replace_state(self, step: int) -> AbstractContextManager[None]:
         """Enclose the local swap to another rank's state of `step`.
 
         Raise before any change when the generation is over: the reported old state is then still valid.
         """
         return nullcontext()
 
-    def lose_state(self) -> None:
-        """Record that the state is about to be overwritten: until `moved`, there is none to continue from."""
+    def mark_overwritten(self) -> None:
+        """Record that the state is about to be overwritten: until `set_step`, there is none to continue from."""
 
     def committed(self, step: int) -> None:
         """Record a committed step."""
@@ -75,20 +75,20 @@ class GenerationFence(Fence):
         self._step = 0
         self._committed = 0
         # This rank has a state that others could continue from. It has none while another state is copied over it.
-        self._holds = False
+        self._has_state = False
         # The newest generation whose ranks are to stop after a step.
-        self._edge_of = NEVER
-        self._floor = 0
+        self._stop_after_step_of = NEVER
+        self._min_step = 0
 
     # Called by the training thread.
 
     @property
-    def edge(self) -> bool:
-        return self._edge_of == self._generation != NEVER
+    def stop_after_step(self) -> bool:
+        return self._stop_after_step_of == self._generation != NEVER
 
     @property
-    def floor(self) -> int:
-        return self._floor
+    def min_step(self) -> int:
+        return self._min_step
 
     @property
     def generation(self) -> Ballot:
@@ -99,29 +99,29 @@ class GenerationFence(Fence):
         return self._is_over
 
     @contextmanager
-    def applying(self, step: int) -> Iterator[None]:
+    def apply_step(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse()
             # An update that fails halfway leaves a state that belongs to no step.
-            was_holding, self._holds = self._holds, False
+            was_holding, self._has_state = self._has_state, False
             yield
-            self._step, self._holds = step, was_holding
+            self._step, self._has_state = step, was_holding
 
     @contextmanager
-    def replacing(self, step: int) -> Iterator[None]:
+    def replace_state(self, step: int) -> Iterator[None]:
         with self._changed:
             self._refuse()
             # A swap that fails halfway leaves a state that belongs to no step.
-            self._holds = False
+            self._has_state = False
             yield
-            self.moved(step)
+            self.set_step(step)
 
-    def moved(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         with self._changed:
             if step < self._step:
                 # Back to a checkpoint: repeated steps must be committed again.
                 self._committed = min(self._committed, step)
-            self._step, self._holds = step, True
+            self._step, self._has_state = step, True
 
     def committed(self, step: int) -> None:
         with self._changed:
@@ -135,17 +135,17 @@ class GenerationFence(Fence):
                     return
                 self._changed.wait(LEASE_S)
 
-    def lose_state(self) -> None:
+    def mark_overwritten(self) -> None:
         with self._changed:
-            self._holds = False
+            self._has_state = False
 
     # `enter` is called by the training thread, `end` by the thread that listens to the agent, or by both.
 
-    def enter(self, generation: Ballot, holds: bool, floor: int) -> None:
+    def enter(self, generation: Ballot, has_state: bool, min_step: int) -> None:
         with self._changed:
-            self._generation, self._is_over, self._floor = generation, False, floor
+            self._generation, self._is_over, self._min_step = generation, False, min_step
             self._leased_until = 0.0
-            self._holds &= holds
+            self._has_state &= has_state
 
     def lease(self, generation: Ballot, at_s: float) -> None:
         with self._changed:
@@ -153,10 +153,10 @@ class GenerationFence(Fence):
                 self._leased_until = max(self._leased_until, at_s + LEASE_S)
                 self._changed.notify_all()
 
-    def ask_for_edge(self, generation: Ballot) -> None:
+    def request_stop_after_step(self, generation: Ballot) -> None:
         """Request a stop after a step. This rank may not have entered the generation yet."""
         with self._changed:
-            self._edge_of = max(self._edge_of, generation)
+            self._stop_after_step_of = max(self._stop_after_step_of, generation)
 
     def end(self, generation: Ballot) -> State | None:
         """End the generation, so that nothing more is applied or committed in it; return this rank's position."""
@@ -168,7 +168,7 @@ class GenerationFence(Fence):
 
     def position(self) -> State | None:
         with self._changed:
-            if not self._holds:
+            if not self._has_state:
                 return None
             # After a rollback more steps may be committed than the state has.
             return State(step=self._step, committed=min(self._committed, self._step))

@@ -12,8 +12,8 @@ backward, multiply the summed loss by `loss_scale`, and ask `finish` for the com
 
 # No `from __future__ import annotations` here: DDP inspects the annotations of the hook and refuses strings.
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.schema import SyncConfig
 from shoal.cost.buckets import bucket_mb_for, touches_few_rows
+from shoal.sync.communication import communication
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState, State
-from shoal.sync.interruptible import GroupInterrupt, await_work
+from shoal.sync.interruptible import GroupInterrupt, await_future, await_work
 from shoal.sync.shared_memory import open_shared_memory
 from shoal.sync.shared_memory.ddp import SharedCompressor, SharedDDP
 from shoal.sync.shared_memory.group import GLOO, InsideChoice
@@ -94,13 +95,20 @@ class _SyncDefaults:
         pass
 
 
+@contextmanager
+def _inside_ddp(syncing: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enclose forward and backward: DDP communicates in both, and raises gloo's errors there."""
+    with communication(), syncing:
+        yield
+
+
 class _DDPSync(_SyncDefaults):
     """The common part of both DDP variants: gradients travel only with the last micro-batch of a step."""
 
     module: DistributedDataParallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last else self.module.no_sync()
+        return _inside_ddp(nullcontext() if last else self.module.no_sync())
 
     def close(self) -> None:
         """Drop the reducer: it removes its hooks and frees its buckets with its last reference."""
@@ -119,13 +127,14 @@ class HookedDDP(_DDPSync, CompressorState):
     ) -> None:
         # The replicas were compared before, so DDP's own broadcast of all parameters (4 s for 124M at 1 Gbit) is not
         # needed.
-        self.module = DistributedDataParallel(
-            model,
-            process_group=interruptible_group(world),
-            bucket_cap_mb=bucket_mb,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
+        with communication():
+            self.module = DistributedDataParallel(
+                model,
+                process_group=interruptible_group(world),
+                bucket_cap_mb=bucket_mb,
+                gradient_as_bucket_view=True,
+                init_sync=False,
+            )
         self._compressor = compressor
         self._tied = tied
         self.extra_bytes = 0 if tied is None else tied.extra_bytes
@@ -187,7 +196,8 @@ class StockDDP(_DDPSync, NoState):
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self.module = DistributedDataParallel(model, process_group=interruptible_group(world))
+        with communication():
+            self.module = DistributedDataParallel(model, process_group=interruptible_group(world))
         self._size = world.size
         self._ready_at = 0.0
         self._hooks = [p.register_post_accumulate_grad_hook(self._note_ready) for p in model.parameters()]
@@ -225,7 +235,7 @@ class BarrierSync(_SyncDefaults, CompressorState):
         for index, parameters in enumerate(self._buckets()):
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            summed = self._compressor(Bucket(index, flat, parameters)).wait()
+            summed = await_future(self._compressor(Bucket(index, flat, parameters)))
             for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         now = time.perf_counter()
@@ -359,7 +369,7 @@ class TiedHead:
         for work in (rows, gradients):
             await_work(work, self._world.release)
         self.spans.append([began, time.perf_counter()])
-        summed, self._pending = self._pending.wait(), None
+        summed, self._pending = await_future(self._pending), None
         summed.index_add_(0, self._rows, self._row_gradients)
         self._weight.grad = summed
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.futures import Future
 
+from shoal.sync.communication import communication
 from shoal.sync.fence import GenerationEnded
 
 T = TypeVar("T")
@@ -80,13 +81,20 @@ class GroupInterrupt:
             own.set_result(error)
 
 
+@communication()
 def await_work(work: dist.Work | None, release: GroupInterrupt | None) -> None:
-    """Wait for a collective. Raise its error, or `GenerationEnded`."""
+    """Wait for a collective. Raise `PeerLost`, another error of the collective, or `GenerationEnded`."""
     if work is None:
         return
     if release is not None and not work.is_completed():
         release.guard(work.get_future()).wait()
     work.wait()
+
+
+@communication()
+def await_future(future: Future[T]) -> T:
+    """Wait for the result of an exchange of several collectives. Raise `PeerLost` or another error of theirs."""
+    return future.wait()
 
 
 def _generation_ended() -> GenerationEnded:

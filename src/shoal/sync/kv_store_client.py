@@ -86,8 +86,11 @@ class AgentStore(dist.Store):
     def _request(self, **request: Any) -> dict[str, Any]:
         payload = json.dumps(request).encode()
         with self._request_lock:
-            self._socket.sendall(frame(payload))
-            answer = receive_frame(self._socket, _MAX_REPLY_BYTES, "a reply of the agent's key-value store")
+            try:
+                self._socket.sendall(frame(payload))
+                answer = receive_frame(self._socket, _MAX_REPLY_BYTES, "a reply of the agent's key-value store")
+            except ConnectionError:
+                answer = None
         if answer is None:
             raise dist.DistStoreError("the agent that keeps the keys closed the connection")
         reply: dict[str, Any] = json.loads(answer)

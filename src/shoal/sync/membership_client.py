@@ -89,7 +89,7 @@ class MembershipClient:
 
     # Called by the training thread.
 
-    def here(self, committed: int) -> None:
+    def send_ready(self, committed: int) -> None:
         self._send(RankReady(committed=committed))
 
     def await_enter(self) -> EnterGeneration:
@@ -105,39 +105,39 @@ class MembershipClient:
                     raise Interrupted("asked to stop while the run was paused", why="its last checkpoint is untouched")
             enter, self._next = self._next, None
             assert enter is not None  # noqa: S101 - what was waited for
-            self.fence.enter(enter.generation, enter.holds, enter.state.committed)
+            self.fence.enter(enter.generation, enter.has_state, enter.state.committed)
             self.release.begin()
             self._is_waiting = False
         return enter
 
-    def is_called(self) -> bool:
+    def is_superseded(self) -> bool:
         """Return whether waiting for this generation is pointless: it is over, or a newer one is announced."""
         return self.fence.is_over or self._next is not None
 
-    def formed(self, generation: Ballot, copied_s: float) -> None:
+    def send_formed(self, generation: Ballot, copied_s: float) -> None:
         self._send(GroupFormed(generation=generation, copied_s=copied_s))
 
     def committed(self, step: int) -> None:
         self.fence.committed(step)
         self._send(StepCommitted(step=step))
 
-    def broken(self, generation: Ballot, why: str) -> None:
+    def send_broken(self, generation: Ballot, why: str) -> None:
         self._send(GenerationBroken(generation=generation, why=why[:_MAX_REASON_CHARS]))
 
-    def halted(self, generation: Ballot) -> None:
+    def leave_after_step(self, generation: Ballot) -> None:
         """Leave the generation at the end of a step, without an order to leave at once."""
         self._send(LeftGeneration(generation=generation, state=self.fence.end(generation)))
         self._drop_connections()
 
-    def finished(self) -> None:
+    def send_finished(self) -> None:
         self._send(TrainingFinished())
 
-    def given_up(self) -> list[AbandonCommits]:
+    def abandoned_commits(self) -> list[AbandonCommits]:
         """Return the abandoned commits that are not yet written into every ledger."""
         with self._changed:
             return list(self._abandoned)
 
-    def forget_given_up(self, written: Collection[AbandonCommits]) -> None:
+    def forget_abandoned_commits(self, written: Collection[AbandonCommits]) -> None:
         """Forget abandoned commits once every ledger has them; not earlier, because this generation may break, too."""
         with self._changed:
             self._abandoned = [abandoned for abandoned in self._abandoned if abandoned not in written]
@@ -162,8 +162,8 @@ class MembershipClient:
         match message:
             case LeaseRenewed():
                 self.fence.lease(message.generation, message.at_s)
-            case LeaveGeneration(at_edge=True):
-                self.fence.ask_for_edge(message.generation)
+            case LeaveGeneration(after_step=True):
+                self.fence.request_stop_after_step(message.generation)
             case LeaveGeneration():
                 self._leave(message.generation)
             case EnterGeneration():

@@ -4,9 +4,10 @@
     DiLoCo            all parameters at the end of a round: LocalSGD (the average), DiLoCo (Nesterov momentum)
     StreamingDiLoCo   fragment by fragment, while training continues
 
-After each inner step the trainer calls `after`. The outer gradient is the weighted sum over all ranks of what the inner
-steps changed. The outer optimizer, SGD with Nesterov momentum as in torch, moves the *common* parameters by it. Common
-parameters and outer momentum have the same bits on every rank; the moments of the inner optimizer stay each rank's own.
+After each inner step the trainer calls `after_inner_step`. The outer gradient is the weighted sum over all ranks of
+what the inner steps changed. The outer optimizer, SGD with Nesterov momentum as in torch, moves the *common* parameters
+by it. Common parameters and outer momentum have the same bits on every rank; the moments of the inner optimizer stay
+each rank's own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shoal.cost.buckets import bucket_mb_for
 from shoal.errors import RunFailed
 from shoal.sync.compression import make_compressor
 from shoal.sync.compression.base import Bucket, Compressor
+from shoal.sync.interruptible import await_future
 from shoal.sync.step_stats import CommTimes, covered
 from shoal.sync.world import World, barrier, with_second_group
 
@@ -50,11 +52,11 @@ class OuterSync:
 
     round_steps: int = 1  # inner steps from one exchange of all parameters to the next
     lag_steps: int = 0  # how many steps ranks may be apart
-    drifts: bool = False  # replicas differ between exchanges, so that a checkpoint needs a part of every rank
-    apart: bool = False  # their parameters differ just now
-    in_rounds: bool = False  # a step is done when its round is
+    replicas_differ: bool = False  # replicas differ between exchanges, so that a checkpoint needs a part of every rank
+    differs_now: bool = False  # their parameters differ just now
+    commits_by_round: bool = False  # a step is done when its round is
 
-    def after(self, step: int, last: bool) -> CommTimes:
+    def after_inner_step(self, step: int, last: bool) -> CommTimes:
         """Do the exchange that is due after this inner step. After the `last` one replicas are equal to the bit."""
         return _NO_EXCHANGE
 
@@ -67,24 +69,24 @@ class OuterSync:
         return step
 
     @property
-    def flying(self) -> int:
+    def in_flight(self) -> int:
         """The fragments on their way between replicas, one bit each."""
         return 0
 
-    def rewind(self, common_step: int, flying: int) -> None:
+    def rewind(self, common_step: int, in_flight: int) -> None:
         """Make the model's parameters the common ones of that step; `state` then has room for what is to be loaded."""
 
-    def retreat(self, step: int) -> int:
+    def roll_back(self, step: int) -> int:
         """After a failed exchange, put a state into the model that others can continue from; return its step."""
         return step
 
-    def lasting(self) -> dict[str, Tensor]:
+    def persistent_state(self) -> dict[str, Tensor]:
         """Return the part of `state` that outlives a world: nothing that was on its way."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
         """Return the common state beside the parameters. The tensors are those in use: filling them loads a state."""
-        return self.lasting()
+        return self.persistent_state()
 
     def own_state(self) -> dict[str, Tensor]:
         """Return this rank's own state: the residuals of its compressor."""
@@ -137,7 +139,7 @@ def _make_shards(
 class LocalSteps(OuterSync):
     """The common part of LocalSGD, DiLoCo and Streaming DiLoCo."""
 
-    drifts = True
+    replicas_differ = True
     lag_steps = LAG_STEPS
 
     def __init__(
@@ -158,17 +160,17 @@ class LocalSteps(OuterSync):
             for shard in self._shards:
                 shard.swap()
 
-    def rewind(self, common_step: int, flying: int) -> None:
+    def rewind(self, common_step: int, in_flight: int) -> None:
         for shard in self._shards:
             shard.make_common()
 
-    def retreat(self, step: int) -> int:
+    def roll_back(self, step: int) -> int:
         """Return to the common parameters: an incomplete round is repeated."""
         for shard in self._shards:
             shard.adopt()
         return self.common_step(step)
 
-    def lasting(self) -> dict[str, Tensor]:
+    def persistent_state(self) -> dict[str, Tensor]:
         return {name: tensor for shard in self._shards for name, tensor in shard.state().items()}
 
     def own_state(self) -> dict[str, Tensor]:
@@ -185,7 +187,7 @@ class DiLoCo(LocalSteps):
     replicas far past what they learned in a part of one.
     """
 
-    in_rounds = True
+    commits_by_round = True
 
     def __init__(
         self, shards: Sequence[OuterShard], exchange: OuterExchange, every: int, optimizer: OuterOptimizer
@@ -193,10 +195,10 @@ class DiLoCo(LocalSteps):
         super().__init__(shards, exchange, every, optimizer)
         self._common_step = 0
 
-    def after(self, step: int, last: bool) -> CommTimes:
+    def after_inner_step(self, step: int, last: bool) -> CommTimes:
         is_whole_round = step % self.round_steps == 0
-        self.apart = not (is_whole_round or last)
-        if not self.apart:
+        self.differs_now = not (is_whole_round or last)
+        if not self.differs_now:
             self._exchange.exchange_all(self._shards, self._optimizer if is_whole_round else AVERAGE)
             self._common_step = step
         return self._exchange.take_times()
@@ -204,8 +206,8 @@ class DiLoCo(LocalSteps):
     def common_step(self, step: int) -> int:
         return self._common_step
 
-    def rewind(self, common_step: int, flying: int) -> None:
-        super().rewind(common_step, flying)
+    def rewind(self, common_step: int, in_flight: int) -> None:
+        super().rewind(common_step, in_flight)
         self._common_step = common_step
 
 
@@ -233,7 +235,7 @@ class StreamingDiLoCo(LocalSteps):
         self._pending: dict[int, list[AsyncExchange]] = {}
         self._is_final_exchange = False
 
-    def after(self, step: int, last: bool) -> CommTimes:
+    def after_inner_step(self, step: int, last: bool) -> CommTimes:
         for index in list(self._pending):
             if last or self._is_due(index, step - self._overlap):
                 for pending in self._pending.pop(index):
@@ -247,29 +249,29 @@ class StreamingDiLoCo(LocalSteps):
             for index, fragment in enumerate(self._fragments):
                 if self._is_due(index, step):
                     self._pending[index] = list(self._exchange.start(fragment))
-        self.apart = not last
+        self.differs_now = not last
         return self._exchange.take_times()
 
     @property
-    def flying(self) -> int:
+    def in_flight(self) -> int:
         return sum(1 << index for index in self._pending)
 
-    def rewind(self, common_step: int, flying: int) -> None:
-        super().rewind(common_step, flying)
+    def rewind(self, common_step: int, in_flight: int) -> None:
+        super().rewind(common_step, in_flight)
         self._pending = {
             index: [AsyncExchange.completed(shard, shard.outer_gradient(0.0)) for shard in fragment]
             for index, fragment in enumerate(self._fragments)
-            if flying >> index & 1
+            if in_flight >> index & 1
         }
 
-    def retreat(self, step: int) -> int:
+    def roll_back(self, step: int) -> int:
         """Keep this replica's parameters, because there is no common step to return to; drop fragments on their way.
 
         Only when sums of the final exchange have begun to replace the parameters, return to the common ones.
         """
         self._pending = {}
         if self._is_final_exchange:
-            super().retreat(step)
+            super().roll_back(step)
         return step
 
     def state(self) -> dict[str, Tensor]:
@@ -279,7 +281,7 @@ class StreamingDiLoCo(LocalSteps):
             for index, exchanges in self._pending.items()
             for number, exchange in enumerate(exchanges)
         }
-        return self.lasting() | sums
+        return self.persistent_state() | sums
 
     def _is_due(self, index: int, step: int) -> bool:
         return is_fragment_due(step, index, len(self._fragments), self.round_steps)
@@ -396,7 +398,7 @@ class AsyncExchange:
         return cls(shard, done)
 
     def wait(self) -> Tensor:
-        return self._future.wait()
+        return await_future(self._future)
 
     def _note_end(self, done: Future[Tensor]) -> Tensor:
         self.span[1] = time.perf_counter()

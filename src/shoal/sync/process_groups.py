@@ -100,8 +100,9 @@ def form_proven(forming: GroupForming, make: Callable[[int], G], drop: Callable[
     """Form the group, again if necessary, until every pair of ranks has proved itself on both sides.
 
     `make(attempt)` forms the group under store keys that depend on the attempt; `drop` ends the groups in its list and
-    holds the last reference to them. Raise `ForeignConnection` after the last attempt, and the error of gloo or the
-    store when a peer is missing or unreachable. A group of one has nothing to prove, but gloo listens for it as well.
+    holds the last reference to them. After the last attempt raise `ForeignConnection`, or `GroupNotFormed` where
+    connections were closed and none was foreign. Raise the error of gloo or the store when a peer is missing or
+    unreachable. A group of one has nothing to prove, but gloo listens for it as well.
     """
     open_before = listeners()
     if forming.size == 1:
@@ -126,7 +127,8 @@ def form_proven(forming: GroupForming, make: Callable[[int], G], drop: Callable[
             raise error or GroupNotFormed(f"the group did not form: {_first_error(reports)}")
         failure = explain(forming, reports)
         if attempt + 1 == forming.attempts:
-            raise ForeignConnection(
+            is_foreign = bool(foreign_ends(reports)) or any(report.unproven for report in reports)
+            raise (ForeignConnection if is_foreign else GroupNotFormed)(
                 f"the group could not be formed in {forming.attempts} attempts: " + failure.seen.rpartition("; ")[0],
                 why="a process that is not part of the run keeps connecting to the ports of the ranks",
                 fix=failure.fix,

@@ -78,7 +78,7 @@ class HostStats:
 @dataclass(frozen=True)
 class RankStats:
     ready_s: float  # from when all ranks were at the same point to the end of this rank's own work
-    vitals: HostStats
+    host: HostStats
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StepStats:
     loss_sum: float
     stop: bool
     wait_s: float
-    edge: bool  # a rank was asked that all stop together after a step
+    stop_after_step: bool  # a rank was asked that all stop together after a step
     by_rank: tuple[RankStats, ...]  # by rank
 
 
@@ -102,12 +102,12 @@ class _PendingGather:
     def read(self, world: World) -> StepStats:
         await_work(self.work, world.release)
         matrix = torch.stack(self.rows).cpu()
-        loss_sum, ready_s, stop, edge = matrix[:, :4].unbind(dim=1)
+        loss_sum, ready_s, stop, stop_after_step = matrix[:, :4].unbind(dim=1)
         return StepStats(
             loss_sum=float(loss_sum.sum()),
             stop=bool(stop.any()),
             wait_s=float(ready_s.max()) - self.ready_s,
-            edge=bool(edge.any()),
+            stop_after_step=bool(stop_after_step.any()),
             by_rank=tuple(RankStats(ready, HostStats(*host)) for _, ready, _, _, *host in matrix.tolist()),
         )
 
@@ -137,13 +137,13 @@ class StepGather:
         self._waited_s = 0.0
         self.late_s = 0.0  # how long the last `finish` waited for ranks that are behind
 
-    def begin(self, loss_sum: float, comm: CommTimes, stop: bool, edge: bool = False) -> None:
+    def begin(self, loss_sum: float, comm: CommTimes, stop: bool, stop_after_step: bool = False) -> None:
         ready_s = comm.ready_at - self._together_at - self._waited_s
         self._together_at = comm.ready_at + comm.tail_s
         self._begun += 1
         if self._begun % _HOST_STATS_EVERY == 0:
             self._host_stats = self._kernel.look()
-        numbers = [loss_sum, ready_s, stop, edge, *self._host_stats.numbers()]
+        numbers = [loss_sum, ready_s, stop, stop_after_step, *self._host_stats.numbers()]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
         rows = [torch.zeros_like(own) for _ in range(self._world.size)]
         work = dist.all_gather(rows, own, group=self._world.group, async_op=True)

@@ -23,8 +23,9 @@ from shoal.config.defaults import JOIN_TIMEOUT_S, SYNC_TIMEOUT_S
 from shoal.control.membership.types import NEVER, Ballot, Lineage
 from shoal.control.rank_env import Placement
 from shoal.control.rank_messages import EnterGeneration
-from shoal.errors import PeerLost, RunFailed, ShoalError, UsageError
+from shoal.errors import RunFailed, UsageError
 from shoal.host.facts import interface_to, link_mbps
+from shoal.sync.communication import communication
 from shoal.sync.interruptible import GroupInterrupt, await_work
 from shoal.sync.kv_store_client import AgentStore
 from shoal.sync.process_groups import (
@@ -46,22 +47,6 @@ _CONNECT_S, _GENERATION_CONNECT_S = 1.0, 0.5
 # A launch reports soon that its first group cannot be formed; a running training tries longer.
 _FIRST_ATTEMPTS, _LATER_ATTEMPTS = 5, 20
 _POLL_S = 0.02
-
-# gloo has no exception types: it raises RuntimeError with one of these texts when a connection is lost.
-_LOST_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Timed out waiting",
-    "Connect timeout",
-    "connectFullMesh",
-    "Socket closed",
-    # Raised by all other collectives of a group when one of them reaches its timeout.
-    "pair closure",
-    # torch's C++ half turns a Python exception that crosses it (DDP's backward) into a RuntimeError with this text.
-    "PeerLost:",
-    "DistStoreError:",
-)
 
 # Of a world with fixed membership.
 _NO_LINEAGE = Lineage(name=NEVER)
@@ -171,6 +156,7 @@ def backend_for(device: torch.device) -> str:
 # A world with fixed membership, from the environment of a launcher.
 
 
+@communication()
 def join_world(
     placement: Placement,
     device: torch.device,
@@ -280,11 +266,12 @@ def unjoined_world(placement: Placement, device: torch.device) -> World:
 # A world of one generation, from an agent's order.
 
 
+@communication()
 def form_world(
     enter: EnterGeneration, store: dist.Store, place: RankIdentity, meet_s: float, timeout_s: float
 ) -> World:
-    """Form the group of a generation under the generation's own keys. Raise the error of torch or of the store when a
-    rank does not come."""
+    """Form the group of a generation under the generation's own keys. Raise `PeerLost` or `GroupNotFormed` when a rank
+    does not come."""
     base = store if enter.size > 1 else dist.HashStore()
     keys = dist.PrefixStore(enter.prefix, base)
     await_ranks(keys, enter.rank, enter.size, meet_s)
@@ -326,20 +313,10 @@ def form_world(
     )
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """Return whether the error is the consequence of a missing peer, and not the cause of a failure.
-
-    Only here a lost peer is recognised by an error's text: gloo raises a plain RuntimeError.
-    """
-    if isinstance(error, PeerLost | GroupNotFormed | dist.DistStoreError | dist.DistNetworkError):
-        return True
-    text = error.seen if isinstance(error, ShoalError) else str(error)
-    return any(sign in text for sign in _LOST_PEER_TEXTS)
-
-
 # The group of a world.
 
 
+@communication()
 def form_group(forming: GroupForming, device: torch.device, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Form torch's default group, over gloo or NCCL."""
     if device.type == "cuda":
@@ -349,6 +326,7 @@ def form_group(forming: GroupForming, device: torch.device, backend: str, timeou
     return form_nccl_group(forming, device, timeout_s)
 
 
+@communication()
 def with_second_group(world: World, timeout_s: float, ranks: Sequence[int] | None = None) -> World:
     """Return a world of the same ranks, or of some of them, with a second group. All ranks of the world must call it.
 
@@ -392,6 +370,7 @@ def set_collective_timeout(world: World, timeout_s: float) -> None:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), world.group)
 
 
+@communication()
 def barrier(world: World, timeout_s: float | None = None) -> None:
     """Wait for all ranks; `timeout_s` is for work that may take longer than a collective."""
     if world.backend != "gloo":

@@ -236,7 +236,7 @@ def earlier_choice(run: RunFolder, world: World) -> ComputeChoice | None:
 
 def apply(choice: ComputeChoice, model: GPT) -> None:
     if choice.precision == "bf16":
-        model.products = torch.bfloat16
+        model.matmul_dtype = torch.bfloat16
     else:
         prefer_blas()
     if choice.compiled:

@@ -65,7 +65,7 @@ class RankShards:
     mark: int  # The same in all shards of one save, and in no other.
     step: int  # Where a run continues that has only the common state.
     cursor: int
-    flying: int = 0  # Outer exchanges that were under way between replicas.
+    in_flight: int = 0  # Outer exchanges that were under way between replicas.
 
 
 @dataclass(frozen=True)

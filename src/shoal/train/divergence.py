@@ -55,7 +55,7 @@ class Comparison:
         """
         every, outer = self._trainer.config.members.digest_every, self._trainer.outer
         is_common_step = outer.common_step(step) == step
-        stride = 1 if outer.apart else outer.round_steps
+        stride = 1 if outer.differs_now else outer.round_steps
         is_last = step == self._trainer.config.train.steps
         return is_last or (is_common_step and step // every > (step - stride) // every)
 
@@ -89,7 +89,7 @@ class Comparison:
         is_odd = trainer.world.rank in difference.odd
         if is_odd:
             # Its bits are wrong: no other rank may continue from them, even if the copy fails.
-            trainer.fence.lose_state()
+            trainer.fence.mark_overwritten()
         with trainer.outer.common():
             # The majority keeps its own state: losing the source during the copy costs nothing.
             broadcast_tensors(trainer.world, source, replica_state(trainer).values(), keep=is_odd)
@@ -100,7 +100,7 @@ class Comparison:
             for state in trainer.optimizer.state.values():
                 state["step"].fill_(trainer.progress.step)
         self._check_repaired(difference)
-        trainer.fence.moved(trainer.outer.common_step(trainer.progress.step))
+        trainer.fence.set_step(trainer.outer.common_step(trainer.progress.step))
         source_id = trainer.world.ids[source]
         action = f"its whole state was copied from rank {source_id}"
         self._report(difference, trainer.progress.step, action, healed_from=source_id)
@@ -113,14 +113,14 @@ class Comparison:
         trainer.recorder.commit()
         saved_step = self._find_saved_step()
         # Other members rely on the state that the generation began with: going back behind it takes a new launch.
-        if is_end or saved_step == _NO_CHECKPOINT or saved_step < trainer.fence.floor:
+        if is_end or saved_step == _NO_CHECKPOINT or saved_step < trainer.fence.min_step:
             raise self._explain_end(difference, saved_step)
         history = trainer.history
-        trainer.fence.lose_state()
+        trainer.fence.mark_overwritten()
         resume_training(trainer, self._checkpoints, lambda *_: None, lineage="")
         # The same lineage continues.
         trainer.set_history(history)
-        trainer.fence.moved(trainer.outer.common_step(trainer.progress.step))
+        trainer.fence.set_step(trainer.outer.common_step(trainer.progress.step))
         self._check_repaired(difference)
         back_to = trainer.progress.step
         trainer.recorder.forget_committed(after=back_to)

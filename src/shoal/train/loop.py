@@ -40,7 +40,7 @@ def evaluate(model: GPT, tokens: Tokens, config: Config, micro_batch: int, world
     loss_sum, count = 0.0, 0
     model.eval()
     # Compiled blocks would be compiled again: without gradients, without dropout, with a shorter last batch.
-    with model.uncompiled():
+    with model.run_eagerly():
         for rows in validation_batches(tokens, seq_len, sequences, micro_batch, world.rank, world.size):
             inputs, targets = split_inputs_targets(rows, world.device)
             loss_sum += model(inputs, targets).item()

@@ -317,7 +317,7 @@ def mark_abandoned(log: EventLog, abandoned: Sequence[AbandonCommits]) -> None:
     if not abandoned:
         return
     lines: list[Record] = [
-        {"abandoned": str(commits.lineage), "standing": str(commits.standing), "after": commits.shared_step}
+        {"abandoned": str(commits.lineage), "standing": str(commits.surviving), "after": commits.shared_step}
         for commits in abandoned
     ]
     records = [*_read_all(log.path), *log.kept_events()]

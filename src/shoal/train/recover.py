@@ -20,13 +20,13 @@ from torch import Tensor
 
 from shoal.control.rank_messages import EnterGeneration
 from shoal.cost.batch_plan import redivide_batch, weights_of
-from shoal.errors import OutOfMemory, RunFailed, ShoalError
+from shoal.errors import OutOfMemory, PeerLost, RunFailed, ShoalError
 from shoal.run_folder import RunFolder
 from shoal.sync.fence import GenerationEnded, StepBoundary
 from shoal.sync.membership_client import MembershipClient
-from shoal.sync.process_groups import drop_groups
+from shoal.sync.process_groups import GroupNotFormed, drop_groups
 from shoal.sync.replicas import combine_digests, gather_integers, tensor_digests
-from shoal.sync.world import RankIdentity, World, form_world, is_lost_peer, set_collective_timeout
+from shoal.sync.world import RankIdentity, World, form_world, set_collective_timeout
 from shoal.train import recorder
 from shoal.train.auto_sync import SyncChooser
 from shoal.train.autotune import ComputeChoice
@@ -91,15 +91,15 @@ class GenerationChanger:
         """Report to the agent that this rank has left; raise `error` again unless a lost peer is its cause."""
         fence = self.member.fence
         if isinstance(error, StepBoundary):
-            self.member.halted(fence.generation)
+            self.member.leave_after_step(fence.generation)
         elif not isinstance(error, GenerationEnded) and not fence.is_over:
-            if not is_lost_peer(error) and not isinstance(error, NoSurvivingState):
+            if not isinstance(error, PeerLost | GroupNotFormed | NoSurvivingState):
                 raise error
-            self.member.broken(fence.generation, _first_line(error))
+            self.member.send_broken(fence.generation, _first_line(error))
         step, why = self.trainer.progress.step, _first_line(error)
         self.trainer.recorder.event("lost", generation=str(fence.generation), step=step, why=why)
         # The frames of a traceback hold the group, and with it threads and connections.
-        error.__traceback__ = error.__context__ = None
+        error.__traceback__ = error.__context__ = error.__cause__ = None
 
     def _enter(self, enter: EnterGeneration, waited_s: float) -> None:
         began = time.perf_counter()
@@ -113,10 +113,10 @@ class GenerationChanger:
         else:
             has_copied = self._continue_from_furthest(world, enter)
         done = time.perf_counter()
-        self.member.formed(enter.generation, done - formed)
+        self.member.send_formed(enter.generation, done - formed)
         self.trainer.recorder.commit(self.trainer.outer.common_step(self.trainer.progress.step))
         self.record_entry(
-            how="recovered" if enter.recovers else "regrouped" if enter.holds else "joined",
+            how="recovered" if enter.recovers else "regrouped" if enter.has_state else "joined",
             waited_s=round(waited_s, 6),
             formed_s=round(formed - began, 6),
             copied_s=round(done - formed, 6),
@@ -144,8 +144,8 @@ class GenerationChanger:
         """
         trainer = self.trainer
         if self.has_state and not self._has_released_group:
-            self._state_step = trainer.outer.retreat(trainer.progress.step)
-            self._outer_momentum = trainer.outer.lasting()
+            self._state_step = trainer.outer.roll_back(trainer.progress.step)
+            self._outer_momentum = trainer.outer.persistent_state()
         self._has_released_group = True
         trainer.leave_world()
         gc.collect()
@@ -170,9 +170,9 @@ class GenerationChanger:
         info = self._describe_training(plan.step).broadcast(world, plan.source)
         pending = share_pending(trainer, self.run.commits, self._state_step, world, plan)
         # The state of a joining node belongs to another training: no generation continues from it.
-        self.has_state &= enter.holds
+        self.has_state &= enter.has_state
         received = self._receive(world, plan, info)
-        with self.member.fence.replacing(plan.step):
+        with self.member.fence.replace_state(plan.step):
             self._adopt(world, plan, info, received, enter.launched)
             trainer.set_history(info.history)
             trainer.recorder.hold(pending)
@@ -191,7 +191,7 @@ class GenerationChanger:
 
         That is the inner moments where gradients are exchanged, the outer momentum in the other modes.
         """
-        if not self.has_state or not enter.holds:
+        if not self.has_state or not enter.has_state:
             return ReplicaState(has_state=False, step=0, digest=0)
         trainer = self.trainer
         is_outer = trainer.config.sync.is_outer
@@ -253,7 +253,7 @@ class GenerationChanger:
         rank that agrees with the source risks only its inner moments, which the next generation copies again.
         """
         if is_behind:
-            self.member.fence.lose_state()
+            self.member.fence.mark_overwritten()
             self.has_state = False
         self.trainer.recorder.warn(
             OutOfMemory(
@@ -293,8 +293,8 @@ class GenerationChanger:
         """Make the exchanges of the new world and put the outer momentum into them."""
         self.trainer.connect()
         outer = self.trainer.outer
-        outer.rewind(step, flying=0)
-        outer_momentum = outer.lasting()
+        outer.rewind(step, in_flight=0)
+        outer_momentum = outer.persistent_state()
         for name, tensor in outer_momentum.items():
             if (copied := self._outer_momentum.get(name)) is not None:
                 tensor.copy_(copied)
@@ -305,11 +305,11 @@ class GenerationChanger:
             world,
             self._is_ledger_behind,
             self.run.commits,
-            self.member.given_up(),
+            self.member.abandoned_commits(),
             self.trainer.recorder.open_ledger,
         )
         self._is_ledger_behind = False
-        self.member.forget_given_up(abandoned)
+        self.member.forget_abandoned_commits(abandoned)
         if world.keeps_files:
             for commits in abandoned:
                 self._checkpoints().set_aside_lineage(str(commits.lineage), commits.shared_step)
@@ -330,7 +330,7 @@ class GenerationChanger:
                 f"then: shoal train --resume {self.run.path}",
             )
         self._failed_recoveries += 1
-        self.member.fence.lose_state()
+        self.member.fence.mark_overwritten()
         self.has_state = False
         # Ranks without files wait while the others read theirs.
         set_collective_timeout(world, WRITE_TIMEOUT_S)
@@ -364,8 +364,8 @@ class GenerationChanger:
         with trainer.outer.common():
             _check_equal(world, replica_state(trainer))
         step = trainer.progress.step
-        self._outer_momentum, self._state_step = trainer.outer.lasting(), trainer.outer.common_step(step)
-        self.member.fence.moved(self._state_step)
+        self._outer_momentum, self._state_step = trainer.outer.persistent_state(), trainer.outer.common_step(step)
+        self.member.fence.set_step(self._state_step)
         self.has_state, self._has_released_group = True, False
         self._is_ledger_behind = own_last < lost_step
         self._sync_ledgers(world)

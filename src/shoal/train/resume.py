@@ -224,8 +224,8 @@ def _load_common(trainer: Trainer, source: int, checkpoint: Checkpoint | None, i
     if checkpoint is not None:
         load_weights(model, checkpoint.model)
     broadcast_tensors(trainer.world, source, weights(model).values())
-    common_step, flying = (info.shards.step, info.shards.flying) if info.shards else (info.step, 0)
-    outer.rewind(common_step, flying)
+    common_step, in_flight = (info.shards.step, info.shards.in_flight) if info.shards else (info.step, 0)
+    outer.rewind(common_step, in_flight)
     outer_state = outer.state()
     if checkpoint is not None:
         fill(outer_state, checkpoint.optimizer)

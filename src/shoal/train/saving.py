@@ -39,7 +39,7 @@ def _common_state(trainer: Trainer, shards: RankShards | None) -> Checkpoint:
     outer = trainer.outer
     with outer.common():
         model = weights(trainer.model)
-    optimizer = outer.state() if outer.drifts else moments(trainer.model, trainer.optimizer)
+    optimizer = outer.state() if outer.replicas_differ else moments(trainer.model, trainer.optimizer)
     return Checkpoint(trainer.progress, model, optimizer, shards)
 
 
@@ -47,9 +47,9 @@ def _own_state(trainer: Trainer) -> dict[str, Tensor]:
     """Return this rank's shard: what differs between replicas. Empty if nothing does."""
     own = {_SYNC + name: tensor for name, tensor in trainer.sync.state().items()}
     own |= {_WIRE + name: tensor for name, tensor in trainer.outer.own_state().items()}
-    if trainer.outer.drifts:
+    if trainer.outer.replicas_differ:
         own |= moments(trainer.model, trainer.optimizer)
-    if trainer.outer.apart:
+    if trainer.outer.differs_now:
         own |= weights(trainer.model)
     return own
 
@@ -58,7 +58,7 @@ def load_own_state(trainer: Trainer, own: Mapping[str, Tensor], step: int) -> No
     """Load a shard over the common state, which has been loaded already."""
     trainer.sync.load_state(_select(own, _SYNC))
     trainer.outer.load_own_state(_select(own, _WIRE))
-    if trainer.outer.drifts:
+    if trainer.outer.replicas_differ:
         load_moments(trainer.model, trainer.optimizer, dict(own), step)
     if any(name.startswith("model.") for name in own):
         load_weights(trainer.model, dict(own))
@@ -67,7 +67,7 @@ def load_own_state(trainer: Trainer, own: Mapping[str, Tensor], step: int) -> No
 def replica_state(trainer: Trainer) -> dict[str, Tensor]:
     """Return what has the same bits on every rank: at the end of a training, and before that in `outer.common()`."""
     outer = trainer.outer
-    optimizer = outer.lasting() if outer.drifts else moments(trainer.model, trainer.optimizer)
+    optimizer = outer.persistent_state() if outer.replicas_differ else moments(trainer.model, trainer.optimizer)
     return {**weights(trainer.model), **optimizer}
 
 
@@ -75,7 +75,7 @@ def _describe_shards(trainer: Trainer, mark: int) -> RankShards:
     # All batches since the common state have one size: a round starts anew in another world.
     progress, step = trainer.progress, trainer.outer.common_step(trainer.progress.step)
     cursor = progress.cursor - (progress.step - step) * trainer.global_batch
-    return RankShards(trainer.world.size, mark, step, cursor, trainer.outer.flying)
+    return RankShards(trainer.world.size, mark, step, cursor, trainer.outer.in_flight)
 
 
 def _select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

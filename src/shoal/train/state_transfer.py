@@ -293,9 +293,9 @@ def sync_ledgers(
     A copy that is behind gets the missing records from the lowest rank with a complete copy. Every copy gets the
     records of abandoned lineages, from any rank that knows of them.
     """
-    documents = gather_json(world, {"given_up": [commits.model_dump_json() for commits in abandoned]})
+    documents = gather_json(world, {"abandoned": [commits.model_dump_json() for commits in abandoned]})
     all_abandoned = {
-        AbandonCommits.model_validate_json(text) for document in documents for text in document["given_up"]
+        AbandonCommits.model_validate_json(text) for document in documents for text in document["abandoned"]
     }
     if world.keeps_files:
         recorder.mark_abandoned(open_ledger(), sorted(all_abandoned, key=lambda commits: commits.lineage))

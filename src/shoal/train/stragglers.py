@@ -134,7 +134,7 @@ class Stragglers:
                 why=why,
                 fix="divide them more evenly in the next run: a smaller --micro-batch, another --global-batch",
             )
-        starved = [rank.vitals.starved for rank in ranks]
+        starved = [rank.host.starved for rank in ranks]
         if starved[slowest] > max(_STARVED_PART, _STARVED_RATIO * median(_without(starved, slowest))):
             return SlowRank(
                 f"{seen}for {format_percent(starved[slowest])} of the time it waits for a processor, "
@@ -172,9 +172,9 @@ class Stragglers:
 
     def _slow_link(self, ranks: Sequence[RankStats], step_s: float) -> Iterator[tuple[str, SlowRank]]:
         """Report a link that carries far less than the best link of this world, now or before."""
-        best = self._best_bps = max(self._best_bps, *(rank.vitals.best_bps for rank in ranks))
-        edges = [_Edge(rank.vitals.address, rank.vitals.slow_peer, rank.vitals.slow_bps) for rank in ranks]
-        is_busy = max(rank.vitals.starved for rank in ranks) > _BUSY_PART
+        best = self._best_bps = max(self._best_bps, *(rank.host.best_bps for rank in ranks))
+        edges = [_Edge(rank.host.address, rank.host.slow_peer, rank.host.slow_bps) for rank in ranks]
+        is_busy = max(rank.host.starved for rank in ranks) > _BUSY_PART
         ratio = _SLOW_LINK_RATIO_BUSY if is_busy else _SLOW_LINK_RATIO
         slow = [edge for edge in edges if 0 < edge.value * ratio < best]
         exposed_s = median(step.exposed_s for step in self._steps)
@@ -192,7 +192,7 @@ class Stragglers:
         )
 
     def _lossy_link(self, ranks: Sequence[RankStats]) -> Iterator[tuple[str, SlowRank]]:
-        edges = [_Edge(rank.vitals.address, rank.vitals.lossy_peer, rank.vitals.resent) for rank in ranks]
+        edges = [_Edge(rank.host.address, rank.host.lossy_peer, rank.host.resent) for rank in ranks]
         lossy = [edge for edge in edges if edge.value >= _LOSSY_PART]
         if lossy:
             worst = max(edge.value for edge in lossy)
@@ -216,7 +216,7 @@ class Stragglers:
         return f"the link between {' and '.join(sorted(names))}" if len(names) == 2 else "the whole network"
 
     def _machine_name(self, ranks: Sequence[RankStats], address: float) -> str:
-        names = [name for name, rank in zip(self._names, ranks, strict=True) if rank.vitals.address == address]
+        names = [name for name, rank in zip(self._names, ranks, strict=True) if rank.host.address == address]
         return names[0].rpartition(" on ")[2] if names else "an unknown machine"
 
 

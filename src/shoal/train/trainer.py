@@ -111,10 +111,12 @@ class Trainer:
         # The exchange of this step has succeeded: every rank had applied the step before it.
         self._commit()
         result = self._clip(step, loss_sum)
-        self.step_gather.begin(loss_sum if result.is_finite else math.nan, comm, self.stop.wanted, self.fence.edge)
+        self.step_gather.begin(
+            loss_sum if result.is_finite else math.nan, comm, self.stop.wanted, self.fence.stop_after_step
+        )
         self._update(lr, result)
         outer_times = self._outer_step(step)
-        self.fence.moved(self.outer.common_step(step))
+        self.fence.set_step(self.outer.common_step(step))
         stats = self.step_gather.finish()
         self._split_comm_time("backward", comm, stats[-1].wait_s if comm.wait_s is None else comm.wait_s)
         self._split_comm_time("optimizer", outer_times, outer_times.wait_s or 0.0)
@@ -210,7 +212,7 @@ class Trainer:
         gc.collect()
         self.set_sync(sync)
         self.connect()
-        self.outer.rewind(self.progress.step, flying=0)
+        self.outer.rewind(self.progress.step, in_flight=0)
 
     def set_compute(self, choice: ComputeChoice) -> None:
         """Compile the model and set its precision as chosen."""
@@ -272,7 +274,7 @@ class Trainer:
         round that is known to have ended everywhere.
         """
         through = self.outer.common_step(self.progress.step)
-        if self.outer.in_rounds:
+        if self.outer.commits_by_round:
             every = self.outer.round_steps
             through = min(through, self.recorder.newest_pending // every * every)
         self.recorder.commit(through)
@@ -290,12 +292,12 @@ class Trainer:
         """
         if not result.is_finite:
             self._nonfinite = self._nonfinite or result
-        if not math.isfinite(result.norm) and not self.outer.drifts:
+        if not math.isfinite(result.norm) and not self.outer.replicas_differ:
             self._refuse_step()
         with self.timer.phase("optimizer"):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self.fence.applying(self.outer.common_step(result.step)):
+            with self.fence.apply_step(self.outer.common_step(result.step)):
                 if self._nonfinite is None:
                     self.optimizer.step()
                 self._unsettled.append(self.progress)
@@ -305,7 +307,7 @@ class Trainer:
     def _outer_step(self, step: int) -> CommTimes:
         with self.timer.phase("optimizer"):
             try:
-                return self.outer.after(step, last=step == self.config.train.steps)
+                return self.outer.after_inner_step(step, last=step == self.config.train.steps)
             except NonFiniteExchange:
                 self._refuse_step()
                 raise
@@ -324,7 +326,7 @@ class Trainer:
             if not math.isfinite(loss):
                 self._refuse_step()
             self.recorder.propose(began.step + 1, began.cursor, began.cursor + self.global_batch, loss)
-            self._leaves_at_boundary |= stats.edge
+            self._leaves_at_boundary |= stats.stop_after_step
         return any(stats.stop for stats in known)
 
     def _record(self, step: int, exchanges: tuple[CommTimes, ...], **fields: float) -> None:

@@ -49,7 +49,6 @@ from shoal.sync.world import (
     choose_interface,
     common_attempt,
     form_world,
-    is_lost_peer,
     join_world,
     leave_world,
     unjoined_world,
@@ -89,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tie_to(os.getppid())()
     try:
         return _run(options, placement, stop)
+    except PeerLost as error:
+        fault = PeerLost(f"rank {placement.rank} lost a peer: {error.seen}", why=error.why, fix=error.fix)
+        _record_fault(options, placement, fault)
+        if not fault.why:
+            # torch's own error: only the traceback shows in which exchange.
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        return report_error(fault)
     except ShoalError as error:
         _record_fault(options, placement, error)
         return report_error(error)
@@ -245,7 +252,7 @@ def _train_elastic(
     trainer = make_trainer(config, run, world, recorder, stop, member.fence)
     membership = GenerationChanger(
         member=member,
-        store=AgentStore(placement.agent_fd, timedelta(seconds=config.sync.join_timeout_s), member.is_called),
+        store=AgentStore(placement.agent_fd, timedelta(seconds=config.sync.join_timeout_s), member.is_superseded),
         place=RankIdentity(placement.node, device, interface, mbps, member.release, recorder.warn),
         trainer=trainer,
         chooser=SyncChooser(trainer, config.sync),
@@ -253,14 +260,14 @@ def _train_elastic(
     )
     if not resume:
         _warm_up(trainer, run)
-    member.here(last_step(run.commits, placement.rank))
+    member.send_ready(last_step(run.commits, placement.rank))
     enter = member.await_enter()
     if enter.first:
         enter_first_generation(membership, enter, resume)
     else:
         _join_generation(membership, enter)
     is_finished = Loop(trainer, run, membership).run()
-    member.finished()
+    member.send_finished()
     recorder.close()
     drop_groups()
     return is_finished
@@ -276,10 +283,10 @@ def enter_first_generation(membership: GenerationChanger, enter: EnterGeneration
     process = describe_process(world)
     cpus = pin(world, trainer.config.train.pin)
     start_training(trainer, membership.chooser, membership.run, resume)
-    membership.member.fence.moved(trainer.outer.common_step(trainer.progress.step))
+    membership.member.fence.set_step(trainer.outer.common_step(trainer.progress.step))
     announce(trainer, membership.run, launcher="shoal", **process, cpus=cpus)
     membership.record_entry(how="first")
-    membership.member.formed(enter.generation, 0.0)
+    membership.member.send_formed(enter.generation, 0.0)
 
 
 def _join_generation(membership: GenerationChanger, enter: EnterGeneration) -> None:
@@ -326,11 +333,9 @@ def _record_fault(options: argparse.Namespace, placement: Placement, error: Shoa
 
 
 def as_fault(error: Exception, placement: Placement, relief: str) -> ShoalError:
-    """Classify an exception. A broken connection means that a peer is gone: this rank is not the cause."""
+    """Classify an exception of this rank's own."""
     text = str(error).strip().split("\n")[0]
     rank = placement.rank
-    if is_lost_peer(error):
-        return PeerLost(f"rank {rank} lost a peer: {text}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in text for sign in _OUT_OF_MEMORY_TEXTS):
         requested = re.search(r"tried to allocate (\d+) bytes", text, re.IGNORECASE)
         what = f"it asked for {format_si(int(requested[1]), 'B')} more" if requested else text or "an allocation failed"

@@ -50,7 +50,7 @@ def test_a_killed_rank_is_started_again_and_the_others_go_on(tmp_path: Path) -> 
         team.await_size(0, 2)
         entered = team.await_size(1, 3)
         assert entered["ids"] == [0, 1, 2]
-        assert entered["holds"] is False
+        assert entered["has_state"] is False
         assert len(team.notes(1, "copied")) == 1
         (restart,) = members[1].said("restart")
         assert (restart["name"], restart["attempt"]) == ("rank-1", 1)
@@ -86,7 +86,7 @@ def test_a_killed_agent_is_done_without_and_comes_back(tmp_path: Path) -> None:
         assert (entered["ids"], entered["rank"]) == ([1, 2], 0)
         start_again(members[0])
         entered = team.await_size(0, 3)
-        assert (entered["ids"], entered["holds"]) == ([0, 1, 2], False)
+        assert (entered["ids"], entered["has_state"]) == ([0, 1, 2], False)
         team.await_size(1, 3)
         team.check_ledgers(0, 1, 2)
         members[1].process.send_signal(signal.SIGINT)
@@ -189,7 +189,7 @@ def came_back(agent: Agent, lives: int) -> int | None:
 def test_a_machine_that_slept_is_done_without_and_let_in_again(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path, tmp_path) as members:
         team = Team(members, (1, 1, 1))
-        team.go(rules=MembershipSettings(silent_after_s=1.5))
+        team.go(settings=MembershipSettings(silent_after_s=1.5))
         team.await_commits(2)
         machine = (team.pid(2), members[2].process.pid)
         freeze(machine, signal.SIGSTOP)
@@ -215,7 +215,7 @@ def freeze(pids: tuple[int, ...], signum: signal.Signals) -> None:
 def test_a_short_freeze_changes_nothing(tmp_path: Path) -> None:
     with agents(tmp_path, tmp_path) as members:
         team = Team(members, (1, 1))
-        team.go(rules=MembershipSettings(silent_after_s=5.0))
+        team.go(settings=MembershipSettings(silent_after_s=5.0))
         team.await_commits(0)
         freeze((members[1].process.pid,), signal.SIGSTOP)
         time.sleep(1.5)

@@ -211,7 +211,7 @@ def test_an_agent_serves_the_store_of_a_script_and_ends_it(tmp_path: Path) -> No
         go([agent], [StartProcess("rank-0", (0,), (sys.executable, "-I", "-c", _SET_AND_GET, str(port)), {})])
         assert agent.code(60) == 0
     assert log_of(agent, 0) == "value\n"
-    assert agent.first("meeting")["keys"] == (1 if hasattr(TCPStore, "list_keys") else None)
+    assert agent.first("script-store-keys")["keys"] == (1 if hasattr(TCPStore, "list_keys") else None)
     assert not is_alive(store)
     with socket.create_server(("127.0.0.1", port)):
         pass

@@ -51,7 +51,7 @@ def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
         assert stat.S_IMODE(members[1].run.door("node2").stat().st_mode) == 0o600
         rank = team.let_come(guest, members[1])
         entered = team.await_size(rank, 3, entries=1)
-        assert (entered["ids"], entered["holds"]) == ([0, 1, rank], False)
+        assert (entered["ids"], entered["has_state"]) == ([0, 1, rank], False)
         team.await_size(0, 3)
         assert members[0].said("generation")[-1]["members"] == ["node1", "node2", guest.node]
         assert guest.said("generation")[-1]["members"] == ["node1", "node2", guest.node]
@@ -141,11 +141,11 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
     number = next_member(2, 0, 0)
     with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
         team = Team(members, (1, 1))
-        team.go(rules=MembershipSettings(max_nodes=2))
+        team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
         assert ask_agent(members[0].run.door("node1"), WHO).full
         rank = team.let_come(guest, members[0])
-        team.await_notes(rank, "here")
+        team.await_notes(rank, "ready")
         team.await_commits(0, more=200)
         assert team.notes(rank, "enter") == []
         members[1].process.kill()
@@ -158,10 +158,10 @@ def test_a_guest_that_waits_to_be_let_in_leaves_alone(tmp_path: Path) -> None:
     number = next_member(2, 0, 0)
     with agents(tmp_path, tmp_path) as members, newcomer(tmp_path / "theirs", number) as guest:
         team = Team(members, (1, 1))
-        team.go(rules=MembershipSettings(max_nodes=2))
+        team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
         rank = team.let_come(guest, members[0])
-        team.await_notes(rank, "here")
+        team.await_notes(rank, "ready")
         guest.process.terminate()
         guest.process.wait(20)
         team.await_commits(0, more=50)

@@ -147,7 +147,7 @@ class Watched:
         self.journals[node].write(event, launch="L", **fields)
 
     def ended(self, rank: int, code: int = 0) -> None:
-        self.says(rank, "ended", name=f"rank-{rank}", code=code, by_us=False, starved=False)
+        self.says(rank, "ended", name=f"rank-{rank}", code=code, by_agent=False, out_of_memory=False)
 
     def notes(self) -> list[str]:
         self.world._poll()
@@ -158,10 +158,10 @@ class Watched:
 def test_the_rank_that_others_wait_for_is_named(tmp_path: Path) -> None:
     """Each agent sees its own ranks; only together do they show who waits."""
     watched = Watched(tmp_path, 3)
-    watched.says(1, "met", met=[], missing=[1], after_s=61.0)
-    watched.says(0, "met", met=[0], missing=[], after_s=60.2)
+    watched.says(1, "joined-group", met=[], missing=[1], after_s=61.0)
+    watched.says(0, "joined-group", met=[0], missing=[], after_s=60.2)
     assert watched.notes() == []
-    watched.says(2, "met", met=[2], missing=[], after_s=60.2)
+    watched.says(2, "joined-group", met=[2], missing=[], after_s=60.2)
     (note,) = watched.notes()
     assert note.startswith("rank 0, 2 wait for rank 1, not seen at 10.77.0.1:4711 in 61 s: rank 1 hangs or is busy")
     assert f"shoal logs {tmp_path / 'run'} --rank 1" in note
@@ -171,7 +171,7 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path: Path) -> None:
 def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -> None:
     watched = Watched(tmp_path, 2)
     for rank in (0, 1):
-        watched.says(rank, "met", met=[], missing=[rank], after_s=60.2)
+        watched.says(rank, "joined-group", met=[], missing=[rank], after_s=60.2)
     (note,) = watched.notes()
     assert note.startswith("ranks 0 and 1 have not met the others at 10.77.0.1:4711 in 60 s")
 
@@ -179,7 +179,7 @@ def test_ranks_of_which_none_met_are_told_about_process_groups(tmp_path: Path) -
 def test_nothing_is_said_where_all_ranks_met(tmp_path: Path) -> None:
     watched = Watched(tmp_path, 2)
     for rank in (0, 1):
-        watched.says(rank, "met", met=[rank], missing=[], after_s=60.2)
+        watched.says(rank, "joined-group", met=[rank], missing=[], after_s=60.2)
     assert watched.notes() == []
 
 

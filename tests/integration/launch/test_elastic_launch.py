@@ -114,13 +114,13 @@ def test_a_killed_rank_that_was_started_again_is_history(tmp_path: Path) -> None
     assert len(told) == len(set(told)) >= 2, "each sentence once, although two agents say it"
 
 
-def ending(rank: int, code: int, lost: str = "", by_us: bool = False) -> ProcessEnd:
-    return ProcessEnd(f"rank-{rank}", f"node{rank + 1}", (rank,), code, rank, by_us, lost=lost)
+def ending(rank: int, code: int, lost: str = "", by_agent: bool = False) -> ProcessEnd:
+    return ProcessEnd(f"rank-{rank}", f"node{rank + 1}", (rank,), code, rank, by_agent, lost=lost)
 
 
 def test_who_was_lost_on_the_way_is_outlived_by_those_that_ended_well() -> None:
     good, stopped = ending(0, 0), ending(0, 130)
-    killed, gone, guest = ending(1, -9), ending(1, -9, lost="its agent was killed"), ending(1, -9, by_us=True)
+    killed, gone, guest = ending(1, -9), ending(1, -9, lost="its agent was killed"), ending(1, -9, by_agent=True)
     raised = ending(1, 3)
     for lost in (killed, gone, guest):
         assert drop_survived([good, lost]) == [good]

@@ -74,7 +74,7 @@ def test_a_process_that_stands_for_many_ranks_is_explained_by_the_one_that_broke
 
 
 def test_ranks_that_we_ended_are_nobodys_failure() -> None:
-    assert diagnose([ending(0, 0, order=0), ending(1, -9, order=1, by_us=True)], {}, {}) is None
+    assert diagnose([ending(0, 0, order=0), ending(1, -9, order=1, by_agent=True)], {}, {}) is None
 
 
 @pytest.mark.parametrize(

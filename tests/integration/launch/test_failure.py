@@ -142,13 +142,13 @@ def test_ranks_that_fail_alike_are_said_to() -> None:
     assert error.why == "rank 1 failed in the same way; rank 2 failed too: KeyError: 'x' (oops.py line 9)"
 
 
-@pytest.mark.parametrize("starved", [False, True])
-def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(starved: bool) -> None:
-    killed = ProcessEnd("rank-1", "local", (1,), -9, 0, starved=starved)
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_a_rank_that_was_killed_is_not_blamed_for_an_exception_that_it_handled(out_of_memory: bool) -> None:
+    killed = ProcessEnd("rank-1", "local", (1,), -9, 0, out_of_memory=out_of_memory)
     faults = script_faults([killed], lambda ending: RAISED, is_consequence)
     assert faults == {}
     error = diagnose([killed], faults, {"rank-1": RAISED})
-    assert isinstance(error, OutOfMemory) == starved
+    assert isinstance(error, OutOfMemory) == out_of_memory
     assert error is not None
     assert "ValueError" not in error.seen
 

@@ -68,7 +68,7 @@ def test_lack_of_memory_is_recognised_from_inside_a_communication_hook() -> None
 
 def test_a_rank_that_the_kernel_killed_gets_the_same_advice() -> None:
     config = build_config("grammar", None, sets=("train.global_batch=24", "train.micro_batch=6"))
-    ending = ProcessEnd("rank-1", "attic", (1,), -signal.SIGKILL, order=0, starved=True)
+    ending = ProcessEnd("rank-1", "attic", (1,), -signal.SIGKILL, order=0, out_of_memory=True)
     error = diagnose([ending], {}, {}, out_of_memory_advice(config, 2))
     assert isinstance(error, OutOfMemory)
     assert error.seen == "rank 1 on attic was killed (SIGKILL) when the machine ran out of memory"

@@ -166,7 +166,7 @@ PLACES: list[tuple[str, str, tuple[str, ...], object]] = [
     ("roster rank", "roster", ("roster", "0", "ranks"), [-1]),
     ("roster port", "roster", ("roster", "0", "port"), 2**16),
     ("roster empty", "roster", ("roster",), []),
-    ("members", "roster", ("members",), {"rules": {}, "restarts": BIG}),
+    ("members", "roster", ("members",), {"settings": {}, "restarts": BIG}),
 ]
 
 

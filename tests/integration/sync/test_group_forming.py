@@ -15,7 +15,7 @@ from shoal.control.rank_messages import EnterGeneration
 from shoal.sync import process_groups
 from shoal.sync.interruptible import GroupInterrupt
 from shoal.sync.process_groups import GroupForming, drop_groups
-from shoal.sync.world import RankIdentity, World, barrier, form_group, form_world, is_lost_peer
+from shoal.sync.world import RankIdentity, World, barrier, form_group, form_world
 from tests.support.ranks import run_ranks
 
 
@@ -32,7 +32,7 @@ def order(world: World) -> EnterGeneration:
         state=State(step=0),
         source=0,
         first=False,
-        holds=True,
+        has_state=True,
         keeps_files=False,
         launched=2,
     )
@@ -65,16 +65,3 @@ def one_tries_alone(world: World) -> int:
 
 def test_ranks_meet_after_one_of_them_has_tried_in_vain(tmp_path: Path) -> None:
     assert run_ranks(one_tries_alone, 2, tmp_path) == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("words", "is_lost"),
-    [
-        ("[unbound_buffer.cc:129] Timed out waiting 60000ms for send operation to complete", True),
-        # What the exchanges beside the one that met its deadline say.
-        ("[pair.cc:553] Application timeout caused pair closure", True),
-        ("mat1 and mat2 shapes cannot be multiplied (4x5 and 6x5)", False),
-    ],
-)
-def test_a_lost_peer_is_told_from_an_error_of_ones_own(words: str, is_lost: bool) -> None:
-    assert is_lost_peer(RuntimeError(words)) == is_lost

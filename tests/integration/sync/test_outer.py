@@ -78,7 +78,7 @@ def train(world: World, settings: dict[str, Any], shares: Sequence[float]) -> li
     seen = []
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, world.rank, step)
-        comm = outer.after(step, last=step == STEPS)
+        comm = outer.after_inner_step(step, last=step == STEPS)
         assert 0 <= (comm.wait_s or 0.0) <= comm.tail_s
         own = arrays(model)
         with outer.common():
@@ -199,7 +199,7 @@ def one_rank(world: World, settings: dict[str, Any]) -> bool:
     outer = make_outer_sync(SyncConfig(**settings), model, world, 1.0)
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, 0, step)
-        outer.after(step, last=step == STEPS)
+        outer.after_inner_step(step, last=step == STEPS)
         inner_step(alone, plain, 0, step)
     return all(np.array_equal(values, arrays(alone)[name]) for name, values in arrays(model).items())
 
@@ -220,10 +220,10 @@ def interrupted(world: World, mode: str, at: int) -> bool:
     again, other, resumed = model, optimizer, outer
     for step in range(1, STEPS + 1):
         inner_step(model, optimizer, world.rank, step)
-        outer.after(step, last=step == STEPS)
+        outer.after_inner_step(step, last=step == STEPS)
         if step > at:
             inner_step(again, other, world.rank, step)
-            resumed.after(step, last=step == STEPS)
+            resumed.after_inner_step(step, last=step == STEPS)
         elif step == at:
             again, other, resumed = copied(settings, model, optimizer, outer, world, share)
     assert again is not model
@@ -237,7 +237,7 @@ def copied(
     with outer.common(), torch.no_grad():
         again.load_state_dict(model.state_dict())
     resumed = make_outer_sync(settings, again, world, share)
-    resumed.rewind(outer.common_step(0), outer.flying)
+    resumed.rewind(outer.common_step(0), outer.in_flight)
     room, saved = resumed.state(), outer.state()
     assert room.keys() == saved.keys()
     for name, tensor in room.items():
@@ -283,15 +283,15 @@ def streams_on(world: World) -> list[float]:
     blocked_s = []
     for step in range(1, 10):
         inner_step(model, optimizer, 0, step)
-        blocked_s.append(outer.after(step, last=False).tail_s)
+        blocked_s.append(outer.after_inner_step(step, last=False).tail_s)
         assert len(wire.held) == (1 if step >= 6 else 0), "sent once, and nobody has answered"
         with outer.common():
             assert all(np.array_equal(values, before[name]) for name, values in arrays(model).items())
-    assert outer.flying == 1
+    assert outer.in_flight == 1
     wire.answer()
     inner_step(model, optimizer, 0, 10)
-    outer.after(10, last=False)
-    assert outer.flying == 0
+    outer.after_inner_step(10, last=False)
+    assert outer.in_flight == 0
     with outer.common():
         assert any((values != before[name]).any() for name, values in arrays(model).items())
     return blocked_s
@@ -324,7 +324,7 @@ def most_gaps_at_once(world: World) -> int:
 
     parameters = model.named_parameters()
     pieces = [Counted(index, {name: parameter}, AVERAGE) for index, (name, parameter) in enumerate(parameters)]
-    DiLoCo(pieces, OuterExchange(world, Answering(), 1.0), every=1, optimizer=AVERAGE).after(1, last=False)
+    DiLoCo(pieces, OuterExchange(world, Answering(), 1.0), every=1, optimizer=AVERAGE).after_inner_step(1, last=False)
     assert alive == 0
     return most
 

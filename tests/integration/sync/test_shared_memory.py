@@ -265,11 +265,11 @@ def lose_a_peer(
         with sync.micro_batch(last=True):
             sync.module(torch.ones(1, 300)).sum().backward()
         sync.finish()
-    except (PeerLost, RuntimeError) as error:
+    except PeerLost as error:
         took_s = time.monotonic() - began
         if signum == signal.SIGSTOP:
             last_one_out(world, pid)
-        return type(error).__name__, str(error).splitlines()[0], took_s
+        return type(error).__name__, error.seen, took_s
     return "nothing", "", 0.0
 
 
@@ -286,8 +286,7 @@ def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(way: str, victim: i
     for rank, found in enumerate(results):
         if rank != victim:
             kind, seen, took_s = found
-            assert kind == ("PeerLost" if way == "shared" else "RuntimeError")
-            assert f"Connection closed by peer, rank {victim} on the same machine" in seen
+            assert (kind, seen) == ("PeerLost", f"Connection closed by peer, rank {victim} on the same machine")
             assert took_s < 15
     traces = {name for rank in range(3) for name in (tmp_path / f"rank-{rank}").read_text().split("\n") if name}
     assert any(name.startswith("@shoal-") for name in traces), "the ranks noted no socket"
@@ -302,7 +301,7 @@ def test_a_stopped_rank_is_given_up_after_the_deadline(victim: int, tmp_path: Pa
         if rank != victim:
             assert found[:2] == (
                 "PeerLost",
-                f"rank {rank} lost a peer: Timed out waiting 1 s for rank {victim} on the same machine",
+                f"Timed out waiting 1 s for rank {victim} on the same machine",
             )
 
 

@@ -301,7 +301,7 @@ def train_compiled(world: World) -> tuple[list[float], list[float], float, float
     values = []
     for model in (plain, ours):
         model.eval()
-        with torch.no_grad(), model.uncompiled():
+        with torch.no_grad(), model.run_eagerly():
             # Another shape, another mode: nothing is compiled for it.
             values.append(model(rows[:1, :-1], rows[:1, 1:]).item())
     return curves[0], curves[1], values[0], values[1], len(seen)

@@ -90,7 +90,7 @@ class Agent:
             state=State(step=step),
             source=0,
             first=first,
-            holds=True,
+            has_state=True,
             keeps_files=ids[0] == me,
             launched=len(ids),
         )
@@ -118,7 +118,7 @@ class Agent:
             current = self._generation
             if current != halted and self._mark(current).exists():
                 halted = current
-                self._send(LeaveGeneration(generation=current, at_edge=False))
+                self._send(LeaveGeneration(generation=current, after_step=False))
 
     def _drain(self) -> None:
         while self._end.recv(1 << 16):

@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import no_file_beyond
 
 LEFT, RIGHT = Ballot(2, 0), Ballot(2, 1)
-GIVEN_UP = AbandonCommits(lineage=LEFT, standing=RIGHT, shared_step=2)
+GIVEN_UP = AbandonCommits(lineage=LEFT, surviving=RIGHT, shared_step=2)
 
 
 def record(step: int, generation: str, lineage: str = "1-0") -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_a_restarted_rank_copies_and_trains_on(agent: ScriptedAgent) -> None:
     agent.regroup((1, 2))
     agent.await_step(1, 10)
     agent.start(0)
-    agent.regroup((0, 1, 2), joining=(0,), at_edge=True)
+    agent.regroup((0, 1, 2), joining=(0,), after_step=True)
     agent.await_end((0, 1, 2))
     judge(agent.run.path, (0, 1, 2))
     assert agent.events(0, "membership")[-1]["how"] == "joined"
@@ -94,7 +94,7 @@ def test_a_machine_that_joins_with_its_own_disk_writes_each_line_once(tmp_path: 
         agent.found((0, 1))
         agent.start(2)
         agent.await_step(0, 10)
-        agent.regroup((0, 1, 2), joining=(2,), at_edge=True)
+        agent.regroup((0, 1, 2), joining=(2,), after_step=True)
         agent.await_end((0, 1, 2))
     judge(run, (0, 1))
     for folder in (run, own):
@@ -167,7 +167,7 @@ def test_every_way_of_exchanging_survives_a_loss_and_a_return(way: str, tmp_path
         agent.regroup((0, 2))
         agent.start(1)
         agent.await_step(0, 12)
-        agent.regroup((0, 1, 2), joining=(1,), at_edge=True)
+        agent.regroup((0, 1, 2), joining=(1,), after_step=True)
         agent.await_end((0, 1, 2))
     judge(run, (0, 1, 2))
 
@@ -291,7 +291,7 @@ def recover_in_vain(world: World, folder: Path) -> list[str]:
         compute=SimpleNamespace(compiled=False, precision="fp32"),
         recorder=SimpleNamespace(),
     )
-    member: Any = SimpleNamespace(fence=SimpleNamespace(lose_state=lambda: None))
+    member: Any = SimpleNamespace(fence=SimpleNamespace(mark_overwritten=lambda: None))
     nothing: Any = None
     membership = GenerationChanger(member, world.store, nothing, trainer, nothing, run)
     seen = []
@@ -358,7 +358,7 @@ def test_whoever_comes_back_has_compiled_before_the_others_wait_for_it(tmp_path:
         agent.regroup((0,))
         agent.start(1)
         agent.ranks[1].hear(RankReady)
-        agent.regroup((0, 1), joining=(1,), at_edge=True)
+        agent.regroup((0, 1), joining=(1,), after_step=True)
         _, joined = wait_until(lambda: agent.events(1, "membership")[1:] and agent.events(1, "membership"))
         agent.await_step(1, joined["step"] + 1)
         first = next(event for event in agent.events(1, "step") if event["step"] == joined["step"] + 1)

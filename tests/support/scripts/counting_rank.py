@@ -1,7 +1,7 @@
 """A rank without torch: it speaks to its agent like a worker, and its training is to count steps together.
 
 An exchange is a key to which every rank of the generation adds; it succeeds when all have. What it committed it writes
-into its own ledger, with a digest of how it came there: which generation did each step. The wish to end after a step
+into its own ledger, with a digest of how it came there: which generation did each step. The request to end after a step
 travels in the exchange, so all end after the same one.
 """
 
@@ -39,8 +39,8 @@ from shoal.control.rank_messages import (
 )
 from shoal.host.facts import boot_clock
 
-# In an exchange: how many have added, how many wish to end the generation, how many were asked to stop altogether.
-EDGE, STOP = 1000, 1_000_000
+# In an exchange: how many have added, how many want to end the generation, how many were asked to stop altogether.
+LEAVE, STOP = 1000, 1_000_000
 
 
 class SupervisorGone(Exception):
@@ -56,14 +56,14 @@ class Rank:
         self.state: State | None = State(step=0)
         self.order: EnterGeneration | None = None
         self.lease_until = 0.0
-        self.halt: LeaveGeneration | None = None
+        self.leave_order: LeaveGeneration | None = None
         self.asked_to_stop = False
 
     def main(self) -> int:
         signal.signal(signal.SIGINT, self.stop)
         # As one does that meets a bug of its own.
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
-        self.note(event="here")
+        self.note(event="ready")
         self.say(RankReady(committed=0))
         while True:
             self.listen(wait_s=0.05)
@@ -77,18 +77,20 @@ class Rank:
 
     def take_part(self, order: EnterGeneration) -> int | None:
         """One generation, to its end; an exit code when the training is over."""
-        self.note(event="enter", generation=str(order.generation), holds=order.holds, ids=order.ids, rank=order.rank)
+        self.note(
+            event="enter", generation=str(order.generation), has_state=order.has_state, ids=order.ids, rank=order.rank
+        )
         try:
             if not self.form(order):
                 return self.leave(order)
             while self.state is not None and self.state.step < self.steps:
-                total = self.exchange(order, f"step-{self.state.step + 1}", edge=True)
-                if total is None or self.is_halted_at_once():
+                total = self.exchange(order, f"step-{self.state.step + 1}", after_step=True)
+                if total is None or self.must_leave_at_once():
                     return self.leave(order)
                 self.apply(order)
                 if total >= STOP:
                     return 130
-                if total >= EDGE:
+                if total >= LEAVE:
                     return self.leave(order)
             if self.exchange(order, "end") is None:
                 return self.leave(order)
@@ -101,7 +103,7 @@ class Rank:
 
     def form(self, order: EnterGeneration) -> bool:
         """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
-        has_it = self.state is not None and order.holds and self.state.step == order.state.step
+        has_it = self.state is not None and order.has_state and self.state.step == order.state.step
         if self.state is not None and (order.first or has_it):
             self.ask(op="set", key=f"{order.prefix}/state", value=text(self.state.model_dump_json()))
         elif not self.copy(order):
@@ -115,24 +117,24 @@ class Rank:
         self.state = None
         while (found := self.ask(op="get", key=f"{order.prefix}/state", wait_s=0.2)["value"]) is None:
             self.listen()
-            if self.is_halted_at_once():
+            if self.must_leave_at_once():
                 return False
         self.state = State.model_validate_json(untext(found))
         self.note(event="copied", step=self.state.step)
         return True
 
-    def exchange(self, order: EnterGeneration, name: str, edge: bool = False) -> int | None:
+    def exchange(self, order: EnterGeneration, name: str, after_step: bool = False) -> int | None:
         """The sum when everybody has added; None when we are told to give up first."""
         time.sleep(self.step_s)
         self.listen()
-        if self.is_halted_at_once():
+        if self.must_leave_at_once():
             return None
-        wish = EDGE * (self.halt is not None) + STOP * self.asked_to_stop if edge else 0
+        flags = LEAVE * (self.leave_order is not None) + STOP * self.asked_to_stop if after_step else 0
         key = f"{order.prefix}/{name}"
-        total = int(self.ask(op="add", key=key, amount=1 + wish)["total"])
-        while total % EDGE < order.size:
+        total = int(self.ask(op="add", key=key, amount=1 + flags)["total"])
+        while total % LEAVE < order.size:
             self.listen(wait_s=0.005)
-            if self.is_halted_at_once():
+            if self.must_leave_at_once():
                 return None
             total = int(self.ask(op="add", key=key, amount=0)["total"])
         return total
@@ -144,7 +146,7 @@ class Rank:
         self.state = State(step=before.step + 1, digest=digest, committed=before.step)
         while boot_clock() > self.lease_until:
             self.listen(wait_s=0.05)
-            if self.is_halted_at_once():
+            if self.must_leave_at_once():
                 return
         if before.step:
             lineage = str(order.lineage.name)
@@ -152,26 +154,26 @@ class Rank:
             self.say(StepCommitted(step=before.step))
 
     def leave(self, order: EnterGeneration) -> None:
-        while self.halt is None:
+        while self.leave_order is None:
             self.listen(wait_s=0.2)
         self.say(LeftGeneration(generation=order.generation, state=self.state))
-        self.note(event="halted", generation=str(order.generation), step=self.state and self.state.step)
-        self.order = self.halt = None
+        self.note(event="left", generation=str(order.generation), step=self.state and self.state.step)
+        self.order = self.leave_order = None
 
-    def is_halted_at_once(self) -> bool:
-        return self.halt is not None and not self.halt.at_edge
+    def must_leave_at_once(self) -> bool:
+        return self.leave_order is not None and not self.leave_order.after_step
 
     def listen(self, wait_s: float = 0.0) -> None:
         while select.select([self.line], [], [], wait_s)[0]:
             match read_to_rank(self.receive(self.line)):
                 case EnterGeneration() as order:
-                    self.order, self.halt = order, None
-                case LeaveGeneration() as halt if self.order is not None and halt.generation == self.order.generation:
-                    self.halt = halt
+                    self.order, self.leave_order = order, None
+                case LeaveGeneration() as leave if self.order is not None and leave.generation == self.order.generation:
+                    self.leave_order = leave
                 case LeaseRenewed() as lease if self.order is not None and lease.generation == self.order.generation:
                     self.lease_until = lease.at_s + LEASE_S
                 case AbandonCommits() as given:
-                    self.note(event="given-up", lineage=str(given.lineage), standing=str(given.standing))
+                    self.note(event="given-up", lineage=str(given.lineage), surviving=str(given.surviving))
                 case _:
                     pass
             wait_s = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from shoal.agent.local_ranks import LocalRank, LocalRanks, RankConnection
-from shoal.agent.membership import RankHalt
+from shoal.agent.membership import RankStop
 from shoal.control.membership.settings import RESTART_BACKOFF_S, RESTART_FORGIVEN_S, MembershipSettings
 from shoal.control.membership.types import Ballot
 from shoal.control.orders import StartProcess
@@ -52,11 +52,11 @@ def test_a_round_that_is_longer_than_anybody_waits_is_broken_off_and_nobody_kill
     line, settings = Line(), MembershipSettings()
     rank.begin(cast(RankConnection, line))
     rank.generation = Ballot(1, 0)
-    stopping = RankHalt(ranks, settings)
-    stopping.begin(Ballot(1, 0), at_edge=True, now=0.0)
+    stopping = RankStop(ranks, settings)
+    stopping.begin(Ballot(1, 0), after_step=True, now=0.0)
     assert stopping.late(settings.step_end_timeout_s - 1) == []
     assert stopping.late(settings.step_end_timeout_s) == []
-    assert [message.at_edge for message in line.sent if isinstance(message, LeaveGeneration)] == [True, False]
+    assert [message.after_step for message in line.sent if isinstance(message, LeaveGeneration)] == [True, False]
     assert stopping.late(settings.step_end_timeout_s + settings.stop_timeout_s - 0.1) == []
     assert stopping.late(settings.step_end_timeout_s + settings.stop_timeout_s) == [rank]
 

@@ -17,7 +17,7 @@ READY: dict[str, Any] = {"event": "ready"}
 
 
 def abandon(lineage: str) -> dict[str, Any]:
-    return {"event": "abandon", "lineage": lineage, "standing": "2-1", "shared_step": 7}
+    return {"event": "abandon", "lineage": lineage, "surviving": "2-1", "shared_step": 7}
 
 
 def given_up(lineage: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def given_up(lineage: str) -> dict[str, Any]:
 
 def test_a_lineage_that_was_given_up_is_not_forgotten_over_a_restart() -> None:
     """Its ranks died before they had written it into the ledger, and their agent with them."""
-    expected = AbandonCommits(lineage=Ballot(2, 0), standing=Ballot(2, 1), shared_step=7)
+    expected = AbandonCommits(lineage=Ballot(2, 0), surviving=Ballot(2, 1), shared_step=7)
     assert pending_abandon([READY, abandon("2-0"), READY]) == expected
 
 
@@ -48,8 +48,8 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named_while_the_others_go_o
         RunFolder(tmp_path), "attic", *nobody, write=lambda kind, text: said.append(f"{kind}: {text}")
     )
     start = StartProcess("rank-2", (2,), ("true",), {})
-    assert place.ran_out_of_memory(RankExit(start, -9, by_us=False, starved=True))
+    assert place.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=True))
     [note] = said
     assert note.startswith("note: rank 2 was killed, and the machine ran out of memory while it ran")
     assert "--micro-batch" in note
-    assert not place.ran_out_of_memory(RankExit(start, -9, by_us=False, starved=False))
+    assert not place.ran_out_of_memory(RankExit(start, -9, by_agent=False, out_of_memory=False))

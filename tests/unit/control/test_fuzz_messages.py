@@ -150,7 +150,7 @@ READERS = {
     "beat": Reader(bent(encode(BEAT)) | st.dictionaries(st.text(), JSON), lambda said, _: decode(said)),
     "promise": Reader(bent(encode(PROMISE)), lambda said, _: decode(said)),
     "to rank": Reader(
-        around(LeaveGeneration(generation=Ballot(1, 0), at_edge=True).model_dump(mode="json")),
+        around(LeaveGeneration(generation=Ballot(1, 0), after_step=True).model_dump(mode="json")),
         lambda payload, _: read_to_rank(payload),
     ),
     "to agent": Reader(
@@ -159,7 +159,7 @@ READERS = {
     "store": Reader(bent(REQUEST) | st.dictionaries(st.text(), JSON), ask_store),
     "meet": Reader(around(json.loads(to_line(MEET))), lambda line, _: read_meet(line)),
     "go": Reader(around(json.loads(to_line(GO))), lambda line, _: read_go(line)),
-    "wish": Reader(around({"wish": "stop"}), lambda line, _: read_request_line(line)),
+    "request": Reader(around({"request": "stop"}), lambda line, _: read_request_line(line)),
     "invitation": Reader(
         TEXT | torn(INVITATION.encode()).map(lambda text: text.decode(errors="replace")),
         lambda text, _: parse_invitation(text),
@@ -180,8 +180,8 @@ SEEN: list[tuple[str, Any]] = [
     ("meet", b"{}"),
     ("go", b'{"GoOrder": {"roster": [], "starts": [null]}}'),
     ("go", b"9" * 5000),
-    ("wish", b"0"),
-    ("wish", b"[" * 100_000),
+    ("request", b"0"),
+    ("request", b"[" * 100_000),
     ("sealed", None),
     ("sealed", "0"),
     ("homecoming", [("agents/attic.jsonl", -1, b"")]),

@@ -266,7 +266,7 @@ def test_a_successor_that_may_be_decided_is_proposed_again() -> None:
     base, ballot = first_generation(member_ranks(0, 1, 2)), Ballot(5, 2)
     successor = base.model_copy(update={"id": Ballot(2, 0), "parent": base.id, "member_ranks": member_ranks(0, 1)})
     older = successor.model_copy(update={"id": Ballot(2, 1)})
-    round = PaxosRound(base, ballot, at_edge=False, began_at=0.0)
+    round = PaxosRound(base, ballot, after_step=False, began_at=0.0)
     round.promises = {member: promise(base, ballot, 7, (0, 1, 2)) for member in (1, 2)}
     assert round.bound_to(quorum(3), {}) is None
     accepted = [Vote(ballot=Ballot(4, 0), successor=successor), Vote(ballot=Ballot(3, 1), successor=older)]
@@ -288,7 +288,7 @@ def test_a_resigned_members_vote_counts_where_it_was_given() -> None:
         promised=Ballot(2, 0),
         accepted=Vote(ballot=Ballot(2, 0), successor=successor),
     )
-    round = PaxosRound(base, ballot, at_edge=False, began_at=0.0)
+    round = PaxosRound(base, ballot, after_step=False, began_at=0.0)
     round.promises = {member: promise(base, ballot, 7, (0, 1)) for member in (0, 1)}
     bound = round.bound_to(quorum(3, resigned=1), {2: resignation})
     assert bound is not None

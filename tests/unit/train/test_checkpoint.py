@@ -185,7 +185,7 @@ def test_another_format_is_no_damage(folder: CheckpointFolder) -> None:
 
 # Parts of ranks
 
-PARTS = RankShards(ranks=2, mark=7, step=4, cursor=40, flying=1)
+PARTS = RankShards(ranks=2, mark=7, step=4, cursor=40, in_flight=1)
 
 
 def save_with_parts(folder: CheckpointFolder, step: int, mark: int = 7) -> Path:

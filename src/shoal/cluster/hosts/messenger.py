@@ -101,9 +101,9 @@ def _pass_on(lines: IO[bytes], agent: subprocess.Popen[bytes] | None, run: RunFo
             with contextlib.suppress(BrokenPipeError):
                 agent.stdin.write(line)
                 agent.stdin.flush()
-        elif (wish := read_request_line(line)) in (STOP, END):
+        elif (request := read_request_line(line)) in (STOP, END):
             agents = [process for process in find_processes(run.path) if process.part == AGENT]
-            ask_to_stop(agents) if wish == STOP else kill_processes(agents)
+            ask_to_stop(agents) if request == STOP else kill_processes(agents)
     # The launcher has ended, or the connection is lost.
     os._exit(0)
 

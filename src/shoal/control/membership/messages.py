@@ -27,7 +27,7 @@ class Vote(StrictModel):
 class Heartbeat(StrictModel):
     """Sent to every connected agent every `heartbeat_s`."""
 
-    type: Literal["member-beat"] = "member-beat"
+    type: Literal["member-heartbeat"] = "member-heartbeat"
     generation: Ballot | None
     lineage: Ballot | None
     committed: Count
@@ -51,7 +51,7 @@ class Prepare(StrictModel):
     type: Literal["member-prepare"] = "member-prepare"
     generation: Ballot
     ballot: Ballot
-    at_edge: bool  # after their current step, because no member is missing
+    after_step: bool  # after their current step, because no member is missing
 
 
 class Promise(StrictModel):

@@ -87,7 +87,7 @@ class PaxosRound:
 
     base: Generation
     ballot: Ballot
-    at_edge: bool
+    after_step: bool
     began_at: float
     promises: dict[int, Promise] = field(default_factory=dict)
     decision: QuorumDecision | None = None  # chosen at the end of phase 1
@@ -98,8 +98,8 @@ class PaxosRound:
 
     def hurry(self, now: float) -> None:
         """Stop waiting for ranks to finish their step: a member is missing, so they cannot."""
-        if self.at_edge:
-            self.at_edge, self.began_at = False, now
+        if self.after_step:
+            self.after_step, self.began_at = False, now
 
     def outbid_by(self, resignations: Iterable[Resign]) -> Ballot | None:
         """Return a higher ballot that a resigned member had promised: it answers every ballot, but no lower one."""
@@ -188,7 +188,7 @@ class Proposer:
         if self._have_reports_changed():
             self._next_try = min(self._next_try, state.now)
         if state.now >= max(self._next_try, self._turn_at(current, missing)):
-            self._propose(current, at_edge=not missing and state.ranks.phase is Phase.TRAINING)
+            self._propose(current, after_step=not missing and state.ranks.phase is Phase.TRAINING)
         return None
 
     def _turn_at(self, current: Generation, missing: bool) -> float:
@@ -198,15 +198,15 @@ class Proposer:
         backoff_s = present.index(state.me) * settings.proposer_backoff_s
         promised = state.voter.record.promised
         if promised.number and promised.proposer != state.me and promised.proposer in present:
-            is_waiting_for_step = state.ranks.at_edge and not missing
+            is_waiting_for_step = state.ranks.after_step and not missing
             timeout_s = settings.step_end_timeout_s if is_waiting_for_step else settings.stop_timeout_s
             return self._acceptor.promised_at + timeout_s + backoff_s
         return (state.now if self._needed_since is None else self._needed_since) + backoff_s
 
-    def _propose(self, current: Generation, at_edge: bool) -> None:
+    def _propose(self, current: Generation, after_step: bool) -> None:
         state = self._state
         ballot = Ballot(state.voter.record.highest + 1, state.me)
-        self._round = PaxosRound(current, ballot, at_edge, state.now)
+        self._round = PaxosRound(current, ballot, after_step, state.now)
         for member in current.members:
             self._request(self._round, member)
 
@@ -214,7 +214,7 @@ class Proposer:
         """Send the request of the round's current phase."""
         base, ballot = round.base.id, round.ballot
         if member not in round.promises:
-            self._state.send(member, Prepare(generation=base, ballot=ballot, at_edge=round.at_edge))
+            self._state.send(member, Prepare(generation=base, ballot=ballot, after_step=round.after_step))
         elif round.decision and round.decision.successor:
             self._state.send(member, Accept(generation=base, ballot=ballot, successor=round.decision.successor))
 
@@ -222,7 +222,7 @@ class Proposer:
         state, settings = self._state, self._state.settings
         if missing:
             round.hurry(state.now)
-        timeout_s = settings.step_end_timeout_s if round.at_edge else settings.stop_timeout_s
+        timeout_s = settings.step_end_timeout_s if round.after_step else settings.stop_timeout_s
         is_late = state.now - round.began_at > timeout_s
         if round.decision is None and state.me in round.promises:
             if is_late or not round.waits_for(state.present(round.base)):

@@ -28,7 +28,7 @@ class StopGeneration:
     """Have the ranks leave this generation and report their state. What they compute in it later does not count."""
 
     generation: Ballot
-    at_edge: bool  # after their current step; otherwise at once
+    after_step: bool  # after their current step; otherwise at once
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class AbandonLineage:
     """Mark our commits after `shared_step` that the surviving ledger lacks as abandoned: our lineage has ended."""
 
     lineage: Ballot
-    standing: Ballot
+    surviving: Ballot
     shared_step: int
     text: str
 
@@ -82,15 +82,15 @@ class LocalRankStates:
     committed: int = 0
     has_state: bool = False
     phase: Phase = Phase.STOPPED
-    at_edge: bool = False  # they stop after their step
+    after_step: bool = False  # they stop after their step
 
-    def stop(self, generation: Ballot, at_edge: bool) -> list[StopGeneration]:
+    def stop(self, generation: Ballot, after_step: bool) -> list[StopGeneration]:
         """Ask the ranks to stop once, and once more if they must not finish their step after all."""
-        is_asked = self.phase is Phase.STOPPING and (at_edge or not self.at_edge)
+        is_asked = self.phase is Phase.STOPPING and (after_step or not self.after_step)
         if self.phase is Phase.STOPPED or is_asked:
             return []
-        self.phase, self.at_edge = Phase.STOPPING, at_edge
-        return [StopGeneration(generation, at_edge)]
+        self.phase, self.after_step = Phase.STOPPING, after_step
+        return [StopGeneration(generation, after_step)]
 
     def record_stopped(self, state: State | None, numbers: Ranks) -> None:
         self.phase, self.state, self.numbers = Phase.STOPPED, state, numbers

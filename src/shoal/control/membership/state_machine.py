@@ -163,7 +163,7 @@ class MembershipMachine:
         state = self._state
         if state.generation is not None and self.can_vote:
             state.voter.resign(why)
-            state.actions += state.ranks.stop(state.generation.id, at_edge=False)
+            state.actions += state.ranks.stop(state.generation.id, after_step=False)
             if resignation := state.voter.resignation():
                 state.broadcast(resignation)
         return self._advance()
@@ -306,8 +306,8 @@ class MembershipMachine:
             return
         missing, pending = state.is_missing(current), self._acceptor.pending
         if missing or pending:
-            at_edge = not missing and pending is not None and pending.at_edge
-            state.actions += state.ranks.stop(current.id, at_edge=at_edge)
+            after_step = not missing and pending is not None and pending.after_step
+            state.actions += state.ranks.stop(current.id, after_step=after_step)
         self._acceptor.answer(current)
         if decided := self._proposer.advance(current, missing):
             state.broadcast(Announce(generation=decided))
@@ -360,4 +360,4 @@ class MembershipMachine:
             if is_overtaken:
                 state.log(sentences.fenced(state.me, state.ranks.committed, state.name))
         if joins is not None and current is not None:
-            state.actions += state.ranks.stop(current.id, at_edge=not is_overtaken)
+            state.actions += state.ranks.stop(current.id, after_step=not is_overtaken)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.futures import Future as TorchFuture
 
 from shoal.sync.compression.base import Bucket, Compressor, CompressorState, NoState
+from shoal.sync.interruptible import await_future
 from shoal.sync.shared_memory.group import HostSharing, InsideChoice
 from shoal.sync.step_stats import CommTimes, covered
 
@@ -208,7 +209,7 @@ class Pipeline(Generic[Item]):
         pending = self._compressor(as_bucket(flat))
 
         def receive() -> None:
-            received = pending.wait()
+            received = await_future(pending)
             if received.data_ptr() != flat.data_ptr():
                 flat.copy_(received)
 

@@ -234,8 +234,7 @@ class HostBarrier(Protocol):
 
 
 class FirstRankBarrier:
-    def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
-        self._rank = rank
+    def __init__(self, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self._peers = peers  # a connection to each other rank
         self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
         self._timeout_s = timeout_s
@@ -274,12 +273,11 @@ class FirstRankBarrier:
             with contextlib.suppress(OSError):
                 peer.send(reason + str(lost).encode(), socket.MSG_DONTWAIT)
         self.close()
-        raise _peer_lost(self._rank, reason, lost, self._timeout_s)
+        raise _peer_lost(reason, lost, self._timeout_s)
 
 
 class OtherRankBarrier:
-    def __init__(self, rank: int, first_rank: int, first: socket.socket, timeout_s: float) -> None:
-        self._rank = rank
+    def __init__(self, first_rank: int, first: socket.socket, timeout_s: float) -> None:
         self._first_rank = first_rank
         self._first = first
         self._timeout_s = timeout_s
@@ -296,7 +294,7 @@ class OtherRankBarrier:
         if reply != _CONTINUE:
             self.close()
             lost = int(reply[1:]) if reply[1:] else self._first_rank
-            raise _peer_lost(self._rank, reply[:1], lost, self._timeout_s)
+            raise _peer_lost(reply[:1], lost, self._timeout_s)
 
     def close(self) -> None:
         self._first.close()
@@ -312,11 +310,11 @@ class LoneRankBarrier:
         pass
 
 
-def _peer_lost(rank: int, reason: bytes, lost: int, timeout_s: float) -> PeerLost:
+def _peer_lost(reason: bytes, lost: int, timeout_s: float) -> PeerLost:
     is_timeout = reason == _TIMED_OUT
     seen = f"Timed out waiting {timeout_s:g} s for" if is_timeout else "Connection closed by peer,"
     return PeerLost(
-        f"rank {rank} lost a peer: {seen} rank {lost} on the same machine",
+        f"{seen} rank {lost} on the same machine",
         why="it is stopped or hangs" if is_timeout else "it was killed or failed",
         fix=f"look at its log, rank-{lost}.log in the run folder",
     )
@@ -358,7 +356,6 @@ def _listening() -> Iterator[tuple[bytes, socket.socket]]:
 
 def _share(group: HostGroup, listener: socket.socket, row_bytes: int, timeouts_s: tuple[float, ...]) -> HostSharing:
     """Open the memory, and a barrier with each timeout. On failure raise OSError and leave nothing open."""
-    rank = group.ranks[group.index]
     barriers: list[HostBarrier]
     if group.size == 1:
         fd = create_memory(1, row_bytes)
@@ -366,11 +363,11 @@ def _share(group: HostGroup, listener: socket.socket, row_bytes: int, timeouts_s
     elif group.is_first:
         fd = create_memory(group.size, row_bytes)
         peers = _accept_peers(group, listener, len(timeouts_s), fd)
-        barriers = [FirstRankBarrier(rank, *pair) for pair in zip(peers, timeouts_s, strict=True)]
+        barriers = [FirstRankBarrier(*pair) for pair in zip(peers, timeouts_s, strict=True)]
     else:
         connections, fd = _connect_to_first(group, len(timeouts_s))
         pairs = zip(connections, timeouts_s, strict=True)
-        barriers = [OtherRankBarrier(rank, group.ranks[0], first, timeout_s) for first, timeout_s in pairs]
+        barriers = [OtherRankBarrier(group.ranks[0], first, timeout_s) for first, timeout_s in pairs]
     try:
         return HostSharing(group, SharedRows(fd, group.size, row_bytes), tuple(barriers))
     finally:

@@ -268,7 +268,7 @@ def _signs_of_loss(record: ScenarioRecord) -> list[float]:
     return _event_times(
         [
             *record.rank_events("lost", "fault"),
-            *record.agent_events("lost", "closed", "broken", "pause", "announce"),
+            *record.agent_events("lost", "closed", "group-failed", "pause", "announce"),
             *failed,
         ]
     )
