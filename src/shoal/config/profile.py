@@ -98,7 +98,7 @@ class LinkProfile(Section):
 
     source: str
     target: str
-    tool: Literal["iperf3", "shoal"]
+    tool: Literal["shoal"]
     latency_s: Above  # round trip of a small message
     gbps: Above  # one stream
     gbps_4_streams: Above

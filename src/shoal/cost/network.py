@@ -196,7 +196,7 @@ NOTHING = ExchangeCost(0.0)
 
 
 class Network(Protocol):
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         """Return the cost of one buffer. It depends on `element_bytes`: a CPU adds up fp16 more slowly than fp32."""
         ...
 
@@ -217,7 +217,7 @@ class RingNetwork:
     def wire(self, world_size: int) -> LinkSpeed:
         return LinkSpeed(self.bytes_per_s / (2 * world_size if self.air else 1), self.latency_s)
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
             return NOTHING
         wire = self.wire(world_size)
@@ -239,7 +239,7 @@ class NodesNetwork:
     between: RingNetwork
     hierarchical: bool = False
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         nodes = world_size // self.ranks_per_node
         if nodes <= 1:
             return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
@@ -260,10 +260,10 @@ class MeasuredNetwork:
 
     world_size: int
     # By bytes of an element: gloo adds up fp16 by another path than fp32.
-    lines: dict[int, LinearFit]
-    cores: dict[int, float]
+    lines: dict[float, LinearFit]
+    cores: dict[float, float]
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
             return NOTHING
         line = self.lines.get(element_bytes, self.lines[4])
@@ -277,7 +277,7 @@ class MeasuredNetwork:
 class NoNetwork:
     """The network of a profile with a single rank: nothing was measured."""
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size > 1:
             raise ConfigError(
                 f"the profile has no measured exchange between {world_size} ranks",

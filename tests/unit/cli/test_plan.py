@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from shoal.cli.main import run
 from shoal.config.load import build_config
-from shoal.config.sync_choice import WIRE_FORMATS
+from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
@@ -181,6 +181,20 @@ def test_a_lever_that_becomes_possible_is_recommended(plan: Plan, monkeypatch: p
     monkeypatch.setitem(WIRE_FORMATS, "int8", int8)
     after = plan(*words)["advice"]["recommended"]
     assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, int8")
+
+
+def test_a_format_that_is_not_marked_as_safe_is_listed_but_not_recommended(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int4 = WireFormat("int4", "an eighth of the bytes", "keep 4 bits a block", BLOCK_NUMBERS // 2 + 4, has_blocks=True)
+    words = ("gpt2-124m", "--nodes", "4", "--link", "300mbit")
+    monkeypatch.setitem(WIRE_FORMATS, "int4", int4)
+    advice = plan(*words)["advice"]
+    speeds = {option["lever"]: option["tokens_per_s"] for option in advice["levers"]}
+    assert speeds["ddp, int4"] > speeds["ddp, int8"]
+    assert advice["recommended"]["lever"] == "ddp, int8"
+    monkeypatch.setitem(WIRE_FORMATS, "int4", replace(int4, keeps_training=True))
+    assert plan(*words)["advice"]["recommended"]["lever"] == "ddp, int4"
 
 
 def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, call: Call) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config
 from shoal.config.schema import TrainConfig
+from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
 from shoal.cost.data_sheets import (
     LINKS,
     MACHINES,
@@ -20,9 +21,10 @@ from shoal.cost.data_sheets import (
     find_machines,
     make_cluster_model,
 )
+from shoal.cost.model_size import grad_bytes
 from shoal.cost.network import LinkSpeed, NodesNetwork, RingNetwork, collective_s, payload_factor
 from shoal.cost.predict import ClusterModel, expected_max, expected_slowest, predict, speeds
-from shoal.cost.strategy import SyncStrategy
+from shoal.cost.strategy import SyncStrategy, element_bytes
 from shoal.cost.workload import bare_workload, workload_of
 from shoal.tools.plan.advise import make_plan, make_row
 
@@ -188,7 +190,7 @@ def test_powersgd_sends_two_messages_for_each_bucket() -> None:
 
 
 @pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "sharded"])
-@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8", "powersgd"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
     found = predict(GPT2, SyncStrategy().with_(sync=sync, wire=wire), setting(), 1)
     assert (found.step.comm_s, found.step.exposed_s, found.step.wait_s, found.wire_bytes) == (0, 0, 0, 0)
@@ -206,6 +208,14 @@ def test_parts_are_never_negative_and_add_up(nodes: int, sync: str, link: str, m
     parts = (step.compute_s, step.exposed_s, step.wait_s, step.optimizer_s, step.other_s)
     assert min(parts) >= -1e-9
     assert sum(parts) == pytest.approx(step.step_s)
+
+
+def test_a_number_of_four_bits_is_half_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WIRE_FORMATS, "int4", WireFormat("int4", "", "", BLOCK_NUMBERS // 2))
+    assert element_bytes(SyncStrategy(wire="int4"), GPT2) == 0.5
+    assert grad_bytes([(3,), (5, 2)], "int4") == 7
+    exact, packed = (predict(GPT2, SyncStrategy(wire=wire), setting(), 2) for wire in ("fp32", "int4"))
+    assert packed.wire_bytes == pytest.approx(exact.wire_bytes / 8)
 
 
 def test_every_part_of_a_lever_is_in_the_table() -> None:
