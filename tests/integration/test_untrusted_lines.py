@@ -282,7 +282,7 @@ class Silent:
         {"event": 7},
         {"event": ["ready"]},
         {"event": "ready"},
-        {"event": "ready", "life": "x"},
+        {"event": "ready", "incarnation": "x"},
         {"event": "ended"},
         {"event": "ended", "name": "rank-7", "code": 0, "by_us": False, "starved": False},
         {"event": "ended", "name": "rank-0", "code": 0, "by_us": False, "starved": False},
@@ -345,9 +345,9 @@ def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> Non
 
 def test_a_program_whose_line_has_no_end_is_given_up() -> None:
     endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
-    talks = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
-    with closing_all(talks), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
-        talks["node1"].ask(60.0, do="look")
+    programs = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
+    with closing_all(programs), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
+        programs["node1"].ask(60.0, do="look")
 
 
 # Secrets

@@ -210,12 +210,12 @@ class RingNetwork:
     latency_s: float
     cores_per_byte_s: float = 0.0  # seconds of a core to copy and add up one byte
     # Wi-Fi is one medium: all ranks send at once, and through the access point each byte is on the air twice.
-    air: bool = False
+    is_shared_medium: bool = False
     # Use a tree where that is faster, as NCCL does and gloo does not.
     trees: bool = False
 
     def wire(self, world_size: int) -> LinkSpeed:
-        return LinkSpeed(self.bytes_per_s / (2 * world_size if self.air else 1), self.latency_s)
+        return LinkSpeed(self.bytes_per_s / (2 * world_size if self.is_shared_medium else 1), self.latency_s)
 
     def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
@@ -245,7 +245,7 @@ class NodesNetwork:
             return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
         if not self.hierarchical:
             slower = min(self.between.wire(nodes).bytes_per_s, self.inside.bytes_per_s)
-            flat = replace(self.between, bytes_per_s=slower, air=False)
+            flat = replace(self.between, bytes_per_s=slower, is_shared_medium=False)
             return flat.all_reduce(world_size, buffer_bytes, element_bytes)
         inner = self.inside.all_reduce(self.ranks_per_node, buffer_bytes, element_bytes)
         outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)

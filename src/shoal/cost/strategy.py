@@ -70,7 +70,7 @@ def strategy_of_config(sync: SyncConfig) -> SyncStrategy:
     """Return the strategy that the configuration asks for."""
     if sync.mode == "stock":
         return SyncStrategy(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
-    return strategy_of_choice(sync.foreseen).with_(
+    return strategy_of_choice(sync.expected_choice).with_(
         accumulation=sync.accumulate, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier"
     )
 
