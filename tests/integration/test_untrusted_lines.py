@@ -57,7 +57,7 @@ NASTY = st.sampled_from(
     ]
 )
 ANYTHING = st.none() | st.integers() | st.booleans() | st.text(max_size=120) | NASTY | st.just("node1") | st.just(2**40)
-METHODS = ("journal", "votes", "orders", "door", "agent_log", "logs", "events", "state", "text")
+METHODS = ("journal", "votes", "orders", "invite_socket", "agent_log", "logs", "events", "state", "text")
 
 
 @settings(max_examples=300, deadline=None)

@@ -252,11 +252,11 @@ def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
 
 def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
     async def live() -> list[bytes]:
-        server = InviteServer(tmp_path / "door", Host(), AgentAddresses())
+        server = InviteServer(tmp_path / "invite.sock", Host(), AgentAddresses())
         await server.open()
         answers = []
         for line in (b"\n", b"[]\n", b"nonsense\n", b'{"ask": [1]}\n'):
-            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "door"))
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "invite.sock"))
             writer.write(line)
             answers.append(await asyncio.wait_for(reader.readline(), 10))
             writer.close()
