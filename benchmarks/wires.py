@@ -21,6 +21,7 @@ from torch import Tensor
 from _common import rounds
 from shoal.config.presets import PRESETS
 from shoal.config.schema import ModelConfig
+from shoal.config.sync_choice import WIRE_FORMATS, WireChoice
 from shoal.control.rank_env import Placement
 from shoal.model.gpt import GPT
 from shoal.sync.compression import make_compressor
@@ -30,7 +31,7 @@ from shoal.sync.compression.reduce_scatter import ReduceScatter
 from shoal.sync.world import World, join_world, leave_world
 
 _BUCKET_NUMBERS = 25 * 2**20 // 4
-_FORMATS = ("fp16", "bf16", "int8", "powersgd:4")
+_FORMATS = tuple(str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32")
 
 
 def main() -> None:

@@ -440,14 +440,14 @@ RANK_EVENTS: Schema = {
 }
 AGENT_EVENTS: Schema = {
     "ready": {
-        "mark": _is_text,
+        "agent_mark": _is_text,
         "port": _is_between(0, _PORT_LIMIT),
         "script_port": _or_none(_is_between(0, _PORT_LIMIT)),
         "interface": _or_none(_is_text),
         "cores": _is_between(1, 2**16),
         "cpu_only": _is_bool,
-        "life": _is_between(0, 2**31),
-        "highest": _is_between(0, 2**53),
+        "incarnation": _is_between(0, 2**31),
+        "highest_generation": _is_between(0, 2**53),
     },
     "ended": {"name": _is_text, "code": _is_int, "by_agent": _is_bool, "out_of_memory": _is_bool},
     "restart": {"name": _is_text},

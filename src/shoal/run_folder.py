@@ -241,9 +241,9 @@ class RunFolder:
         """The orders of a node's agent while it works: enough to start it again."""
         return self._agent_file(node, "orders")
 
-    def door(self, node: str) -> Path:
+    def invite_socket(self, node: str) -> Path:
         """The Unix socket at which a node's agent answers commands on its machine; see `agent.invite_server`."""
-        return self._agent_file(node, "door")
+        return self._agent_file(node, "sock")
 
     def agent_log(self, node: str) -> Path:
         """The output of a node's agent: mostly tracebacks."""

@@ -57,7 +57,7 @@ NASTY = st.sampled_from(
     ]
 )
 ANYTHING = st.none() | st.integers() | st.booleans() | st.text(max_size=120) | NASTY | st.just("node1") | st.just(2**40)
-METHODS = ("journal", "votes", "orders", "door", "agent_log", "logs", "events", "state", "text")
+METHODS = ("journal", "votes", "orders", "invite_socket", "agent_log", "logs", "events", "state", "text")
 
 
 @settings(max_examples=300, deadline=None)
@@ -282,7 +282,7 @@ class Silent:
         {"event": 7},
         {"event": ["ready"]},
         {"event": "ready"},
-        {"event": "ready", "life": "x"},
+        {"event": "ready", "incarnation": "x"},
         {"event": "ended"},
         {"event": "ended", "name": "rank-7", "code": 0, "by_agent": False, "out_of_memory": False},
         {"event": "ended", "name": "rank-0", "code": 0, "by_agent": False, "out_of_memory": False},
@@ -345,9 +345,9 @@ def test_a_rank_that_asks_nonsense_gets_an_error_in_words(payload: bytes) -> Non
 
 def test_a_program_whose_line_has_no_end_is_given_up() -> None:
     endless = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)"
-    talks = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
-    with closing_all(talks), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
-        talks["node1"].ask(60.0, do="look")
+    programs = {"node1": RemoteProgram("node1", LocalProgram([sys.executable, "-I", "-S", "-c", endless]))}
+    with closing_all(programs), pytest.raises(ControlError, match="with a line of more than 16777216 bytes"):
+        programs["node1"].ask(60.0, do="look")
 
 
 # Secrets

@@ -106,7 +106,7 @@ def agents(*folders: Path, changes: Sequence[dict[str, Any]] = (), **variables: 
 def roster(team: Sequence[Agent]) -> tuple[RosterEntry, ...]:
     ready = [agent.first("ready") for agent in team]
     return tuple(
-        RosterEntry(agent.node, agent.orders.address, said["port"], said["mark"])
+        RosterEntry(agent.node, agent.orders.address, said["port"], said["agent_mark"])
         for agent, said in zip(team, ready, strict=True)
     )
 

@@ -42,7 +42,7 @@ class Team:
 
     def let_come(self, guest: Agent, sponsor: Agent) -> int:
         """With an id from its sponsor, as `shoal host RUN` has it told; the number of its rank."""
-        answer = ask_agent(sponsor.run.door(sponsor.node), ID)
+        answer = ask_agent(sponsor.run.invite_socket(sponsor.node), ID)
         assert answer.member == guest.orders.member
         _, go = read_orders(sponsor.run, sponsor.node)
         rank = RankNumbering(answer.member, go.roster).number(answer.member, 0)

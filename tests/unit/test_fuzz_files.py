@@ -180,8 +180,8 @@ def set_word(text: str, _: Path) -> object:
 
 # What agents write, without the fields that every event has.
 OF_AGENTS: dict[str, dict[str, Any]] = {
-            "ready": {"mark": "m", "port": 1, "script_port": None, "interface": "lo", "cores": 2, "cpu_only": True,
-                      "life": 0, "highest": 0},
+            "ready": {"agent_mark": "m", "port": 1, "script_port": None, "interface": "lo", "cores": 2,
+                      "cpu_only": True, "incarnation": 0, "highest_generation": 0},
             "started": {"processes": {"rank-0": 7}},
             "ended": {"name": "rank-0", "code": 1, "by_agent": False, "out_of_memory": False},
             "restart": {"name": "rank-0"},

@@ -187,7 +187,7 @@ class Agent:
     async def _open_elastic(self, membership: AgentMembership) -> None:
         """Watch for a suspend of this machine, and accept requests to invite nodes, where the disk has sockets."""
         self._spawn(watch_for_sleep(membership.suspend, membership.wake))
-        self._invites = InviteServer(self._run.door(self._orders.node), membership, self._mesh.places)
+        self._invites = InviteServer(self._run.invite_socket(self._orders.node), membership, self._mesh.places)
         try:
             await self._invites.open()
         except OSError as error:
@@ -395,15 +395,15 @@ async def get_ready(orders: MeetOrder, run: RunFolder, mesh: Mesh) -> tuple[dict
     listener = None if orders.script_port is None else listen_at(orders.address, orders.script_port)
     facts = {
         "node": orders.node,
-        "mark": mark,
+        "agent_mark": mark,
         "pid": os.getpid(),
         "port": port,
         "script_port": listener and listener.getsockname()[1],
         "interface": interface,
         "cores": physical_cores(),
         "cpu_only": this_machine_is_cpu_only(),
-        "life": orders.life,
-        "highest": VoteFile(run.votes(orders.node)).load().highest,
+        "incarnation": orders.life,
+        "highest_generation": VoteFile(run.votes(orders.node)).load().highest,
     }
     return facts, listener
 

@@ -67,7 +67,7 @@ def _doctor_document(diagnosis: Diagnosis) -> dict[str, object]:
         "healthy": diagnosis.healthy,
         "proved": diagnosis.proved,
         "took_s": round(diagnosis.took_s, 2),
-        "nodes": [node.name for node in diagnosis.scene.nodes],
+        "nodes": [node.name for node in diagnosis.cluster.nodes],
         "findings": [finding.as_dict() for finding in diagnosis.findings],
     }
 
@@ -76,7 +76,7 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
     console = stdout_console()
     for finding in diagnosis.findings:
         _print_finding(console, finding)
-    names = escape(", ".join(node.name for node in diagnosis.scene.nodes))
+    names = escape(", ".join(node.name for node in diagnosis.cluster.nodes))
     failed = any(finding.id.startswith("proof.") for finding in diagnosis.findings)
     result = "gloo failed" if failed else "gloo exchanged between every pair"
     proof = result if diagnosis.proved else "gloo was not tried"

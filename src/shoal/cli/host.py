@@ -34,7 +34,7 @@ from shoal.cluster.hosts.copy import describe_left_out, project_of
 from shoal.cluster.hosts.setup import SetupResult, make_order, set_up
 from shoal.cluster.hosts.spec import Host, HostsSpec, read_hosts
 from shoal.cluster.hosts.ssh import on_each, values_or_raise
-from shoal.cluster.join import parse_invitation
+from shoal.cluster.join import Invitation, parse_invitation
 from shoal.config.load import (
     build_config,
     load_config,
@@ -43,6 +43,7 @@ from shoal.config.load import (
     typed_settings,
 )
 from shoal.config.presets import PRESET_NAMES, PRESETS, Overrides
+from shoal.config.schema import Config
 from shoal.errors import ShoalError, UsageError
 from shoal.events import EventTail
 from shoal.run_folder import RunFolder
@@ -101,23 +102,9 @@ def host(
         sys.stdout.write(f"{invite(Path(name), address, port, print_note, confirm)}\n")
         return
     on = f"join:{machines or 2}" + (f",address={address}" if address else "") + (f",port={port}" if port else "")
-    flags: Overrides = {"run": {"on": on}}
-    if steps is not None:
-        flags["train"] = {"steps": steps}
-    if data is not None:
-        flags["data"] = {"path": data}
-    sets = set_ or []
     pairs = (("train.steps", "--steps", steps), ("data.path", "--data", data))
     named = {key: flag for key, flag, value in pairs if value is not None}
-    refuse_duplicate_settings(named, sets)
-    if "run.on" in typed_settings(None, sets):
-        raise UsageError(
-            "--set run.on does not go with shoal host",
-            why="shoal host trains with machines that join it",
-            fix="give their number: --machines N; or train elsewhere: shoal train --on …",
-        )
-    settings = build_config(name, config, flags, sets)
-    refuse_without_effect(settings, typed_settings(None, sets))
+    settings = _host_config(name, on, steps, data, config, set_ or [], named)
     if confirm:
         refuse_confirm(on)
     clear_leftovers(clean=False)
@@ -125,6 +112,33 @@ def host(
         run, manifest = start_training(settings, out or default_out(name), make_display, confirm=confirm)
     if manifest is not None:
         print_json(manifest.model_dump(mode="json")) if json else print_run(run, manifest)
+
+
+def _host_config(
+    preset: str,
+    on: str,
+    steps: int | None,
+    data: Path | None,
+    file: Path | None,
+    sets: list[str],
+    named: dict[str, str],
+) -> Config:
+    """Build the settings of a run with joining machines. `named` are the given flags, by setting."""
+    refuse_duplicate_settings(named, sets)
+    if "run.on" in typed_settings(None, sets):
+        raise UsageError(
+            "--set run.on does not go with shoal host",
+            why="shoal host trains with machines that join it",
+            fix="give their number: --machines N; or train elsewhere: shoal train --on …",
+        )
+    flags: Overrides = {"run": {"on": on}}
+    if steps is not None:
+        flags["train"] = {"steps": steps}
+    if data is not None:
+        flags["data"] = {"path": data}
+    settings = build_config(preset, file, flags, sets)
+    refuse_without_effect(settings, typed_settings(None, sets))
+    return settings
 
 
 def _refuse_settings(*given: object) -> None:
@@ -179,7 +193,22 @@ def join(
             why="it selects the node that rejoins; a machine that joins gets a new name",
             fix=f"leave it out: shoal join {invitation}",
         )
-    invited = parse_invitation(invitation)
+    invited = _with_code(parse_invitation(invitation), code, code_file)
+    show = LocalRankDisplay()
+    try:
+        joined = take_part(invited, out or default_out("joined"), print_note, show)
+    finally:
+        show.close()
+    sys.stdout.write(
+        f"the run has ended; its results are on the host, this machine's part is in {shown(joined.run.path)}\n"
+    )
+
+
+def _with_code(invited: Invitation, code: str | None, code_file: Path | None) -> Invitation:
+    """Return the invitation with the code, which may be given in several ways, but only in one of them.
+
+    `code` was given as a second argument.
+    """
     # Also when the code is given in another way: no process started here may inherit it.
     from_environment = _take_code_from_environment()
     ways = {
@@ -191,21 +220,13 @@ def join(
     _refuse_two_codes([way for way, given in ways.items() if given not in (None, "")])
     if code is not None:
         invited = invited.with_code(code)
-    if invited.code:
-        print_note(
-            "other users of this machine can read a code given as an argument, in the process list; "
-            f"better: shoal join {invited.place}, then type the code when asked"
-        )
-    else:
-        invited = invited.with_code(_read_code(code_file, from_environment))
-    show = LocalRankDisplay()
-    try:
-        joined = take_part(invited, out or default_out("joined"), print_note, show)
-    finally:
-        show.close()
-    sys.stdout.write(
-        f"the run has ended; its results are on the host, this machine's part is in {shown(joined.run.path)}\n"
+    if not invited.code:
+        return invited.with_code(_read_code(code_file, from_environment))
+    print_note(
+        "other users of this machine can read a code given as an argument, in the process list; "
+        f"better: shoal join {invited.place}, then type the code when asked"
     )
+    return invited
 
 
 def _refuse_two_codes(ways: list[str]) -> None:

@@ -299,9 +299,13 @@ class LineDisplay:
 
 
 def process_lines(processes: Iterable[RunProcess]) -> Iterator[str]:
+    """Yield one line for each process, in columns."""
+    processes = list(processes)
+    part_width = max((len(process.part) for process in processes), default=0)
+    node_width = max((len(process.node) for process in processes), default=0)
     for process in processes:
-        age = format_duration(process.age_s)
-        yield f"{process.pid:>8}  {process.part:<8}  {process.node:<8}  {age:>8}  {process.command}"
+        age, columns = format_duration(process.age_s), f"{process.part:<{part_width}}  {process.node:<{node_width}}"
+        yield f"{process.pid:>8}  {columns}  {age:>8}  {process.command}"
 
 
 def print_note(text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.table import Table
 from shoal.cli import plan_options
 from shoal.cli import simulate as options
 from shoal.cli.output import advising_flags, command, given_settings, print_json, refuse_given, shown, stdout_console
-from shoal.cli.plan_options import LINK, basis
+from shoal.cli.plan_options import LINK, Basis, basis
 from shoal.cli.simulate import run_simulation
 from shoal.config.presets import PRESET_NAMES
 from shoal.config.sync_choice import PLAN_USAGES, WIRE_USAGES, join_or
@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False)
 Commands = Mapping[SyncStrategy, str | None]
 
 _TITLES = ("nodes", "payload", "comm", "compute", "exposed", "wait", "step", "tokens/s", "speed-up", "eff.", "memory")
-_OPTION_TITLES = ("lever", "tokens/s", "speed-up", "what it costs")
+_OPTION_TITLES = ("strategy", "tokens/s", "speed-up", "what it costs")
 _LEAST_WIDTH = 100
 
 DEFAULTS = options.SimulateOptions
@@ -123,7 +123,7 @@ def plan(
     seeds: options.Seeds = DEFAULTS.seeds,
     seed: options.Seed = DEFAULTS.seed,
 ) -> None:
-    """Predict step time and speed on 1, 2, 3 … machines, and which sync method ("lever") helps. Starts nothing.
+    """Predict step time and speed on 1, 2, 3 … machines, and which sync strategy helps. Starts nothing.
 
     With --simulate: the effect of failures, stragglers and checkpoints over hours or months.
     """
@@ -143,23 +143,27 @@ def plan(
     # --tokens sets the global batch in another unit.
     advised = {key: "--global-batch" if flag == "--tokens" else flag for key, flag in flags.items()}
     with advising_flags(advised):
-        workload, lever, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
+        workload, strategy, notes = plan_options.what_to_plan(given, max(counts) * made_from.setting.ranks_per_node)
     if simulate:
-        run_simulation(_simulate_options(given, workload, lever, made_from.setting, max(counts)), json, output)
+        run_simulation(_simulate_options(given, workload, strategy, made_from.setting, max(counts)), json, output)
         return
     try:
         with advising_flags(advised):
-            made = make_plan(workload, lever, made_from.setting, counts)
+            made = make_plan(workload, strategy, made_from.setting, counts)
     except ConfigError as error:
         # The error suggests --set, but a model given by --params has flags only.
         fix = "use another --global-batch or --micro-batch, or fewer --nodes" if params is not None else error.fix
         raise ConfigError(error.seen, why=error.why, fix=fix) from None
-    if made_from.known and max(counts) > made_from.known:
-        notes.append(f"nodes beyond the {made_from.known} {made_from.how} ones are assumed to equal the last of them")
+    _show(made, [made_from.note, *notes, *_assumptions(made, made_from)], given)
+
+
+def _assumptions(made: Plan, made_from: Basis) -> Iterator[str]:
+    """Yield what a reader of the table must know about nodes that differ or were not measured."""
+    if made_from.known and max(row.nodes for row in made.rows) > made_from.known:
+        yield f"nodes beyond the {made_from.known} {made_from.how} ones are assumed to equal the last of them"
     if len(set(made.setting.node_names)) > 1:
         base = made.rows[-1]
-        notes.append(f"speed-ups are against {base.base} alone, which trains {format_speed(base.base_tokens_per_s)}")
-    _show(made, [made_from.note, *notes], given)
+        yield f"speed-ups are against {base.base} alone, which trains {format_speed(base.base_tokens_per_s)}"
 
 
 def _refuse_without_effect(context: typer.Context, calibrate: bool, simulate: bool) -> None:
@@ -191,7 +195,7 @@ def _refuse_without_effect(context: typer.Context, calibrate: bool, simulate: bo
 
 
 def _simulate_options(
-    given: dict[str, Any], workload: Workload, lever: SyncStrategy, setting: ClusterModel, nodes: int
+    given: dict[str, Any], workload: Workload, strategy: SyncStrategy, setting: ClusterModel, nodes: int
 ) -> options.SimulateOptions:
     """Return the simulator's options, with the plan's prediction for every number of remaining nodes."""
     own = {field.name for field in fields(options.SimulateOptions)} - {"nodes", "step_s", "tokens_per_step", "scaling"}
@@ -199,7 +203,7 @@ def _simulate_options(
 
     @cache
     def planned(count: int) -> Prediction:
-        return predict(workload, lever, setting, count * setting.ranks_per_node)
+        return predict(workload, strategy, setting, count * setting.ranks_per_node)
 
     step_s = (lambda count: planned(count).step.step_s) if given["step_s"] is None else given["step_s"]
     tokens = planned(nodes).tokens if given["tokens_per_step"] is None else given["tokens_per_step"]
@@ -227,7 +231,7 @@ def _calibrate(runs: list[str], profile: Path | None, json: bool) -> None:
 def _show(made: Plan, notes: list[str], given: dict[str, Any]) -> None:
     advice = advise(made)
     choices = (*advice.options, advice.best, advice.other_training)
-    commands = {option.lever: _command(given, made, option) for option in choices if option is not None}
+    commands = {option.strategy: _command(given, made, option) for option in choices if option is not None}
     if given["output"] is not None:
         from shoal.tools.plan.figures import plot_plan
 
@@ -250,7 +254,7 @@ def _command(given: dict[str, Any], made: Plan, option: PlanOption) -> str | Non
 def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Commands) -> None:
     console = stdout_console()
     console.width = max(console.width, _LEAST_WIDTH)
-    for line in (_describe(plan.workload, plan.lever, plan.rows[-1]), *notes):
+    for line in (_describe(plan.workload, plan.strategy, plan.rows[-1]), *notes):
         console.print(escape(line), style="dim")
     console.print()
     console.print(_rows(plan))
@@ -261,10 +265,10 @@ def _print_plan(plan: Plan, advice: Advice, notes: Sequence[str], commands: Comm
         console.print()
     for number, line in enumerate(explain_plan(plan, advice)):
         console.print(escape(line), style="bold" if number == 0 else None)
-    if has_options and any(not option.lever.is_available for option in advice.options):
+    if has_options and any(not option.strategy.is_available for option in advice.options):
         console.print("* not in shoal yet", style="dim")
     for label, option in (("to do that", advice.best), ("to do the other at its price", advice.other_training)):
-        if option is not None and (text := commands.get(option.lever)):
+        if option is not None and (text := commands.get(option.strategy)):
             hosts = " (hosts.toml lists your machines)" if "hosts.toml" in text else ""
             console.print(f"\n{label}{hosts}:", style="dim")
             console.print(f"  {escape(text)}", soft_wrap=True)
@@ -281,7 +285,7 @@ def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: C
             "seq_len": workload.seq_len,
             "scaling": workload.train.scaling,
         },
-        "lever": str(plan.lever),
+        "strategy": str(plan.strategy),
         "notes": list(notes),
         "rows": [row.as_dict() for row in plan.rows],
         "advice": {
@@ -289,18 +293,18 @@ def _plan_document(plan: Plan, advice: Advice, notes: Sequence[str], commands: C
             "recommended": None if advice.best is None else _option_document(advice.best, commands),
             "other_training": advice.other_training and _option_document(advice.other_training, commands),
             "sentences": explain_plan(plan, advice),
-            "levers": [_option_document(option, commands) for option in advice.options],
+            "strategies": [_option_document(option, commands) for option in advice.options],
         },
     }
 
 
-def _describe(workload: Workload, lever: SyncStrategy, last: PlanRow) -> str:
+def _describe(workload: Workload, strategy: SyncStrategy, last: PlanRow) -> str:
     """Return for example `gpt2-124m: 124.44M parameters, 498 MB of gradients (ddp); 4,096 tokens a step, 4 × 1,024`."""
-    sent = bytes_per_parameter(lever, workload) * workload.parameters
-    sequences = last.prediction.deal.global_batch
+    sent = bytes_per_parameter(strategy, workload) * workload.parameters
+    sequences = last.prediction.batch_plan.global_batch
     size = "" if workload.model is None else f"{format_count(workload.parameters)} parameters, "
     return (
-        f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({lever}); "
+        f"{workload.name}: {size}{format_si(sent, 'B')} of gradients ({strategy}); "
         f"{format_tokens(last.prediction.tokens)} a step, {sequences:,} × {workload.seq_len:,}"
     )
 
@@ -333,29 +337,29 @@ def _row(row: PlanRow) -> tuple[str, ...]:
 
 def _options(advice: Advice) -> Table:
     nodes = advice.options[0].row.nodes
-    table = _table((f"lever, on {nodes} nodes", *_OPTION_TITLES[1:]), (1, 2))
+    table = _table((f"strategy, on {nodes} nodes", *_OPTION_TITLES[1:]), (1, 2))
     for option in advice.options:
         table.add_row(*_option_row(option), style=None if option.is_possible else "dim")
     return table
 
 
 def _option_row(option: PlanOption) -> tuple[str, ...]:
-    name = str(option.lever) + ("" if option.lever.is_available else " *")
+    name = str(option.strategy) + ("" if option.strategy.is_available else " *")
     return escape(name), f"{option.tokens_per_s:,.0f}", f"{option.row.speedup:.2f}×", escape(option.costs)
 
 
 def _option_document(option: PlanOption, commands: Commands) -> dict[str, Any]:
     return {
-        "lever": str(option.lever),
+        "strategy": str(option.strategy),
         "nodes": option.row.nodes,
         "tokens_per_s": option.tokens_per_s,
         "speedup": option.row.speedup,
         "step_s": option.row.prediction.step.step_s,
         "memory_bytes": option.row.prediction.memory.total,
         "fits": option.row.prediction.fits,
-        "available": option.lever.is_available,
+        "available": option.strategy.is_available,
         "costs": option.costs,
-        "command": commands.get(option.lever),
+        "command": commands.get(option.strategy),
     }
 
 

@@ -1,6 +1,6 @@
 """Turn the options of `shoal plan` into what is planned.
 
-That is the nodes, the workload, the sync method ("lever"), and the cluster: from data sheets, a measured profile, or
+That is the nodes, the workload, the sync strategy, and the cluster: from data sheets, a measured profile, or
 measured machines over another link.
 """
 
@@ -106,7 +106,7 @@ def one_preset(words: list[str] | None) -> str | None:
 def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, SyncStrategy, list[str]]:
     """Return the workload, the sync method and notes for the user."""
     requested = bare(given) if given["params"] is not None else preset_workload(make_config(given), given)
-    lever = parse_lever(given)
+    strategy = parse_strategy(given)
     workload = fit_batch(requested, most_ranks, is_batch_stated(requested, given))
     notes = []
     if workload != requested:
@@ -114,7 +114,7 @@ def what_to_plan(given: dict[str, Any], most_ranks: int) -> tuple[Workload, Sync
             f"global batch {workload.train.global_batch} instead of {requested.train.global_batch}: each of "
             f"{most_ranks} ranks needs a sequence"
         )
-    return workload, lever, notes
+    return workload, strategy, notes
 
 
 def refuse_conflicts(flags: dict[str, str], given: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def is_batch_stated(workload: Workload, given: dict[str, Any]) -> bool:
     return given["global_batch"] is not None or workload.train.global_batch != _preset_batch(given)
 
 
-def parse_lever(given: dict[str, Any]) -> SyncStrategy:
+def parse_strategy(given: dict[str, Any]) -> SyncStrategy:
     """Return the sync method of all settings together; `sharded` is one that shoal cannot train with yet."""
     if given["params"] is None:
         config = make_config(given)
@@ -209,8 +209,8 @@ def parse_lever(given: dict[str, Any]) -> SyncStrategy:
         overrides: Overrides = {"sync": _sync_overrides(given)}
         config = build_config(flags=overrides)
         refuse_without_effect(config, typed_settings(overrides, ()))
-    lever = strategy_of_config(config.sync)
-    return lever.with_(sync="sharded") if _is_sharded(given) else lever
+    strategy = strategy_of_config(config.sync)
+    return strategy.with_(sync="sharded") if _is_sharded(given) else strategy
 
 
 def _sync_overrides(given: dict[str, Any]) -> dict[str, Any]:
@@ -257,21 +257,22 @@ def train_words(given: dict[str, Any], plan: Plan, option: PlanOption) -> list[s
 
     A file with settings may contain settings that the plan decided. Then the command sets all of them.
     """
-    lever, has_file = option.lever, given["config"] is not None
+    strategy, has_file = option.strategy, given["config"] is not None
     settings = [setting for setting in given["set_"] or [] if _key(setting) not in _PLANNED]
     on = [str(parse_set(setting)["run"]["on"]) for setting in given["set_"] or [] if _key(setting) == "run.on"]
     words = ["train", given["preset"] or "grammar", "--on", *(on[-1:] or [given["on"]])]
     for flag in ("config", "depth", "seq_len", "scaling", "micro_batch"):
         words += ["--" + flag.replace("_", "-"), str(given[flag])] if given[flag] is not None else []
-    batch = plan.workload.accumulated(lever.accumulation).train.global_batch
+    batch = plan.workload.accumulated(strategy.accumulation).train.global_batch
     words += ["--global-batch", str(batch)] if has_file or batch != _preset_batch(given) else []
-    mode = "stock" if lever.first_bucket_mb is not None and (lever.sync, lever.wire) == ("ddp", "fp32") else lever.sync
+    is_stock = strategy.first_bucket_mb is not None and (strategy.sync, strategy.wire) == ("ddp", "fp32")
+    mode = "stock" if is_stock else strategy.sync
     words += ["--sync", mode] if has_file or mode != "ddp" else []
-    words += ["--every", str(lever.every)] if SYNC_METHODS[lever.sync].is_outer else []
+    words += ["--every", str(strategy.every)] if SYNC_METHODS[strategy.sync].is_outer else []
     words += ["--accumulate", "1"] if has_file else []
-    settings += [f"sync.wire={lever.wire_setting}"] if has_file or lever.wire != "fp32" else []
+    settings += [f"sync.wire={strategy.wire_setting}"] if has_file or strategy.wire != "fp32" else []
     world_size = option.row.prediction.world_size
-    if lever.balanced:
+    if strategy.balanced:
         weights = speeds(plan.workload, plan.setting.speed, world_size)
         settings.append("run.weights=" + "/".join(f"{weight:g}" for weight in weights))
     elif has_file and make_config(given).run.weights is not None:

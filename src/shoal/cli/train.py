@@ -168,18 +168,17 @@ def train(
         clear_leftovers(clean)
         run, manifest = resume_training(resume, make_display, changes, detach, lineage or "", confirm)
     else:
-        name = preset or DEFAULT_PRESET
-        settings = new_run_config(given, name)
+        settings, folder = new_run_config(given), out or default_out(preset or DEFAULT_PRESET)
         if dry_run:
             refuse_with_dry_run(given)
-            print_plan(settings, out or default_out(name), json)
+            print_plan(settings, folder, json)
             return
         if confirm:
             refuse_confirm(settings.run.on)
         clear_leftovers(clean)
         before = before_start(settings, profile, plan)
         with advising_flags(named_flags(given)):
-            run, manifest = start_training(settings, out or default_out(name), make_display, detach, before, confirm)
+            run, manifest = start_training(settings, folder, make_display, detach, before, confirm)
     if manifest is None:
         print_detached(run, json)
     elif json:
@@ -188,12 +187,12 @@ def train(
         print_run(run, manifest)
 
 
-def new_run_config(given: dict[str, Any], preset: str) -> Config:
+def new_run_config(given: dict[str, Any]) -> Config:
     """Build the settings of a new run. Refuse a given setting that would have no effect."""
     flags, sets = flags_to_overrides(given), given["set_"] or []
     refuse_duplicate_settings(named_flags(given), sets)
     with advising_flags(named_flags(given)):
-        settings = build_config(preset, given["config"], flags, sets)
+        settings = build_config(given["preset"] or DEFAULT_PRESET, given["config"], flags, sets)
         refuse_without_effect(settings, typed_settings(flags, sets))
     return settings
 

@@ -113,7 +113,7 @@ class NodePrograms:
 
     on: str  # names the same cluster again, while a lab that was made for this visit exists
     nodes: list[Node]
-    talks: dict[str, RemoteProgram]  # by node
+    programs: dict[str, RemoteProgram]  # by node
     unreached: dict[str, ShoalError]  # by node
 
 

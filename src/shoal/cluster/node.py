@@ -84,7 +84,7 @@ class RunFiles:
     files: Mapping[str, Path] = field(default_factory=dict)  # large files by content digest, so that none is sent twice
     # Small files of the run folder. A function of where the large files are on that machine: one text names them.
     texts: Callable[[Mapping[str, str]], dict[str, str]] = _no_texts
-    stays: bool = True  # keep what the run writes there, as for a training
+    keeps_files: bool = True  # keep what the run writes there, as for a training
 
 
 def ranks_of(nodes: Sequence[Node], node: Node) -> range:

@@ -120,7 +120,7 @@ class Manifest(ManifestRecord):
     wire: str
     measure: str
     inside: str = "gloo"
-    levers: SyncRecord
+    strategy: SyncRecord
 
     final_loss: float | None
     val_loss: float | None

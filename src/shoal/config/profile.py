@@ -88,7 +88,7 @@ class NodeProfile(Section):
     machine: str  # equal for nodes that are one machine: they share its cores, memory and speed
     versions: dict[str, str]
     compute: ComputeProfile
-    paces: tuple[ModelTiming, ...] = ()
+    timings: tuple[ModelTiming, ...] = ()
     fp16_s_per_parameter: Above | None = None  # to encode a gradient as fp16, and decode the sum
     other_programs_cores: AtLeastZero | None = None  # cores that programs other than the probe kept busy
 
@@ -98,7 +98,7 @@ class LinkProfile(Section):
 
     source: str
     target: str
-    tool: Literal["iperf3", "shoal"]
+    tool: Literal["shoal"]
     latency_s: Above  # round trip of a small message
     gbps: Above  # one stream
     gbps_4_streams: Above

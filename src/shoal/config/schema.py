@@ -212,11 +212,11 @@ class SyncConfig(Section):
     @property
     def can_stream(self) -> bool:
         """Whether a round has room for the fragments."""
-        streaming = self.settled(SyncChoice("streaming", every=self.every_in("streaming")))
+        streaming = self.with_choice(SyncChoice("streaming", every=self.every_in("streaming")))
         return max(streaming.fragments, streaming.overlap_steps) <= streaming.round_steps
 
     @property
-    def foreseen(self) -> SyncChoice:
+    def expected_choice(self) -> SyncChoice:
         """What a training does with these settings, as far as that is known before it starts."""
         if self.mode == "stock":
             return SyncChoice()
@@ -225,14 +225,14 @@ class SyncConfig(Section):
         return SyncChoice(self.mode, self.wire, self.round_steps)
 
     @property
-    def begun(self) -> SyncConfig:
+    def first_settings(self) -> SyncConfig:
         """What the first steps do. `auto` starts with `ddp`: replicas that exchange gradients can part later, but not
         the other way round."""
         if self.mode != "auto":
             return self
-        return self.settled(SyncChoice("ddp", self.foreseen.wire))
+        return self.with_choice(SyncChoice("ddp", self.expected_choice.wire))
 
-    def settled(self, choice: SyncChoice) -> SyncConfig:
+    def with_choice(self, choice: SyncChoice) -> SyncConfig:
         """Return these settings with `choice` in place of `auto`."""
         every = choice.every if choice.is_outer else self.every
         return self.model_copy(update={"mode": choice.mode, "wire": choice.wire, "every": every})

@@ -146,6 +146,8 @@ class WireFormat:
     has_error_feedback: bool = False
     # Whether it needs gloo's collectives and a native kernel.
     is_cpu_only: bool = False
+    # Whether a model learns with it as with fp32, except for rounding: a plan recommends only such formats.
+    keeps_training: bool = False
     # Whether `--sync auto` may choose it.
     in_auto: bool = False
     # False: only `shoal plan` knows it.
@@ -165,9 +167,16 @@ class WireFormat:
 WIRE_FORMATS = {
     wire.name: wire
     for wire in (
-        WireFormat("fp32", "exact", "", 4 * BLOCK_NUMBERS, in_auto=True),
+        WireFormat("fp32", "exact", "", 4 * BLOCK_NUMBERS, keeps_training=True, in_auto=True),
         WireFormat(
-            "fp16", "half the bytes", "keep 11 bits", 2 * BLOCK_NUMBERS, 0.15 / 124e6, memory_bytes=12, in_auto=True
+            "fp16",
+            "half the bytes",
+            "keep 11 bits",
+            2 * BLOCK_NUMBERS,
+            0.15 / 124e6,
+            memory_bytes=12,
+            keeps_training=True,
+            in_auto=True,
         ),
         WireFormat(
             "bf16",
@@ -178,6 +187,7 @@ WIRE_FORMATS = {
             memory_bytes=12,
             has_blocks=True,
             is_cpu_only=True,
+            keeps_training=True,
         ),
         WireFormat(
             "int8",
@@ -189,6 +199,7 @@ WIRE_FORMATS = {
             has_blocks=True,
             has_error_feedback=True,
             is_cpu_only=True,
+            keeps_training=True,
             in_auto=True,
         ),
         WireFormat(

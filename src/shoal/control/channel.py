@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.control.membership.settings import DIAL_RETRY_S, HANDSHAKE_TIMEOUT_S, SEND_STALLED_AFTER_S
+from shoal.control.membership.settings import (
+    DIAL_RETRY_S,
+    HANDSHAKE_TIMEOUT_S,
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    SEND_STALLED_AFTER_S,
+)
 from shoal.errors import ControlError, UnknownSender
 
 PROTOCOL = 2
@@ -271,7 +278,8 @@ def _read_nonce(message: Message) -> str:
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
     """Have the kernel probe an idle connection and close it after some silence: a pulled cable closes nothing."""
     connection = writer.get_extra_info("socket")
-    options = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+    options = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": KEEPALIVE_IDLE_S}
+    options |= {"TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S, "TCP_KEEPCNT": KEEPALIVE_PROBES}
     for name, value in options.items():
         if hasattr(socket, name):
             level = socket.SOL_SOCKET if name.startswith("SO_") else socket.IPPROTO_TCP

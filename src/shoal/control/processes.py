@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,16 +124,21 @@ def find_supervisor(run: Path) -> RunProcess | None:
 
 def has_supervisor(processes: Iterable[RunProcess]) -> bool:
     """Return whether a supervisor, the messenger of a remote one, or the command that started the agent still runs."""
+    parts = {process.pid: process.part for process in processes}
     return any(
-        process.part in (SUPERVISOR, MESSENGER) or (process.part == AGENT and _has_launcher(process.pid))
-        for process in processes
+        part in (SUPERVISOR, MESSENGER) or (part == AGENT and _has_launcher(pid, parts)) for pid, part in parts.items()
     )
 
 
-def _has_launcher(pid: int) -> bool:
-    """Return whether an ancestor is a launcher; an orphaned agent descends only from the first process."""
+def _has_launcher(pid: int, parts: Mapping[int, str]) -> bool:
+    """Return whether an ancestor is a launcher; an orphaned agent descends only from the first process.
+
+    A process of the same run that is no agent is a launcher too: another version of shoal may name its supervisor and
+    the module differently. `parts` are the run's processes.
+    """
     with contextlib.suppress(psutil.Error):
-        return any(_is_launcher(ancestor.cmdline()) for ancestor in psutil.Process(pid).parents())
+        above = psutil.Process(pid).parents()
+        return any(parts.get(process.pid, AGENT) != AGENT or _is_launcher(process.cmdline()) for process in above)
     return False
 
 

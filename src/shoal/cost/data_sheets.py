@@ -30,7 +30,7 @@ class LinkSheet:
     latency_s: float  # of a small message
     source: str
     usual: str = "laptop"  # the machine that a plan assumes when none is named
-    air: bool = False  # one medium for all nodes and both directions
+    is_shared_medium: bool = False  # one medium for all nodes and both directions
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,12 @@ LINKS = {
     link.name: link
     for link in (
         LinkSheet(
-            "wifi", 150e6, 1.0, 2e-3, "what iperf3 and ping show in an ordinary flat, as the lab's wifi", air=True
+            "wifi",
+            150e6,
+            1.0,
+            2e-3,
+            "what iperf3 and ping show in an ordinary flat, as the lab's wifi",
+            is_shared_medium=True,
         ),
         LinkSheet("100mbit", 100e6, 0.966, 1e-4, "payload measured in the lab: 96.6 Mbit/s"),
         LinkSheet("1gbe", 1e9, 0.94, 1e-4, "bus bandwidth of gloo measured in the lab: 0.92–0.97 Gbit/s"),
@@ -286,7 +291,7 @@ def ring(link: LinkSheet, stack: CommStack, given: SheetOverrides) -> RingNetwor
         latency_s = link.latency_s
     if given.latency is not None:
         latency_s = parse_delay(given.latency)
-    return RingNetwork(bytes_per_s, latency_s, stack.cores_per_byte_s, link.air, stack.trees)
+    return RingNetwork(bytes_per_s, latency_s, stack.cores_per_byte_s, link.is_shared_medium, stack.trees)
 
 
 def describe(link: LinkSheet, machines: tuple[MachineSheet, ...], setting: ClusterModel) -> str:

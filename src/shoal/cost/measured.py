@@ -65,30 +65,30 @@ class MeasuredSpeed:
         used = min(neighbours, max(1, math.ceil(self.world_size / node.ranks)))
         # Between alone and all nodes of the machine, in proportion to those that take part.
         now_contention = 1 + (all_contention - 1) * (used - 1) / (neighbours - 1) if neighbours > 1 else 1.0
-        return model_speed_of(node.paces, model).slower(now_contention / all_contention)
+        return model_speed_of(node.timings, model).slower(now_contention / all_contention)
 
     @property
     def learned(self) -> Calibration:
         return self.profile.calibration or NOTHING_LEARNED
 
     def work(self, workload: Workload, rank: int, micro_batch: int, micro_batches: int) -> RankWork:
-        pace = self.model_speed(workload.shape, rank)
+        speed = self.model_speed(workload.shape, rank)
         return RankWork(
             micro_batches=micro_batches,
-            forward_s=self.learned.compute * interpolate(pace.forward, micro_batch),
-            backward_s=self.learned.compute * interpolate(pace.backward, micro_batch),
-            optimizer_s=self.learned.optimizer * pace.optimizer_s,
+            forward_s=self.learned.compute * interpolate(speed.forward, micro_batch),
+            backward_s=self.learned.compute * interpolate(speed.backward, micro_batch),
+            optimizer_s=self.learned.optimizer * speed.optimizer_s,
             other_s=self.learned.other_s,
-            busy_cores=float(pace.threads),
+            busy_cores=float(speed.threads),
             spare_cores=spare_cores(self.profile, self.node(rank)),
-            spread=pace.spread,
+            spread=speed.spread,
         )
 
     def encode_s(self, strategy: SyncStrategy, rank: int, parameters: int) -> float:
         node = self.node(rank)
         if strategy.format.number_bytes == 2 and node.fp16_s_per_parameter:
             return node.fp16_s_per_parameter * parameters
-        return cpu_encode_s(strategy, parameters, node.paces[0].threads)
+        return cpu_encode_s(strategy, parameters, node.timings[0].threads)
 
     def memory_bytes(self, rank: int) -> float:
         node = self.node(rank)
@@ -96,7 +96,7 @@ class MeasuredSpeed:
 
 
 def cluster_model_of(profile: Profile) -> ClusterModel:
-    if not all(node.paces for node in profile.nodes):
+    if not all(node.timings for node in profile.nodes):
         raise ConfigError(
             "the profile does not contain how fast a model trains on these machines",
             why="an older shoal measured it",
@@ -125,18 +125,18 @@ def spare_cores(profile: Profile, node: NodeProfile) -> float:
     """Return the cores that are free for a rank's exchange while all ranks of its machine compute."""
     neighbours = _nodes_of_machine(profile, node)
     ranks = sum(other.ranks for other in neighbours)
-    computing = sum(other.ranks * other.paces[0].threads for other in neighbours)
+    computing = sum(other.ranks * other.timings[0].threads for other in neighbours)
     return max(0.0, max(other.cores for other in neighbours) - computing) / ranks
 
 
 def contention(profile: Profile, node: NodeProfile) -> float:
     """Return how much slower its ranks are while all nodes of its machine compute: 1 where it is the only one."""
-    pace = model_speed_of(node.paces, SMALL_GPT)
-    alone = next((point for point in node.compute.training if point.threads == pace.threads), None)
+    speed = model_speed_of(node.timings, SMALL_GPT)
+    alone = next((point for point in node.compute.training if point.threads == speed.threads), None)
     if alone is None or len(_nodes_of_machine(profile, node)) == 1:
         return 1.0
     sequences = node.compute.tokens_per_step // SMALL_GPT.seq_len
-    together_s = interpolate(pace.forward, sequences) + interpolate(pace.backward, sequences) + pace.optimizer_s
+    together_s = interpolate(speed.forward, sequences) + interpolate(speed.backward, sequences) + speed.optimizer_s
     return max(1.0, together_s * alone.tokens_per_s / node.compute.tokens_per_step)
 
 
@@ -147,15 +147,15 @@ def _nodes_of_machine(profile: Profile, node: NodeProfile) -> list[NodeProfile]:
 # The speed of a model
 
 
-def model_speed_of(paces: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
+def model_speed_of(timings: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
     """Return the speed of `model`. A vocabulary of another size changes only the head: a tokenizer may find 65
     characters where 96 were expected."""
 
     def body(shape: ModelConfig) -> ModelConfig:
         return shape.model_copy(update={"dropout": 0.0, "vocab_size": 0})
 
-    own = next((pace.name for pace in paces if body(pace.model) == body(model)), None)
-    return _estimated(paces, model) if own is None else _scaled(paces, own, model)
+    own = next((timing.name for timing in timings if body(timing.model) == body(model)), None)
+    return _estimated(timings, model) if own is None else _scaled(timings, own, model)
 
 
 def interpolate(times: Times, micro_batch: int) -> float:
@@ -169,13 +169,13 @@ def interpolate(times: Times, micro_batch: int) -> float:
     return low_s if high == low else low_s + (high_s - low_s) * (micro_batch - low) / (high - low)
 
 
-def _estimated(paces: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
+def _estimated(timings: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
     """Interpolate between the measured models that are nearest in width, each scaled by its arithmetic."""
-    shapes = {pace.name: pace.model for pace in paces}
+    shapes = {timing.name: timing.model for timing in timings}
     ordered = sorted(shapes, key=lambda name: shapes[name].width)
     below = [name for name in ordered if shapes[name].width <= model.width] or ordered[:1]
     above = [name for name in ordered if shapes[name].width >= model.width] or ordered[-1:]
-    low, high = (_scaled(paces, name, model) for name in (below[-1], above[0]))
+    low, high = (_scaled(timings, name, model) for name in (below[-1], above[0]))
     widths = shapes[below[-1]].width, shapes[above[0]].width
     weight = 0.0 if widths[0] == widths[1] else math.log(model.width / widths[0]) / math.log(widths[1] / widths[0])
 
@@ -197,10 +197,10 @@ def _estimated(paces: Sequence[ModelTiming], model: ModelConfig) -> ModelSpeed:
     )
 
 
-def _scaled(paces: Sequence[ModelTiming], name: str, model: ModelConfig) -> ModelSpeed:
+def _scaled(timings: Sequence[ModelTiming], name: str, model: ModelConfig) -> ModelSpeed:
     """Return the speed of `model` if it computed as fast as the measured model `name`; micro-batches with the same
     number of tokens are compared."""
-    measured = sorted((pace for pace in paces if pace.name == name), key=lambda pace: pace.micro_batch)
+    measured = sorted((timing for timing in timings if timing.name == name), key=lambda timing: timing.micro_batch)
     known, largest = measured[0].model, measured[-1]
     work = flops_per_token(model) / flops_per_token(known)
 
@@ -209,8 +209,8 @@ def _scaled(paces: Sequence[ModelTiming], name: str, model: ModelConfig) -> Mode
         return tuple((size, work * interpolate(times, size * model.seq_len // known.seq_len)) for size in sorted(sizes))
 
     return ModelSpeed(
-        forward=scaled(tuple((pace.micro_batch, pace.forward_s) for pace in measured)),
-        backward=scaled(tuple((pace.micro_batch, pace.backward_s) for pace in measured)),
+        forward=scaled(tuple((timing.micro_batch, timing.forward_s) for timing in measured)),
+        backward=scaled(tuple((timing.micro_batch, timing.backward_s) for timing in measured)),
         optimizer_s=parameter_count(model) / parameter_count(known) * largest.optimizer_s,
         spread=largest.spread,
         threads=largest.threads,

@@ -96,4 +96,4 @@ def _tensor_bytes(shape: tuple[int, ...], choice: WireChoice) -> int:
     numbers, wire = math.prod(shape), choice.format
     if wire.is_low_rank:
         return _FLOAT_BYTES * (_factor_numbers(shape, choice.rank) if is_low_rank(shape, choice.rank) else numbers)
-    return wire.block_bytes * blocks_of(numbers) if wire.has_blocks else int(wire.number_bytes) * numbers
+    return wire.block_bytes * blocks_of(numbers) if wire.has_blocks else math.ceil(wire.number_bytes * numbers)

@@ -196,7 +196,7 @@ NOTHING = ExchangeCost(0.0)
 
 
 class Network(Protocol):
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         """Return the cost of one buffer. It depends on `element_bytes`: a CPU adds up fp16 more slowly than fp32."""
         ...
 
@@ -210,14 +210,14 @@ class RingNetwork:
     latency_s: float
     cores_per_byte_s: float = 0.0  # seconds of a core to copy and add up one byte
     # Wi-Fi is one medium: all ranks send at once, and through the access point each byte is on the air twice.
-    air: bool = False
+    is_shared_medium: bool = False
     # Use a tree where that is faster, as NCCL does and gloo does not.
     trees: bool = False
 
     def wire(self, world_size: int) -> LinkSpeed:
-        return LinkSpeed(self.bytes_per_s / (2 * world_size if self.air else 1), self.latency_s)
+        return LinkSpeed(self.bytes_per_s / (2 * world_size if self.is_shared_medium else 1), self.latency_s)
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
             return NOTHING
         wire = self.wire(world_size)
@@ -239,13 +239,13 @@ class NodesNetwork:
     between: RingNetwork
     hierarchical: bool = False
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         nodes = world_size // self.ranks_per_node
         if nodes <= 1:
             return self.inside.all_reduce(world_size, buffer_bytes, element_bytes)
         if not self.hierarchical:
             slower = min(self.between.wire(nodes).bytes_per_s, self.inside.bytes_per_s)
-            flat = replace(self.between, bytes_per_s=slower, air=False)
+            flat = replace(self.between, bytes_per_s=slower, is_shared_medium=False)
             return flat.all_reduce(world_size, buffer_bytes, element_bytes)
         inner = self.inside.all_reduce(self.ranks_per_node, buffer_bytes, element_bytes)
         outer = self.between.all_reduce(nodes, buffer_bytes, element_bytes)
@@ -260,10 +260,10 @@ class MeasuredNetwork:
 
     world_size: int
     # By bytes of an element: gloo adds up fp16 by another path than fp32.
-    lines: dict[int, LinearFit]
-    cores: dict[int, float]
+    lines: dict[float, LinearFit]
+    cores: dict[float, float]
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size == 1:
             return NOTHING
         line = self.lines.get(element_bytes, self.lines[4])
@@ -277,7 +277,7 @@ class MeasuredNetwork:
 class NoNetwork:
     """The network of a profile with a single rank: nothing was measured."""
 
-    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: int) -> ExchangeCost:
+    def all_reduce(self, world_size: int, buffer_bytes: float, element_bytes: float) -> ExchangeCost:
         if world_size > 1:
             raise ConfigError(
                 f"the profile has no measured exchange between {world_size} ranks",

@@ -37,7 +37,7 @@ class Prediction:
 
     world_size: int
     step: StepTime
-    deal: BatchPlan
+    batch_plan: BatchPlan
     tokens: int
     wire_bytes: float  # that each rank sends, on average over steps
     memory: MemoryNeed
@@ -77,7 +77,7 @@ def predict(
     if workload.model is None:
         # A training of shoal takes its micro-batch whatever the memory; for other programs one that fits is assumed.
         most = max(1, min(most, largest_micro_batch(workload, strategy, world_size, available)))
-    shares = workload.deal(weights, most)
+    shares = workload.divide_batch(weights, most)
     works = _works(workload, speed, shares, kinds)
     slowest = max(range(world_size), key=lambda rank: _busy_s(works[rank]))
     exchange = _exchange_time(workload, strategy, setting, shares, works[slowest], slowest)
@@ -85,7 +85,7 @@ def predict(
     return Prediction(
         world_size=world_size,
         step=_step_time(works, works[slowest], exchange, strategy),
-        deal=shares,
+        batch_plan=shares,
         tokens=workload.seq_len * shares.global_batch,
         wire_bytes=wire_bytes(workload, strategy, world_size, shares.micro_batches[slowest]),
         memory=memory,

@@ -192,7 +192,7 @@ def expected_option(
     if not choice.is_outer:
         together_s = measured.step_s - measured.exposed_s - encoded_s
         return SyncOption(choice, together_s + encode_s + _exposed_s(measured, exchanged.last, exchange_s))
-    alone_s, chosen = measured.own_s - encoded_s, sync.settled(choice)
+    alone_s, chosen = measured.own_s - encoded_s, sync.with_choice(choice)
     hidden_s = chosen.fragments * chosen.overlap_steps * alone_s if choice.mode == "streaming" else 0.0
     return SyncOption(choice, alone_s + (encode_s + max(0.0, exchange_s - hidden_s)) / choice.every)
 

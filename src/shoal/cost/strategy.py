@@ -49,7 +49,7 @@ class SyncStrategy:
     def keeps_training(self) -> bool:
         """Whether it trains as one machine would, except for rounding: gradients of all ranks are exchanged in every
         step, and nothing is dropped. What int8 leaves out of one step it adds to the next; PowerSGD needs many."""
-        return not SYNC_METHODS[self.sync].is_outer and not self.format.is_low_rank
+        return not SYNC_METHODS[self.sync].is_outer and self.format.keeps_training
 
     @property
     def is_available(self) -> bool:
@@ -70,7 +70,7 @@ def strategy_of_config(sync: SyncConfig) -> SyncStrategy:
     """Return the strategy that the configuration asks for."""
     if sync.mode == "stock":
         return SyncStrategy(bucket_mb=STOCK_MB, first_bucket_mb=STOCK_FIRST_MB, accumulation=sync.accumulate)
-    return strategy_of_choice(sync.foreseen).with_(
+    return strategy_of_choice(sync.expected_choice).with_(
         accumulation=sync.accumulate, bucket_mb=sync.bucket_mb, overlap=sync.measure != "barrier"
     )
 
@@ -95,10 +95,10 @@ def bytes_per_parameter(strategy: SyncStrategy, workload: Workload) -> float:
     return min(float(workload.gradient_bytes), strategy.format.number_bytes)
 
 
-def element_bytes(strategy: SyncStrategy, workload: Workload) -> int:
-    """Return the bytes of a number that is added up on the way."""
+def element_bytes(strategy: SyncStrategy, workload: Workload) -> float:
+    """Return the bytes of a number that is added up on the way; a fraction where a block carries a scale."""
     is_low_rank = strategy.format.is_low_rank
-    return workload.gradient_bytes if is_low_rank else int(bytes_per_parameter(strategy, workload))
+    return workload.gradient_bytes if is_low_rank else bytes_per_parameter(strategy, workload)
 
 
 def cpu_encode_s(strategy: SyncStrategy, parameters: int, threads: float) -> float:

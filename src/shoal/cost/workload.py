@@ -55,7 +55,7 @@ class Workload:
     def gradients(self) -> list[GradientTensor]:
         return even_gradients(self.parameters) if self.model is None else gradients(self.model)
 
-    def deal(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> BatchPlan:
+    def divide_batch(self, weights: Sequence[float], most: int = MICRO_BATCH_CAP) -> BatchPlan:
         """Divide a batch by weight, in micro-batches of at most `most` sequences unless their size is configured."""
         return divide_batch(self.sequences(len(weights)), micro_batch(self.train, weights, most), weights)
 

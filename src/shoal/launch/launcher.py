@@ -213,12 +213,12 @@ class Launch:
         order = None
         if members is not None:
             # The highest of all earlier launches, as far as any node knows: no generation number is used twice.
-            highest = max(highest_generation(self.run), *(int(facts["highest"]) for facts in ready))
+            highest = max(highest_generation(self.run), *(int(facts["highest_generation"]) for facts in ready))
             order = members(self.ranks, highest)
         roster = []
         for node, facts in zip(nodes, ready, strict=True):
             ranks = [rank for command in self.commands if command.node.name == node.name for rank in command.ranks]
-            roster.append(RosterEntry(node.name, node.address, facts["port"], facts["mark"], tuple(ranks)))
+            roster.append(RosterEntry(node.name, node.address, facts["port"], facts["agent_mark"], tuple(ranks)))
         for agent in self.agents:
             agent.link.send(to_line(make_go_order(roster, self.commands, agent.node.name, order, self.grace_s)))
 
@@ -311,7 +311,7 @@ class Launch:
     def _handle(self, agent: AgentHandle, event: Event) -> None:
         node = agent.node.name
         match event["event"]:
-            case "ready" if event["life"]:
+            case "ready" if event["incarnation"]:
                 self._take_restarted(agent)
             case "ready":
                 agent.ready = event

@@ -44,7 +44,7 @@ class Inviter:
 
     def ask(self, question: str) -> InviteReply:
         try:
-            return ask_agent(self.run.door(self.meet.node), question)
+            return ask_agent(self.run.invite_socket(self.meet.node), question)
         except OSError as error:
             raise ControlError(
                 f"the agent of {self.meet.node} does not answer: {error.strerror or 'it took too long'}",

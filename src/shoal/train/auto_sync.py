@@ -66,7 +66,7 @@ class SyncChooser:
     @property
     def initial_sync(self) -> SyncConfig:
         """The sync mode of the first steps."""
-        return self._requested.begun
+        return self._requested.first_settings
 
     def as_numbers(self) -> tuple[int, ...]:
         """Return for a joining rank whether a choice was made, and which."""
@@ -74,7 +74,7 @@ class SyncChooser:
 
     def preview(self, numbers: Sequence[int]) -> SyncConfig:
         """Return the settings that `adopt` would return; change nothing."""
-        return self._requested.settled(_as_choice(numbers[1:])) if numbers[0] else self._requested.begun
+        return self._requested.with_choice(_as_choice(numbers[1:])) if numbers[0] else self._requested.first_settings
 
     def adopt(self, numbers: Sequence[int]) -> SyncConfig:
         """Take over the choice of a new world's ranks. Without one measure again, since step times change."""
@@ -119,7 +119,7 @@ class SyncChooser:
         trainer = self._trainer
         # The resources of machines differ, and all must choose the same.
         threads, spare_bytes = map(min, zip(*gather_integers(trainer.world, _resources(trainer.world)), strict=True))
-        begun, shapes = trainer.config.sync.foreseen, shapes_of(trainer.model)
+        begun, shapes = trainer.config.sync.expected_choice, shapes_of(trainer.model)
         exchanged = MeasuredExchange(begun, shapes, threads, trainer.sync.extra_bytes)
         limits = SyncLimits(_wires(trainer.world, trainer.sync.inside.way), trainer.config.train.steps, spare_bytes)
         decision = decide(measured, exchanged, self._requested, limits)
@@ -131,7 +131,7 @@ class SyncChooser:
         # After the barrier all ranks have done the last step, and none needs its exchange any more.
         barrier(self._trainer.world)
         self._trainer.recorder.commit()
-        if (sync := self._requested.settled(choice)) != self._trainer.config.sync:
+        if (sync := self._requested.with_choice(choice)) != self._trainer.config.sync:
             self._trainer.change_sync(sync)
 
 

@@ -59,7 +59,7 @@ def make_trainer(
     config: Config, run: RunFolder, world: World, recorder: Recorder, stop: StopRequest, fence: Fence | None = None
 ) -> Trainer:
     """Make everything that needs no other rank: all but the exchanges."""
-    config = config.model_copy(update={"sync": config.sync.begun})
+    config = config.model_copy(update={"sync": config.sync.first_settings})
     torch.manual_seed(config.train.seed)
     model = GPT(config.model).to(world.device)
     trainer = Trainer(

@@ -48,7 +48,7 @@ def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
         team = Team(members, (1, 1))
         team.go()
         team.await_commits(0)
-        assert stat.S_IMODE(members[1].run.door("node2").stat().st_mode) == 0o600
+        assert stat.S_IMODE(members[1].run.invite_socket("node2").stat().st_mode) == 0o600
         rank = team.let_come(guest, members[1])
         entered = team.await_size(rank, 3, entries=1)
         assert (entered["ids"], entered["has_state"]) == ([0, 1, rank], False)
@@ -58,7 +58,7 @@ def test_a_new_machine_comes_in_and_trains_to_the_end(tmp_path: Path) -> None:
         team.check_ledgers(0, 1, rank)
         members[0].tell(STOP)
         assert [agent.code(within_s=10) for agent in (*members, guest)] == [0, 0, 0]
-        assert not members[1].run.door("node2").exists()
+        assert not members[1].run.invite_socket("node2").exists()
 
 
 # Acts as another user: connects to the socket that is named first, reads the files after it, prints what it may.
@@ -106,9 +106,9 @@ def test_another_user_cannot_open_the_socket_or_read_the_secrets_of_an_agent() -
             secrets = (run.token, run.orders(node), run.votes(node))
             wait_until(lambda: all(path.exists() for path in secrets))
             assert token in run.orders(node).read_text()
-            assert try_as_other_user(run.door(node), *secrets, run.journal(node)) == [run.journal(node).name]
-            run.door(node).chmod(0o666)
-            assert try_as_other_user(run.door(node)) == [run.door(node).name]
+            assert try_as_other_user(run.invite_socket(node), *secrets, run.journal(node)) == [run.journal(node).name]
+            run.invite_socket(node).chmod(0o666)
+            assert try_as_other_user(run.invite_socket(node)) == [run.invite_socket(node).name]
 
 
 def test_ids_are_never_given_twice(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_ids_are_never_given_twice(tmp_path: Path) -> None:
         team = Team(members, (1, 1))
         team.go()
         team.await_commits(0)
-        doors = [agent.run.door(agent.node) for agent in members]
+        doors = [agent.run.invite_socket(agent.node) for agent in members]
         given = [ask_agent(door, ID).member for door in doors for _ in range(2)]
         who = ask_agent(doors[0], WHO)
         assert who.member is None
@@ -143,7 +143,7 @@ def test_no_more_machines_come_in_than_may(tmp_path: Path) -> None:
         team = Team(members, (1, 1))
         team.go(settings=MembershipSettings(max_nodes=2))
         team.await_commits(0)
-        assert ask_agent(members[0].run.door("node1"), WHO).full
+        assert ask_agent(members[0].run.invite_socket("node1"), WHO).full
         rank = team.let_come(guest, members[0])
         team.await_notes(rank, "ready")
         team.await_commits(0, more=200)
@@ -240,7 +240,7 @@ def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
     """In a folder whose name is longer than a socket's may be."""
     folder = tmp_path / ("deep" * 30)
     folder.mkdir()
-    door = folder / "node1.door"
+    door = folder / "node1.sock"
     assert asked(door, Host(), ID).member == 7
     assert asked(door, Host(broken=True), WHO).member is None
     with pytest.raises(UsageError, match="no machine can join the run"):
@@ -252,11 +252,11 @@ def test_a_sponsor_answers_refuses_and_leaves_no_socket(tmp_path: Path) -> None:
 
 def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
     async def live() -> list[bytes]:
-        server = InviteServer(tmp_path / "door", Host(), AgentAddresses())
+        server = InviteServer(tmp_path / "invite.sock", Host(), AgentAddresses())
         await server.open()
         answers = []
         for line in (b"\n", b"[]\n", b"nonsense\n", b'{"ask": [1]}\n'):
-            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "door"))
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "invite.sock"))
             writer.write(line)
             answers.append(await asyncio.wait_for(reader.readline(), 10))
             writer.close()

@@ -204,7 +204,7 @@ def test_a_plan_takes_how_to_synchronise_from_the_settings(call: Call, tmp_path:
         "plan", "--nodes", "2", *set_flags("sync.mode=diloco", "sync.every=20", "sync.accumulate=2"), "--json"
     )
     assert json.loads(by_sets.out) == json.loads(by_flags.out)
-    assert "diloco every 20 steps" in json.loads(by_sets.out)["lever"]
+    assert "diloco every 20 steps" in json.loads(by_sets.out)["strategy"]
 
 
 def test_an_unknown_verb_names_the_nearest(call: Call) -> None:

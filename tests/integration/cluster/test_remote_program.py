@@ -33,26 +33,26 @@ def talk(program: str, name: str = "node1") -> RemoteProgram:
     ],
 )
 def test_no_answer_is_an_error_with_its_reason(program: str, seen: str, why: str) -> None:
-    talks = {"node1": talk(program)}
-    with closing_all(talks), pytest.raises(ControlError) as caught:
-        talks["node1"].ask(1.0, do="look")
+    programs = {"node1": talk(program)}
+    with closing_all(programs), pytest.raises(ControlError) as caught:
+        programs["node1"].ask(1.0, do="look")
     assert (caught.value.seen, caught.value.why) == (seen, why)
 
 
 def test_one_deadline_for_all_and_what_came_meanwhile_counts() -> None:
-    talks = {name: talk(program, name) for name, program in (("a", _MUTE), ("b", _MUTE), ("c", _ECHO))}
-    with closing_all(talks):
+    programs = {name: talk(program, name) for name, program in (("a", _MUTE), ("b", _MUTE), ("c", _ECHO))}
+    with closing_all(programs):
         began = time.monotonic()
-        said, errors = ask_each(talks, {name: {"do": "look", "at": name} for name in talks}, 1.0)
+        said, errors = ask_each(programs, {name: {"do": "look", "at": name} for name in programs}, 1.0)
         assert time.monotonic() - began < 1.9, "not one after the other"
     assert said == {"c": {"heard": {"do": "look", "at": "c"}}}
     assert errors.keys() == {"a", "b"}
 
 
 def test_a_program_that_does_not_end_is_ended() -> None:
-    talks = {"node1": talk(_DEAF), "node2": talk(_DEAF)}
+    programs = {"node1": talk(_DEAF), "node2": talk(_DEAF)}
     began = time.monotonic()
-    with closing_all(talks):
+    with closing_all(programs):
         pass
     assert time.monotonic() - began < 3.9, "both at once"
 
@@ -60,6 +60,6 @@ def test_a_program_that_does_not_end_is_ended() -> None:
 def test_an_answer_in_pieces() -> None:
     slow = "import sys, time\nfor line in sys.stdin:\n for part in ('{\"a\"', ': 1}\\n'):\n"
     slow += "  print(part, end='', flush=True); time.sleep(0.1)"
-    talks = {"node1": talk(slow)}
-    with closing_all(talks):
-        assert json.dumps(talks["node1"].ask(2.0, do="look")) == '{"a": 1}'
+    programs = {"node1": talk(slow)}
+    with closing_all(programs):
+        assert json.dumps(programs["node1"].ask(2.0, do="look")) == '{"a": 1}'

@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: the deal by made-up machines, and pinning on this one: what starts processes."""
+"""Which cores a rank computes on: decided for made-up machines, and pinning on this one: what starts processes."""
 
 from __future__ import annotations
 

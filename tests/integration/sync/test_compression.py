@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.config.sync_choice import WIRE_FORMATS, WireChoice
 from shoal.errors import CheckpointError
 from shoal.model.gpt import GPT
 from shoal.sync.compression import make_compressor
@@ -23,7 +24,7 @@ from tests.support.ranks import run_ranks
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
-FORMATS = ["fp32", "fp16", "bf16", "int8", "powersgd:2"]
+FORMATS = [str(WireChoice(name, 2)) for name in WIRE_FORMATS]
 # Sizes around a block's, one larger than what every rank gets a part of, and matrices that are thin or not.
 SHAPES = {"a": (40, 96), "b": (1,), "c": (256,), "d": (257,), "e": (3, 5), "f": (700,), "g": (64, 64)}
 

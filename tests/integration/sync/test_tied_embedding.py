@@ -12,6 +12,7 @@ import torch
 from torch.futures import Future
 
 from shoal.config.schema import ModelConfig, SyncConfig
+from shoal.config.sync_choice import WIRE_FORMATS, WireChoice
 from shoal.cost.buckets import split_tied
 from shoal.model.gpt import GPT
 from shoal.sync.compression.base import Bucket, NoState
@@ -92,7 +93,7 @@ def test_the_sum_is_that_of_one_process(size: int, tmp_path: Path) -> None:
                 assert gradient.tobytes() == results[0][step][name].tobytes(), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8", "powersgd:4"])
+@pytest.mark.parametrize("wire", [str(WireChoice(name)) for name in WIRE_FORMATS if name != "fp32"])
 def test_it_goes_by_any_wire_and_replicas_stay_equal(wire: str, tmp_path: Path) -> None:
     results = run_ranks(together, 2, tmp_path, {"wire": wire})
     exact = alone(2)

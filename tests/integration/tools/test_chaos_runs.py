@@ -75,9 +75,11 @@ def test_a_fault_before_the_launch_is_found_by_doctor(tmp_path: Path) -> None:
 def test_chaos_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     need_lab()
     before, out = set(state.list_labs()), tmp_path / "out"
-    run = out / "lid-1"
+    run = out / "freeze-long-1"
     with ended_afterwards(run), (tmp_path / "said").open("wb") as said:
-        chaos = subprocess.Popen(shoal_command("chaos", "run", "lid", "--on", "lab:3", "--out", out), stderr=said)
+        chaos = subprocess.Popen(
+            shoal_command("chaos", "run", "freeze-long", "--on", "lab:3", "--out", out), stderr=said
+        )
         wait_until(lambda: (run / "chaos.jsonl").exists(), 200)
         os.kill(chaos.pid, signal.SIGINT)
         assert chaos.wait(60) == 130

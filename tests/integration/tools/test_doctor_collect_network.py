@@ -18,18 +18,20 @@ from tests.support.cluster_facts import Facts
 
 def test_a_python_without_anything_installed_will_do() -> None:
     bare = [sys.executable, "-S", *module_command(COLLECTOR)[1:]]
-    talks = {"node": RemoteProgram("node", LocalProgram(bare, {"PYTHONPATH": str(Path(shoal.__file__).parent.parent)}))}
-    with closing_all(talks):
-        said = talks["node"].ask(20.0, do="observe", peers=["127.0.0.1"], address="127.0.0.1", port=0)
-        port = talks["node"].ask(5.0, do="listen", address="127.0.0.1", name="node", port=0)["port"]
+    programs = {
+        "node": RemoteProgram("node", LocalProgram(bare, {"PYTHONPATH": str(Path(shoal.__file__).parent.parent)}))
+    }
+    with closing_all(programs):
+        said = programs["node"].ask(20.0, do="observe", peers=["127.0.0.1"], address="127.0.0.1", port=0)
+        port = programs["node"].ask(5.0, do="listen", address="127.0.0.1", name="node", port=0)["port"]
         place = {"address": "127.0.0.1", "port": port}
         ((heard,), (other,)) = (
-            talks["node"].ask(5.0, do="dial", places=[{**place, "expect": name}], timeout_s=2.0)["tries"]
+            programs["node"].ask(5.0, do="dial", places=[{**place, "expect": name}], timeout_s=2.0)["tries"]
             for name in ("node", "another")
         )
-        assert talks["node"].ask(5.0, do="burst", **place)["mbps"] > 0
-        talks["node"].ask(5.0, do="send", port=port, tag="new", places=[{**place, "sizes": [128, 1500]}])
-        sizes = talks["node"].ask(5.0, do="received", port=port)["sizes"]
+        assert programs["node"].ask(5.0, do="burst", **place)["mbps"] > 0
+        programs["node"].ask(5.0, do="send", port=port, tag="new", places=[{**place, "sizes": [128, 1500]}])
+        sizes = programs["node"].ask(5.0, do="received", port=port)["sizes"]
     assert said["failed"] == {}
     assert (heard["outcome"], other["outcome"]) == ("ok", "other-machine")
     assert sizes == {"node": {"new": [128, 1500]}}

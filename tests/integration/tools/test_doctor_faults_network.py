@@ -110,12 +110,14 @@ FAULTS = {
         (("mtu.path", "node1"), ("mtu.path", "node2")),
     ),
     "a tenth of the speed": Fault(slow("node2", 100e6), (("link.slow", "node2"),), cured=False),
-    "a name that means docker0": Fault(sh("node2", *DOCKER0, *OWN_NAMES), (("interface.decoy", "node2"),)),
-    "one address twice": Fault(sh("node3", "ip addr add 10.77.0.2/24 dev eth0"), (("reach.twins", "node3"),)),
+    "a name that means docker0": Fault(sh("node2", *DOCKER0, *OWN_NAMES), (("interface.internal", "node2"),)),
+    "one address twice": Fault(
+        sh("node3", "ip addr add 10.77.0.2/24 dev eth0"), (("reach.duplicate-address", "node3"),)
+    ),
     # The kernel asks three times whether the wrong card is still there before it looks for another one.
     "somebody else's address": Fault(
         sh("node3", "ip addr flush dev eth0", "ip addr add 10.77.0.2/24 dev eth0"),
-        (("reach.twins", "node3"), ("interface.address", "node3")),
+        (("reach.duplicate-address", "node3"), ("interface.address", "node3")),
         settles_s=20.0,
     ),
     "another address first": Fault(
@@ -268,7 +270,7 @@ def test_healthy_machines_over_ssh(site: Site) -> None:
     ("settings", "check", "words"),
     [
         ('address = "10.77.0.9"', "interface.address", 'write address = "10.77.0.2" for it'),
-        ('address = "172.17.0.1"', "interface.decoy", 'write address = "10.77.0.2" for it'),
+        ('address = "172.17.0.1"', "interface.internal", 'write address = "10.77.0.2" for it'),
         ('address = "10.77.0.2"\ninterface = "docker0"', "interface.address", "leave the interface out"),
         ('address = "fd77::2"', "reach.family", "gloo cannot connect IPv4 with IPv6"),
     ],

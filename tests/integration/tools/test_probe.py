@@ -264,7 +264,7 @@ def test_two_ranks_on_this_machine_are_probed(tmp_path: Path) -> None:
     assert (loopback.tool, loopback.source, loopback.target) == ("shoal", "local", "local")
     measured = [(entry.op, entry.element_bytes) for entry in found.collectives]
     assert measured == [("all-reduce", 4), ("all-reduce", 2), *((op, 4) for op in OTHERS)]
-    assert {pace.name for pace in found.nodes[0].paces} == {"small", "wide"}
+    assert {timing.name for timing in found.nodes[0].timings} == {"small", "wide"}
     assert found.nodes[0].fp16_s_per_parameter is not None
     assert [trial.connections for trial in found.connections] == [1, 2, 4]
     assert found.nodes[0].compute.training[0].threads == 1

@@ -48,14 +48,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 @pytest.mark.long
 def test_where_the_exchange_is_cheap_nothing_changes(here: tuple[Path, dict[str, Any]]) -> None:
     folder, manifest = here
-    levers = manifest["levers"]
+    strategy = manifest["strategy"]
     assert (manifest["sync"], manifest["wire"], manifest["byte_equivalent"]) == ("ddp", "fp32", True)
-    assert (levers["asked"], levers["every"], levers["choice"]["step"]) == ("auto", 1, CHOSEN_AFTER)
-    assert levers["choice"]["why"].startswith("ddp in fp32: a step takes")
+    assert (strategy["asked"], strategy["every"], strategy["choice"]["step"]) == ("auto", 1, CHOSEN_AFTER)
+    assert strategy["choice"]["why"].startswith("ddp in fp32: a step takes")
     assert manifest["choice_notes"].startswith(f"After step {CHOSEN_AFTER} the run continued with ddp in fp32")
     for rank in range(2):
         [choice] = events_of(folder, "choice", rank)
-        assert choice["why"] == levers["choice"]["why"]
+        assert choice["why"] == strategy["choice"]["why"]
     assert summarize(RunFolder.open(folder).read_all_events()).measured == (15, STEPS)
 
 
@@ -104,15 +104,15 @@ def test_a_resumed_run_goes_on_with_the_choice_it_made(
     shutil.copytree(here[0], folder)
     as_if_chosen(folder, sync=mode, wire=wire, round_steps=every)
     manifest = resumed(folder, 4)
-    assert (manifest["sync"], manifest["wire"], manifest["levers"]["every"]) == chosen
-    assert manifest["levers"]["choice"]["step"] == CHOSEN_AFTER
+    assert (manifest["sync"], manifest["wire"], manifest["strategy"]["every"]) == chosen
+    assert manifest["strategy"]["choice"]["step"] == CHOSEN_AFTER
     assert here[1]["theoretical_bytes_per_step"] == 0 < manifest["theoretical_bytes_per_step"]
     first = {rank: figures(folder, rank)[STEPS:] for rank in range(2)}
     state = (folder / "state-rank-1.safetensors").read_bytes()
     assert first[0][:2] == figures(here[0], 0)[4:CHOSEN_AFTER]
     assert first[0][2:] != figures(here[0], 0)[CHOSEN_AFTER:]
     again = resumed(folder, 12)
-    assert (again["sync"], again["levers"]["choice"]["step"]) == (mode, CHOSEN_AFTER)
+    assert (again["sync"], again["strategy"]["choice"]["step"]) == (mode, CHOSEN_AFTER)
     for rank in range(2):
         assert figures(folder, rank)[-(STEPS - 12) :] == first[rank][8:]
     assert (folder / "state-rank-1.safetensors").read_bytes() == state
@@ -135,7 +135,7 @@ def test_a_run_interrupted_before_its_choice_chooses_then(here: tuple[Path, dict
     folder = tmp_path / "run"
     shutil.copytree(here[0], folder)
     as_if_chosen(folder, event="forgotten")
-    assert resumed(folder, 4)["levers"]["choice"]["step"] == 4 + CHOSEN_AFTER
+    assert resumed(folder, 4)["strategy"]["choice"]["step"] == 4 + CHOSEN_AFTER
 
 
 @pytest.mark.long
@@ -154,9 +154,9 @@ def test_over_a_slow_link_replicas_part(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sets = (*SETS, "model.width=32", "sync.every=8", "sync.planned=ddp:1,fp16", "sync.planned_step_s=0.02")
     manifest = train_tiny(run, "--on", "lab:2,link=10mbit", "--sync", "auto", sets=sets)
-    choice = manifest["levers"]["choice"]
+    choice = manifest["strategy"]["choice"]
     assert manifest["sync"] in ("diloco", "streaming")
-    assert (manifest["wire"], manifest["levers"]["every"], manifest["byte_equivalent"]) == ("fp16", 8, True)
+    assert (manifest["wire"], manifest["strategy"]["every"], manifest["byte_equivalent"]) == ("fp16", 8, True)
     assert (choice["step"], choice["planned"], choice["agrees"]) == (CHOSEN_AFTER, "ddp in fp16", False)
     assert choice["expected_step_s"] < choice["measured_step_s"] / 2
     assert manifest["choice_notes"].count("the plan had chosen ddp in fp16 with 20 ms a step") == 1

@@ -249,7 +249,7 @@ def test_accumulation_multiplies_batch_and_rate(tmp_path: Path, exact: dict[str,
     sets = (*COMMON, "train.steps=3", "train.micro_batch=6")
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--sync", "accumulate", sets=sets)
     assert (manifest["sync"], manifest["global_batch"], manifest["micro_batch"]) == ("ddp", 48, 6)
-    assert manifest["levers"]["accumulation"] == 4
+    assert manifest["strategy"]["accumulation"] == 4
     start = events_of(tmp_path / "run", "start")[0]
     assert start["lr"] == pytest.approx(2e-3 * 48 / 16)
     assert "accumulate = 4" in (tmp_path / "run" / "config.toml").read_text()

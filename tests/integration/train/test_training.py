@@ -163,7 +163,7 @@ def test_other_ways_to_exchange_train_the_same(runs: Runs, flags: tuple[str, str
 @pytest.mark.long
 def test_accumulation_trains_the_same(runs: Runs, tmp_path: Path) -> None:
     manifest = train_tiny(tmp_path / "run", "--on", "local:2", "--micro-batch", "2", sets=FIFTY)
-    assert manifest["levers"]["accumulation"] == 3
+    assert manifest["strategy"]["accumulation"] == 3
     assert manifest["final_loss"] == pytest.approx(runs[2][1]["final_loss"], rel=1e-4)
 
 

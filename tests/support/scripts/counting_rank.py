@@ -54,6 +54,7 @@ class Rank:
         self.line = socket.socket(fileno=int(os.environ[MEMBERSHIP_FD]))
         self.ledger = out.open("a", buffering=1)
         self.state: State | None = State(step=0)
+        self.digest = ""  # of how the state came about
         self.order: EnterGeneration | None = None
         self.lease_until = 0.0
         self.leave_order: LeaveGeneration | None = None
@@ -105,7 +106,7 @@ class Rank:
         """Whoever has the generation's state shows it; of a machine that has it, a rank may be new all the same."""
         has_it = self.state is not None and order.has_state and self.state.step == order.state.step
         if self.state is not None and (order.first or has_it):
-            self.ask(op="set", key=f"{order.prefix}/state", value=text(self.state.model_dump_json()))
+            self.ask(op="set", key=f"{order.prefix}/state", value=text(f"{self.digest} {self.state.model_dump_json()}"))
         elif not self.copy(order):
             return False
         if self.exchange(order, "formed") is None:
@@ -119,7 +120,8 @@ class Rank:
             self.listen()
             if self.must_leave_at_once():
                 return False
-        self.state = State.model_validate_json(untext(found))
+        self.digest, _, state = untext(found).partition(" ")
+        self.state = State.model_validate_json(state)
         self.note(event="copied", step=self.state.step)
         return True
 
@@ -142,15 +144,16 @@ class Rank:
     def apply(self, order: EnterGeneration) -> None:
         assert self.state is not None
         before, generation = self.state, str(order.generation)
-        digest = hashlib.sha256(f"{before.digest} {generation}".encode()).hexdigest()[:16]
-        self.state = State(step=before.step + 1, digest=digest, committed=before.step)
+        before_digest = self.digest
+        self.digest = hashlib.sha256(f"{before_digest} {generation}".encode()).hexdigest()[:16]
+        self.state = State(step=before.step + 1, committed=before.step)
         while boot_clock() > self.lease_until:
             self.listen(wait_s=0.05)
             if self.must_leave_at_once():
                 return
         if before.step:
             lineage = str(order.lineage.name)
-            self.note(event="commit", step=before.step, digest=before.digest, generation=generation, lineage=lineage)
+            self.note(event="commit", step=before.step, digest=before_digest, generation=generation, lineage=lineage)
             self.say(StepCommitted(step=before.step))
 
     def leave(self, order: EnterGeneration) -> None:

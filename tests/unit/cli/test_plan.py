@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from shoal.cli.main import run
 from shoal.config.load import build_config
-from shoal.config.sync_choice import WIRE_FORMATS
+from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
 from shoal.cost.data_sheets import SheetOverrides, find_link, find_machines, make_cluster_model
 from shoal.cost.strategy import SyncStrategy
 from shoal.cost.workload import workload_of
@@ -146,14 +146,14 @@ def test_several_ranks_a_node(plan: Plan) -> None:
     found = plan(*words, "--ranks-per-node", "8")
     assert [row["ranks"] for row in found["rows"]] == [8, 16]
     assert found["rows"][0]["speedup"] == pytest.approx(1.0)
-    assert any(option["lever"] == "ddp, hierarchical" for option in found["advice"]["levers"])
+    assert any(option["strategy"] == "ddp, hierarchical" for option in found["advice"]["strategies"])
 
 
 # Advice
 
 
 def test_levers_are_ranked_and_say_what_they_cost(plan: Plan) -> None:
-    options = plan("gpt2-124m", "--nodes", "1..4")["advice"]["levers"]
+    options = plan("gpt2-124m", "--nodes", "1..4")["advice"]["strategies"]
     speeds = [option["tokens_per_s"] for option in options]
     assert speeds == sorted(speeds, reverse=True)
     assert all(option["costs"] for option in options)
@@ -164,12 +164,12 @@ def test_levers_are_ranked_and_say_what_they_cost(plan: Plan) -> None:
         "streaming every 50 steps",
         "diloco every 50 steps, int8",
     }
-    assert wanted <= {option["lever"] for option in options}
+    assert wanted <= {option["strategy"] for option in options}
 
 
 def test_only_what_shoal_can_do_has_a_command(plan: Plan) -> None:
-    options = plan("gpt2-124m", "--nodes", "2")["advice"]["levers"]
-    assert {option["lever"] for option in options if not option["command"]} == {"sharded"}
+    options = plan("gpt2-124m", "--nodes", "2")["advice"]["strategies"]
+    assert {option["strategy"] for option in options if not option["command"]} == {"sharded"}
     assert all(option["available"] == (option["command"] is not None) for option in options)
 
 
@@ -180,15 +180,29 @@ def test_a_lever_that_becomes_possible_is_recommended(plan: Plan, monkeypatch: p
     before = plan(*words)["advice"]["recommended"]
     monkeypatch.setitem(WIRE_FORMATS, "int8", int8)
     after = plan(*words)["advice"]["recommended"]
-    assert (before["lever"], after["lever"]) == ("ddp, fp16", "ddp, int8")
+    assert (before["strategy"], after["strategy"]) == ("ddp, fp16", "ddp, int8")
+
+
+def test_a_format_that_is_not_marked_as_safe_is_listed_but_not_recommended(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int4 = WireFormat("int4", "an eighth of the bytes", "keep 4 bits a block", BLOCK_NUMBERS // 2 + 4, has_blocks=True)
+    words = ("gpt2-124m", "--nodes", "4", "--link", "300mbit")
+    monkeypatch.setitem(WIRE_FORMATS, "int4", int4)
+    advice = plan(*words)["advice"]
+    speeds = {option["strategy"]: option["tokens_per_s"] for option in advice["strategies"]}
+    assert speeds["ddp, int4"] > speeds["ddp, int8"]
+    assert advice["recommended"]["strategy"] == "ddp, int8"
+    monkeypatch.setitem(WIRE_FORMATS, "int4", replace(int4, keeps_training=True))
+    assert plan(*words)["advice"]["recommended"]["strategy"] == "ddp, int4"
 
 
 def test_what_changes_the_training_is_offered_and_never_recommended(plan: Plan, call: Call) -> None:
     advice = plan("gpt2-124m", "--link", "100mbit", "--nodes", "1,2")["advice"]
-    assert advice["levers"][0]["lever"].startswith(("diloco", "streaming"))
-    assert advice["recommended"] is None or advice["recommended"]["lever"].startswith("ddp, int8")
+    assert advice["strategies"][0]["strategy"].startswith(("diloco", "streaming"))
+    assert advice["recommended"] is None or advice["recommended"]["strategy"].startswith("ddp, int8")
     other = advice["other_training"]
-    assert other["lever"].startswith(("diloco", "streaming", "ddp, powersgd"))
+    assert other["strategy"].startswith(("diloco", "streaming", "ddp, powersgd"))
     line = shlex.split(other["command"])
     code, _, err = call(*line[line.index("train") :], "--on", "local:2", "--dry-run")
     assert (code, err) == (0, "")
@@ -212,8 +226,8 @@ def test_the_recommended_command_starts_what_was_planned(plan: Plan, call: Call,
     code, out, err = call(*line[line.index("train") :], "--dry-run")
     assert (code, err) == (0, "")
     assert out.count("# ") == 2
-    assert ("sync.wire=fp16" in line) == ("fp16" in advice["lever"])
-    assert ("run.weights=1/0.37" in line) == ("balanced" in advice["lever"])
+    assert ("sync.wire=fp16" in line) == ("fp16" in advice["strategy"])
+    assert ("run.weights=1/0.37" in line) == ("balanced" in advice["strategy"])
 
 
 DILOCO = "[sync]\nmode = 'diloco'\nevery = 20\naccumulate = 2\n"
@@ -241,9 +255,9 @@ def test_the_command_trains_what_was_planned_whatever_the_file_says(
     file.write_text(settings, encoding="utf-8")
     batch = () if "global_batch" in settings or "--global-batch" in words else ("--set", "train.global_batch=32")
     made = plan("--config", str(file), "--nodes", "2", "--on", "local:2", *batch, *words)
-    # The lever that was asked for, not one that was found beside it.
-    lever = made["lever"]
-    [line] = [option["command"] for option in made["advice"]["levers"] if option["lever"] == lever]
+    # The strategy that was asked for, not one that was found beside it.
+    strategy = made["strategy"]
+    [line] = [option["command"] for option in made["advice"]["strategies"] if option["strategy"] == strategy]
     command = shlex.split(line)
     code, out, err = call(*command[command.index("train") :], "--dry-run", "--json")
     assert (code, err) == (0, "")
@@ -256,7 +270,7 @@ def test_the_command_trains_what_was_planned_whatever_the_file_says(
 
 
 def test_the_cluster_of_a_setting_is_where_the_command_runs(plan: Plan) -> None:
-    command = plan("--nodes", "2", "--set", "run.on=local:2", "--link", "10gbe")["advice"]["levers"][0]["command"]
+    command = plan("--nodes", "2", "--set", "run.on=local:2", "--link", "10gbe")["advice"]["strategies"][0]["command"]
     assert "--on local:2" in command
     assert "run.on" not in command
 
@@ -264,7 +278,7 @@ def test_the_cluster_of_a_setting_is_where_the_command_runs(plan: Plan) -> None:
 def test_the_plainest_of_equals_is_recommended(plan: Plan) -> None:
     """On a fast link fp16 gains nothing worth its price."""
     words = ("--params", "1e9", "--link", "400gbe", "--nodes", "2", "--tokens", "1e6")
-    assert plan(*words)["advice"]["recommended"]["lever"] == "ddp"
+    assert plan(*words)["advice"]["recommended"]["strategy"] == "ddp"
 
 
 def test_one_machine_is_faster(plan: Plan, call: Call) -> None:
@@ -299,7 +313,7 @@ def test_a_lever_that_shoal_lacks_is_planned_but_not_advised(plan: Plan, words: 
     assert "DDP does not add up" not in text
     assert "Sharding divides weights, gradients and moments among 4 ranks: each holds" in text
     recommended = made["advice"]["recommended"]
-    assert recommended is None or recommended["lever"] == "ddp"
+    assert recommended is None or recommended["strategy"] == "ddp"
 
 
 def test_memory_is_said_of_the_planned_lever(plan: Plan) -> None:
@@ -318,8 +332,8 @@ def test_machines_that_are_named_are_those_that_are_planned_for(plan: Plan, call
 def test_all_speedups_of_a_plan_have_one_base(plan: Plan, machines: str) -> None:
     made = plan("--machine", machines)
     alone = plan("--machine", "desktop", "--nodes", "1")["rows"][0]["tokens_per_s"]
-    for row in (*made["rows"], *made["advice"]["levers"]):
-        if "batch" not in row.get("lever", ""):
+    for row in (*made["rows"], *made["advice"]["strategies"]):
+        if "batch" not in row.get("strategy", ""):
             assert row["speedup"] == pytest.approx(row["tokens_per_s"] / alone)
     assert made["rows"][0]["efficiency"] == pytest.approx(1.0)
     said = f"{alone:,.0f} tokens/s"
@@ -403,7 +417,7 @@ def test_one_node_alone(call: Call) -> None:
     code, out, _ = call("plan", "--nodes", "1")
     assert code == 0
     assert "One node: nothing is exchanged." in out
-    assert "lever" not in out
+    assert "strategy" not in out
 
 
 def test_a_picture_on_request(call: Call, tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def collective(op: str, size: int, seconds: float, kind: str = "collective", ele
     return {"event": kind, "op": op, "element_bytes": element_bytes, "cores": size / SIZES[6], **times}
 
 
-def pace(node: str, rank: int, micro_batch: int, forward_s: float) -> Event:
+def timing(node: str, rank: int, micro_batch: int, forward_s: float) -> Event:
     shape = {"name": "small", "model": SMALL_GPT.model_dump(), "threads": 1, "micro_batch": micro_batch}
     times = {"forward_s": forward_s, "backward_s": 2 * forward_s, "optimizer_s": 0.006, "spread": 0.01}
-    return {"event": "pace", "rank": rank, "node": node, **shape, **times}
+    return {"event": "model-time", "rank": rank, "node": node, **shape, **times}
 
 
 def compute(node: str) -> Event:
@@ -67,14 +67,14 @@ def events_of(nodes: list[Node]) -> list[Event]:
     others = [*halves, *(collective("broadcast", size, 2e-3 + 9e-9 * size) for size in (4096, 1 << 20))]
     held_out = collective("all-reduce", 8 << 20, 1.02 * GIGABIT.seconds(8 << 20), kind="held-out")
     trials = [{"event": "connections", "count": count, "seconds": seconds} for count, seconds in ((1, 0.1), (4, 0.05))]
-    cut = {"event": "cut", "op": "all-reduce", "element_bytes": 2, "bytes": SIZES[7], "once_s": 0.56}
-    paces = [
-        pace(node.name, rank, size, 0.01 * size * (1 + 0.1 * rank))
+    cut = {"event": "size-skipped", "op": "all-reduce", "element_bytes": 2, "bytes": SIZES[7], "once_s": 0.56}
+    timings = [
+        timing(node.name, rank, size, 0.01 * size * (1 + 0.1 * rank))
         for node in nodes
         for rank in (0, 1)
         for size in (1, 2, 4)
     ]
-    return [*facts, *sweep, *others, held_out, *trials, cut, *paces, *(compute(node.name) for node in nodes)]
+    return [*facts, *sweep, *others, held_out, *trials, cut, *timings, *(compute(node.name) for node in nodes)]
 
 
 def link(source: str, target: str, together_gbps: float = 0.96) -> LinkProfile:
@@ -123,7 +123,7 @@ def test_a_profile_has_what_was_measured(profile: Profile) -> None:
     assert halves is not None
     assert halves.seconds(1 << 20) == pytest.approx(2 * GIGABIT.seconds(1 << 20), rel=1e-3)
     # Of a node's ranks the slowest.
-    assert [(each.micro_batch, each.forward_s) for each in profile.node("node1").paces] == [
+    assert [(each.micro_batch, each.forward_s) for each in profile.node("node1").timings] == [
         (1, 0.011),
         (2, 0.022),
         (4, 0.044),

@@ -332,7 +332,7 @@ def test_what_a_guest_came_with_is_never_trained_on() -> None:
         cluster.run(0.05)
     assert machine.running
     cluster.kill(0)
-    old = State(step=7, digest="aa", committed=6)
+    old = State(step=7, committed=6)
     cluster.obey(machine, machine.state_machine.failed(machine.running.id, cluster.now))
     cluster.obey(machine, machine.state_machine.stopped(machine.running.id, old, (0,), cluster.now))
     machine.running = machine.stop_at = None

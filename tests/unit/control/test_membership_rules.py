@@ -159,25 +159,25 @@ def test_those_who_go_on_together_all_hear_each_other(reachable: dict[int, froze
     assert bool(together) == bool(reachable)
 
 
-def promise(base: Generation, ballot: Ballot, step: int, reachable: tuple[int, ...], digest: str = "aa") -> Promise:
-    state = State(step=step, digest=digest, committed=max(step - 1, 0))
+def promise(base: Generation, ballot: Ballot, step: int, reachable: tuple[int, ...]) -> Promise:
+    state = State(step=step, committed=max(step - 1, 0))
     return Promise(generation=base.id, ballot=ballot, state=state, ranks=(0,), reachable=reachable)
 
 
 def test_a_successor_begins_with_the_replica_that_is_furthest() -> None:
     base, ballot = first_generation(member_ranks(0, 1, 2)), Ballot(2, 0)
-    promises = {0: promise(base, ballot, 6, (1, 2)), 1: promise(base, ballot, 7, (0, 2), "bb")}
+    promises = {0: promise(base, ballot, 6, (1, 2)), 1: promise(base, ballot, 7, (0, 2))}
     outcome = decide_successor(base, ballot, quorum(3), promises, {}, RULES)
     assert outcome.verdict is QuorumVerdict.CONTINUE
     assert outcome.successor is not None
     assert (outcome.successor.members, outcome.successor.source) == ((0, 1), 1)
-    assert outcome.successor.state == State(step=7, digest="bb", committed=6)
+    assert outcome.successor.state == State(step=7, committed=6)
     assert outcome.successor.lineage == base.lineage
 
 
-def test_of_several_digests_the_most_frequent_is_copied() -> None:
+def test_of_several_replicas_at_the_same_step_the_lowest_member_is_the_source() -> None:
     base, ballot = first_generation(member_ranks(0, 1, 2)), Ballot(2, 0)
-    promises = {m: promise(base, ballot, 7, (0, 1, 2), "bb" if m else "aa") for m in range(3)}
+    promises = {m: promise(base, ballot, 7 if m else 6, (0, 1, 2)) for m in (2, 1, 0)}
     outcome = decide_successor(base, ballot, quorum(3), promises, {}, RULES)
     assert outcome.successor
     assert outcome.successor.source == 1

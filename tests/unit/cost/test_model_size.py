@@ -140,8 +140,8 @@ def test_low_rank_factors_are_counted_matrix_by_matrix() -> None:
     sizes = [tuple(parameter.shape) for parameter in GPT(shape).parameters()]
     sent = sum(min(size[0] * size[1], 2 * sum(size)) if len(size) == 2 else size[0] for size in sizes)
     workload = Workload("small", parameter_count(shape), flops_per_token(shape), shape.seq_len, TrainConfig(), shape)
-    lever = SyncStrategy(wire="powersgd", rank=2)
-    assert bytes_per_parameter(lever, workload) * workload.parameters == pytest.approx(4 * sent)
+    strategy = SyncStrategy(wire="powersgd", rank=2)
+    assert bytes_per_parameter(strategy, workload) * workload.parameters == pytest.approx(4 * sent)
 
 
 # Memory
@@ -157,7 +157,7 @@ def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lever", "more"),
+    ("strategy", "more"),
     [
         (SyncStrategy(wire="fp16"), 0),
         (SyncStrategy(wire="int8"), 4),
@@ -167,8 +167,8 @@ def test_ddp_keeps_everything_everywhere_and_sharding_divides_it() -> None:
         (SyncStrategy(sync="diloco", every=100, wire="int8"), 12),
     ],
 )
-def test_what_a_lever_keeps_beside(lever: SyncStrategy, more: int) -> None:
-    plain, other = needed(GPT2, SyncStrategy(), 1, 2), needed(GPT2, lever, 1, 2)
+def test_what_a_lever_keeps_beside(strategy: SyncStrategy, more: int) -> None:
+    plain, other = needed(GPT2, SyncStrategy(), 1, 2), needed(GPT2, strategy, 1, 2)
     assert other.total - plain.total == more * GPT2.parameters
 
 

@@ -1,4 +1,4 @@
-"""A step predicted: collectives, the slowest of many, levers, and the figures everybody knows."""
+"""A step predicted: collectives, the slowest of many, strategies, and the figures everybody knows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.config.load import build_config
 from shoal.config.schema import TrainConfig
+from shoal.config.sync_choice import BLOCK_NUMBERS, WIRE_FORMATS, WireFormat
 from shoal.cost.data_sheets import (
     LINKS,
     MACHINES,
@@ -20,9 +21,10 @@ from shoal.cost.data_sheets import (
     find_machines,
     make_cluster_model,
 )
+from shoal.cost.model_size import grad_bytes
 from shoal.cost.network import LinkSpeed, NodesNetwork, RingNetwork, collective_s, payload_factor
 from shoal.cost.predict import ClusterModel, expected_max, expected_slowest, predict, speeds
-from shoal.cost.strategy import SyncStrategy
+from shoal.cost.strategy import SyncStrategy, element_bytes
 from shoal.cost.workload import bare_workload, workload_of
 from shoal.tools.plan.advise import make_plan, make_row
 
@@ -105,7 +107,7 @@ def test_a_flat_ring_waits_for_every_rank() -> None:
 
 def test_everybody_shares_the_air() -> None:
     """Two stations and an access point: each byte is on the air twice, in both directions at once."""
-    cable, air = RingNetwork(1e8, 0.0), RingNetwork(1e8, 0.0, air=True)
+    cable, air = RingNetwork(1e8, 0.0), RingNetwork(1e8, 0.0, is_shared_medium=True)
     assert air.all_reduce(2, 1e8, 4).seconds == pytest.approx(4 * cable.all_reduce(2, 1e8, 4).seconds)
     assert air.all_reduce(3, 1e8, 4).seconds == pytest.approx(6 * cable.all_reduce(3, 1e8, 4).seconds)
 
@@ -133,8 +135,8 @@ def test_the_slowest_of_one_or_of_punctual_ones_is_known() -> None:
 # Levers
 
 
-def step_s(lever: SyncStrategy, nodes: int = 4, where: ClusterModel | None = None) -> float:
-    return predict(GPT2, lever, where or setting(), nodes).step.step_s
+def step_s(strategy: SyncStrategy, nodes: int = 4, where: ClusterModel | None = None) -> float:
+    return predict(GPT2, strategy, where or setting(), nodes).step.step_s
 
 
 def test_fewer_bytes_are_faster_on_a_slow_link_and_cost_on_a_fast_one() -> None:
@@ -176,7 +178,7 @@ def test_streaming_cannot_hide_what_takes_longer_than_computing() -> None:
 
 def test_sharding_sends_half_as_much_again_for_every_micro_batch() -> None:
     ddp, sharded = (predict(GPT2, SyncStrategy(sync=sync), setting(), 2) for sync in ("ddp", "sharded"))
-    assert sharded.deal.micro_batches == (2, 2)
+    assert sharded.batch_plan.micro_batches == (2, 2)
     assert sharded.step.comm_s == pytest.approx(2 * 1.5 * ddp.step.comm_s, rel=0.01)
     assert sharded.wire_bytes == pytest.approx(3 * ddp.wire_bytes)
 
@@ -188,7 +190,7 @@ def test_powersgd_sends_two_messages_for_each_bucket() -> None:
 
 
 @pytest.mark.parametrize("sync", ["ddp", "local", "diloco", "streaming", "sharded"])
-@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16", "int8", "powersgd"])
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_one_rank_exchanges_nothing(sync: str, wire: str) -> None:
     found = predict(GPT2, SyncStrategy().with_(sync=sync, wire=wire), setting(), 1)
     assert (found.step.comm_s, found.step.exposed_s, found.step.wait_s, found.wire_bytes) == (0, 0, 0, 0)
@@ -208,11 +210,19 @@ def test_parts_are_never_negative_and_add_up(nodes: int, sync: str, link: str, m
     assert sum(parts) == pytest.approx(step.step_s)
 
 
+def test_a_number_of_four_bits_is_half_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WIRE_FORMATS, "int4", WireFormat("int4", "", "", BLOCK_NUMBERS // 2))
+    assert element_bytes(SyncStrategy(wire="int4"), GPT2) == 0.5
+    assert grad_bytes([(3,), (5, 2)], "int4") == 7
+    exact, packed = (predict(GPT2, SyncStrategy(wire=wire), setting(), 2) for wire in ("fp32", "int4"))
+    assert packed.wire_bytes == pytest.approx(exact.wire_bytes / 8)
+
+
 def test_every_part_of_a_lever_is_in_the_table() -> None:
-    lever = SyncStrategy("sharded", "int8", 2, hierarchical=True, balanced=True)
+    strategy = SyncStrategy("sharded", "int8", 2, hierarchical=True, balanced=True)
     assert SyncStrategy(wire="fp16", accumulation=4, balanced=True).is_available
-    assert not lever.is_available
-    assert str(lever) == "sharded, int8, batch ×2, balanced, hierarchical"
+    assert not strategy.is_available
+    assert str(strategy) == "sharded, int8, batch ×2, balanced, hierarchical"
 
 
 # Machines
@@ -222,7 +232,7 @@ def test_a_busier_machine_gets_less_where_shares_follow_speed() -> None:
     unequal, workload = setting(machine="desktop,laptop"), GPT2.with_batch(16)
     assert speeds(workload, unequal.speed, 2) == (1.0, 0.37)
     equal, balanced = (make_row(workload, SyncStrategy(balanced=choice), unequal, 2) for choice in (False, True))
-    assert balanced.prediction.deal.micro_batches == (12, 4)
+    assert balanced.prediction.batch_plan.micro_batches == (12, 4)
     assert balanced.prediction.tokens_per_s > 1.5 * equal.prediction.tokens_per_s
     ideal = equal.speedup / equal.efficiency
     assert ideal == pytest.approx(1.37, abs=0.005)
@@ -268,7 +278,7 @@ def test_a_bare_model_gets_a_micro_batch_that_fits() -> None:
     bare = bare_workload(760_000_000, 1024, TrainConfig(global_batch=512), "bf16")
     found = predict(bare, SyncStrategy(), setting("400gbe", "h100"), 2)
     assert found.fits
-    assert found.deal.micro_batch < 64
+    assert found.batch_plan.micro_batch < 64
     ours = workload_of(build_config("gpt2-124m", sets=["train.global_batch=64", "train.micro_batch=64"]))
     assert not predict(ours, SyncStrategy(), setting("400gbe", "rtx4070"), 1).fits, "a stated one stays"
 
@@ -284,5 +294,5 @@ def test_rows_of_a_plan() -> None:
 def test_sixteen_thousand_ranks() -> None:
     bare = bare_workload(10**9, 1024, TrainConfig(global_batch=2**15), "bf16")
     row = make_row(bare, SyncStrategy(), setting("400gbe", "h100"), 16_384)
-    assert row.prediction.deal.global_batch == 2**15
+    assert row.prediction.batch_plan.global_batch == 2**15
     assert 0.2 < row.efficiency < 1

@@ -218,12 +218,15 @@ def test_an_event_that_says_nothing(record: dict[str, object]) -> None:
 
 
 def test_settings_before_and_after_the_choice() -> None:
-    assert AUTO.begun.foreseen == DDP
+    assert AUTO.first_settings.expected_choice == DDP
     planned = SyncConfig(mode="auto", planned="diloco:100,fp16")
-    assert (planned.foreseen, planned.begun.foreseen) == (SyncChoice("diloco", "fp16", 100), HALVES)
-    assert AUTO.settled(DILOCO).foreseen == DILOCO
+    assert (planned.expected_choice, planned.first_settings.expected_choice) == (
+        SyncChoice("diloco", "fp16", 100),
+        HALVES,
+    )
+    assert AUTO.with_choice(DILOCO).expected_choice == DILOCO
     assert not AUTO.is_outer
-    assert SyncConfig(mode="diloco").begun.mode == "diloco"
+    assert SyncConfig(mode="diloco").first_settings.mode == "diloco"
 
 
 @pytest.mark.parametrize(

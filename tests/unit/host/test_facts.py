@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: the deal by made-up machines, and pinning on this one."""
+"""Which cores a rank computes on: decided for made-up machines, and pinning on this one."""
 
 from __future__ import annotations
 

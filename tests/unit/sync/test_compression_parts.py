@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.config.load import build_config
-from shoal.config.sync_choice import WireChoice, parse_wire
+from shoal.config.sync_choice import WIRE_FORMATS, WireChoice, parse_wire
 from shoal.cost.model_size import BLOCK, RECORD_BYTES, blocks_of, grad_bytes, is_low_rank
 from shoal.cost.strategy import strategy_of_config
 from shoal.errors import ConfigError
-from shoal.sync.compression import base, make_compressor
+from shoal.sync.compression import base, kernel_or_plain, make_compressor
 from shoal.sync.compression.base import Bucket, from_half, to_half
 from shoal.sync.compression.codecs import Bf16, Int8, NativeBf16, NativeInt8, int8_codec
 from shoal.sync.compression.native import load_kernels
@@ -28,7 +28,7 @@ from shoal.sync.compression.powersgd import multiply, ordered_sum, orthogonal
 from shoal.sync.compression.reduce_scatter import Codec, OrderedQueue, Rounds, ScatterLayout, lay_out
 from shoal.sync.world import World
 
-FORMATS = ["fp32", "fp16", "bf16", "int8", "powersgd:64"]
+FORMATS = [str(WireChoice(name, 64)) for name in WIRE_FORMATS]
 floats = st.floats(width=32, allow_subnormal=True)
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=8)
 
@@ -42,7 +42,7 @@ def built() -> None:
 # Names
 
 
-@pytest.mark.parametrize("text", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("text", WIRE_FORMATS)
 def test_a_plain_name(text: str) -> None:
     assert parse_wire(text).name == text
 
@@ -167,6 +167,7 @@ def test_a_kernel_that_rounds_differently_is_not_used(monkeypatch: pytest.Monkey
     if native is None:
         pytest.skip("no compiler")
     assert isinstance(int8_codec(native), NativeInt8)
+    assert (kernel_or_plain("int8"), kernel_or_plain("bf16"), kernel_or_plain("fp32")) == ("kernel", "kernel", "plain")
     decode = native.int8_decode
 
     def wrong(records: Tensor, gradient: Tensor) -> None:
@@ -175,6 +176,7 @@ def test_a_kernel_that_rounds_differently_is_not_used(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(native, "int8_decode", wrong)
     assert isinstance(int8_codec(native), Int8)
+    assert (kernel_or_plain("int8"), kernel_or_plain("bf16")) == ("plain", "kernel")
     assert isinstance(int8_codec(None), Int8)
 
 

@@ -70,7 +70,7 @@ class HostsCluster:
             "texts": self.run_files.texts(ready.files),
             "keeps": node is self.nodes[0] and not any(host.here for host in self.ready.values()),
             "follow": False,
-            "discard": not self.run_files.stays,
+            "discard": not self.run_files.keeps_files,
         }
         return SshLink(ready, self.spec, run, node.project, order, self.note)
 

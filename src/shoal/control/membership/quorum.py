@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -121,7 +120,7 @@ def decide_successor(
         lineage=base.lineage.branch(ballot, base.id, committed) if is_fork else base.lineage,
         parent=base.id,
         member_ranks=members,
-        state=State(step=state.step, digest=state.digest, committed=committed),
+        state=State(step=state.step, committed=committed),
         source=source,
     )
     if is_fork:
@@ -172,7 +171,11 @@ def _choose_members(
 
 
 def _choose_source(base: Generation, promises: Mapping[int, Promise]) -> tuple[int, State] | None:
-    """Return the replica that is furthest: of several digests at that step the most frequent, of the lowest member."""
+    """Return the replica that is furthest; of several the one of the lowest member.
+
+    Agents do not know the contents of a replica. The ranks compare digests when they have formed the group, and copy
+    the state that most of them have (`train/state_transfer.py`).
+    """
     usable = {
         member: promise.state
         for member, promise in promises.items()
@@ -180,8 +183,5 @@ def _choose_source(base: Generation, promises: Mapping[int, Promise]) -> tuple[i
     }
     if not usable:
         return None
-    step = max(state.step for state in usable.values())
-    furthest = {member: state for member, state in usable.items() if state.step == step}
-    counts = Counter(state.digest for state in furthest.values())
-    source = min(furthest, key=lambda member: (-counts[furthest[member].digest], member))
-    return source, furthest[source]
+    source = min(usable, key=lambda member: (-usable[member].step, member))
+    return source, usable[source]

@@ -68,6 +68,11 @@ HANDSHAKE_TIMEOUT_S = 5.0
 DIAL_RETRY_S = 0.2
 # A peer that read less than `channel.MIN_BYTES_PER_S` for this long is disconnected. Longer: its messages pile up.
 SEND_STALLED_AFTER_S = 20.0
+# When the kernel probes an idle connection, how often, and after how many unanswered probes it closes the connection.
+# Longer: a pulled cable, which closes nothing, is noticed later.
+KEEPALIVE_IDLE_S = 5
+KEEPALIVE_INTERVAL_S = 5
+KEEPALIVE_PROBES = 3
 # How long all agents of a launch may take to connect. Longer: a firewall is reported later.
 MEET_TIMEOUT_S = 20.0
 # How long a peer may take to send its hello after the handshake.

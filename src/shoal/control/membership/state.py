@@ -98,10 +98,6 @@ class LocalRankStates:
         if state is not None:
             self.committed = max(self.committed, state.committed)
 
-    def matches(self, state: State) -> bool:
-        own = self.state
-        return own is not None and own.digest != "" and (own.step, own.digest) == (state.step, state.digest)
-
     def lose_all(self) -> None:
         self.phase, self.state, self.numbers, self.has_state = Phase.STOPPED, None, (), False
 

@@ -261,8 +261,8 @@ class MembershipMachine:
         state.voter.enter(generation)
         # Others shall copy a state from us that we have lost since our promise.
         state.alarm = generation.source == state.me and not ranks.has_state and not generation.recovers
-        # A joining node has no state before its copy has arrived, unless it already has the same state.
-        ranks.has_state &= (state.joins is None or ranks.matches(generation.state)) and not generation.recovers
+        # A joining node has no state before its copy has arrived.
+        ranks.has_state &= state.joins is None and not generation.recovers
         ranks.phase, ranks.committed = Phase.TRAINING, generation.state.committed
         state.unconfirmed, state.joins, state.passed = set(), None, None
         state.formed, state.entered_at = False, state.now

@@ -18,7 +18,6 @@ MAX_FORKS = 64
 
 Member = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Digest = Annotated[str, Field(max_length=128, pattern=r"^[0-9a-f]*$")]
 Ranks = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**16)], ...], Field(max_length=MAX_RANKS_PER_MEMBER)]
 
 
@@ -51,7 +50,6 @@ class State(StrictModel):
     """The state of a member's replica."""
 
     step: Count  # the last step it has applied
-    digest: Digest = ""  # empty: not computed
     committed: Count = 0  # the last step it knows to be committed
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.config.sync_choice import WireChoice, parse_wire
 from shoal.errors import UsageError
 from shoal.sync.compression.base import TORCH_FP16_IS_SLOW, Compressor, Fp16, Fp32, InterruptibleCompressor
-from shoal.sync.compression.codecs import bf16_codec, int8_codec
+from shoal.sync.compression.codecs import NativeBf16, NativeInt8, bf16_codec, int8_codec
 from shoal.sync.compression.native import load_kernels
 from shoal.sync.compression.powersgd import PowerSGD
 from shoal.sync.compression.reduce_scatter import ReduceScatter
@@ -47,7 +47,17 @@ def make_compressor(text: str, world: World, parameters: Parameters) -> Compress
 
 
 def kernel_or_plain(text: str) -> str:
-    """Return `kernel` where this machine has a compiled kernel for the format, `plain` otherwise."""
-    choice = parse_wire(text)
-    has_kernel = choice.format.is_cpu_only or (choice.name == "fp16" and TORCH_FP16_IS_SLOW)
-    return "kernel" if has_kernel and load_kernels() is not None else "plain"
+    """Return `kernel` where the format's compressor uses a compiled kernel on this machine, `plain` otherwise.
+
+    A codec whose kernel fails its self-check falls back to plain torch.
+    """
+    name, kernels = parse_wire(text).name, load_kernels()
+    if kernels is None:
+        return "plain"
+    uses_kernel = {
+        "fp16": TORCH_FP16_IS_SLOW and kernels.has_halves,
+        "bf16": isinstance(bf16_codec(kernels), NativeBf16),
+        "int8": isinstance(int8_codec(kernels), NativeInt8),
+        "powersgd": True,
+    }
+    return "kernel" if uses_kernel.get(name) else "plain"

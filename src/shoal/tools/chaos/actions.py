@@ -180,7 +180,7 @@ class LimitCpu(Action):
 class LimitMemory(Action):
     """Let the rank have no more memory than it has now."""
 
-    do: Literal["starve"] = "starve"
+    do: Literal["limit-memory"] = "limit-memory"
     rank: Rank
 
 
@@ -239,7 +239,7 @@ class Resume(Action):
 class UnknownConnections(Action):
     """Open foreign connections at every port that the agents listen on."""
 
-    do: Literal["garbage"] = "garbage"
+    do: Literal["unknown-connections"] = "unknown-connections"
     connections: Annotated[int, Field(ge=0)] = 1000  # that send random bytes
     idle: Annotated[int, Field(ge=0)] = 200  # that send nothing
 

@@ -102,10 +102,10 @@ def _judge_command(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
             ok=last.code == expect.command_code,
             seen=str(last.code),
         )
-    if expect.command_says is not None:
-        match = next((line for line in last.text.splitlines() if re.search(expect.command_says, line)), None)
+    if expect.command_prints is not None:
+        match = next((line for line in last.text.splitlines() if re.search(expect.command_prints, line)), None)
         yield Assertion(
-            name=f"it printed /{expect.command_says}/", ok=match is not None, seen=(match or last.text[-300:]).strip()
+            name=f"it printed /{expect.command_prints}/", ok=match is not None, seen=(match or last.text[-300:]).strip()
         )
     if expect.command_within_s is not None:
         yield Assertion(
@@ -118,7 +118,7 @@ def _judge_command(expect: Expect, ending: RunEnding) -> Iterator[Assertion]:
 def _judge_invariants(scenario: ChaosScenario, measured: ScenarioTimes, ending: RunEnding) -> Iterator[Assertion]:
     expect = scenario.expect
     code = expect.exit_code if expect.exit_code is not None else (0 if scenario.ends_by_itself else _STOPPED)
-    if expect.kept:
+    if expect.has_supervisor:
         yield Assertion(name=f"exit code {code}", ok=ending.exit_code == code, seen=str(ending.exit_code))
     for name, most, count in (
         ("steps lost", 0, measured.lost_steps),

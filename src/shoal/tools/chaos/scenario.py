@@ -71,13 +71,13 @@ class Expect(BaseModel):
     sentence_within_steps: Annotated[int, Field(ge=1)] | None = None  # since the first action
     exit_code: int | None = None  # None: 0 for a run with a number of steps, 130 for one that is asked to stop
     whole_checkpoints: bool = True  # no incomplete checkpoint is left; false where ranks are killed at the end
-    kept: bool = True  # false where the supervisor is killed, so that no process reports an exit code
+    has_supervisor: bool = True  # false where the supervisor is killed, so that no process reports an exit code
     command_code: int | None = None
-    command_says: str | None = None
+    command_prints: str | None = None
     command_within_s: Seconds | None = None
     verified: bool = True  # `shoal verify` passes; false where the scenario leaves damage on purpose
 
-    @field_validator("sentence", "command_says")
+    @field_validator("sentence", "command_prints")
     @classmethod
     def _is_a_pattern(cls, value: str | None) -> str | None:
         try:
@@ -334,7 +334,7 @@ FAULT_ROWS = (
         "port taken, stale run",
         ("integration/runs/test_detached", "unit/tools/doctor/test_checks_machine"),
     ),
-    FaultRow(19, "garbage and idle connections on every port", ("integration/runs/test_secure_runs",)),
+    FaultRow(19, "random bytes and idle connections on every port", ("integration/runs/test_secure_runs",)),
     FaultRow(
         20,
         "wrong, missing or replayed token",

@@ -193,7 +193,7 @@ class SoakDisplay(Protocol):
 
 
 def read_modes(words: Sequence[str]) -> tuple[str, ...]:
-    """Check `--sync` before anything is started: `all`, or what `shoal levers` understands."""
+    """Check `--sync` before anything is started: `all`, or what `shoal bench levers` accepts."""
     modes = [mode for word in words for mode in (SYNC_MODES if word == ALL else (word,))]
     if len(set(modes)) < len(modes):
         raise UsageError("--sync names a mode twice", why=f"it says {', '.join(modes)}", fix="name each mode once")
@@ -564,15 +564,6 @@ def judge_mode(
     ledger, stale = check_ledger(record.commits), count_stale(record.commits)
     compared = last_common(record.commits, reference)
     compared_faults = sum(outcome.step < compared for outcome in outcomes)
-    difference = None if loss is None or reference_loss is None else loss - reference_loss
-    if is_outer:
-        furthest = "it is most above"
-        loss_name = f"loss at most {OUTER_TOLERANCE} above the run without faults"
-        is_near = difference is not None and difference <= OUTER_TOLERANCE
-    else:
-        furthest = "they differ most"
-        loss_name = f"loss within {TOLERANCE} of the run without faults"
-        is_near = difference is not None and abs(difference) <= TOLERANCE
     world = len(record.commits[-1].get("members", ())) if record.commits else 0
     described = {True: "yes", False: "no", None: "nothing to compare"}
     assertions = [
@@ -587,13 +578,7 @@ def judge_mode(
         Assertion(name="shoal verify passes", ok=not errors, seen="; ".join(errors) or "yes"),
         Assertion(name="stale commits: 0", ok=stale == 0, seen=str(stale)),
         Assertion(name="replicas equal to the bit", ok=replicas_equal is True, seen=described[replicas_equal]),
-        Assertion(
-            name=loss_name,
-            # Steps before the first fault are equal in any case and prove nothing.
-            ok=is_near and compared >= _WINDOW_STEPS and compared_faults > 0,
-            seen=f"{loss} and {reference_loss} over the {_WINDOW_STEPS} steps where {furthest}, of steps 1 to "
-            f"{compared}, with {compared_faults} faults",
-        ),
+        _judge_loss(loss, reference_loss, compared, compared_faults, is_outer),
         *(_judge_growth(name, most, growth) for name, most in _GROWTH_LIMITS if growth),
         Assertion(name="nothing left", ok=not left, seen=", ".join(left) or "nothing"),
     ]
@@ -611,6 +596,28 @@ def judge_mode(
         assertions=assertions,
         seconds=round(seconds, 1),
         runs=runs,
+    )
+
+
+def _judge_loss(
+    loss: float | None, reference_loss: float | None, compared: int, compared_faults: int, is_outer: bool
+) -> Assertion:
+    """Judge the loss against that of the run without faults, over the first `compared` steps of both."""
+    difference = None if loss is None or reference_loss is None else loss - reference_loss
+    if is_outer:
+        furthest = "it is most above"
+        name = f"loss at most {OUTER_TOLERANCE} above the run without faults"
+        is_near = difference is not None and difference <= OUTER_TOLERANCE
+    else:
+        furthest = "they differ most"
+        name = f"loss within {TOLERANCE} of the run without faults"
+        is_near = difference is not None and abs(difference) <= TOLERANCE
+    return Assertion(
+        name=name,
+        # Steps before the first fault are equal in any case and prove nothing.
+        ok=is_near and compared >= _WINDOW_STEPS and compared_faults > 0,
+        seen=f"{loss} and {reference_loss} over the {_WINDOW_STEPS} steps where {furthest}, of steps 1 to "
+        f"{compared}, with {compared_faults} faults",
     )
 
 

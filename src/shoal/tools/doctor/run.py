@@ -34,7 +34,7 @@ Pair = tuple[Node, Node]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    scene: ClusterFacts
+    cluster: ClusterFacts
     findings: list[Finding]
     proved: bool  # gloo itself was tried
     took_s: float  # wall time
@@ -46,41 +46,41 @@ class Diagnosis:
 
 def examine(on: str, report: Callable[[str], None], port: int = 0, prove: bool = True) -> Diagnosis:
     began = time.monotonic()
-    with start_on_nodes(on, COLLECTOR) as programs:
+    with start_on_nodes(on, COLLECTOR) as started:
         report("looking at each machine alone")
-        cluster = _collect_facts(programs, port)
+        cluster = _collect_facts(started, port)
         report("trying every pair, both ways")
-        answering = {name: program for name, program in programs.talks.items() if name in cluster.facts}
+        answering = {name: program for name, program in started.programs.items() if name in cluster.facts}
         cluster = replace(cluster, trials=try_pairs(answering, cluster, port))
         findings = judge(cluster)
         proved = prove and not any(finding.severity is Severity.ERROR for finding in findings)
         if proved:
             report("proving it with gloo")
-            cluster = _prove(programs.on, cluster)
+            cluster = _prove(started.on, cluster)
             findings = judge(cluster)
     again = shlex.join(["shoal", "doctor", "--on", on, *(("--port", str(port)) if port else ())])
     findings = [replace(finding, retest=finding.retest or again) for finding in findings]
     return Diagnosis(cluster, worst_first(findings), proved, time.monotonic() - began)
 
 
-def _collect_facts(programs: NodePrograms, port: int) -> ClusterFacts:
+def _collect_facts(started: NodePrograms, port: int) -> ClusterFacts:
     """Ask all nodes in parallel. A node that does not even return its time is not asked again."""
-    talks = programs.talks
-    _, unreached = ask_each(talks, {name: {"do": "clock"} for name in talks}, _WAKE_S)
+    programs = started.programs
+    _, unreached = ask_each(programs, {name: {"do": "clock"} for name in programs}, _WAKE_S)
     clocks, requests = {}, {}
-    for name, program in talks.items():
+    for name, program in programs.items():
         if name not in unreached:
             try:
                 clocks[name] = _measure_clock(program)
             except ControlError as error:
                 unreached[name] = error
                 continue
-            peers = [node.address for node in programs.nodes if node.name != name]
-            own = next(node.address for node in programs.nodes if node.name == name)
+            peers = [node.address for node in started.nodes if node.name != name]
+            own = next(node.address for node in started.nodes if node.name == name)
             requests[name] = {"do": "observe", "peers": peers, "address": own, "port": port}
-    answers, lost = ask_each(talks, requests, _OBSERVE_S)
+    answers, lost = ask_each(programs, requests, _OBSERVE_S)
     facts: dict[str, Facts] = {name: {**answer, "clock": clocks[name]} for name, answer in answers.items()}
-    return ClusterFacts(programs.nodes, facts, {**programs.unreached, **unreached, **lost}, on=programs.on)
+    return ClusterFacts(started.nodes, facts, {**started.unreached, **unreached, **lost}, on=started.on)
 
 
 def _measure_clock(program: RemoteProgram) -> dict[str, float]:
@@ -102,7 +102,7 @@ def _prove(on: str, cluster: ClusterFacts) -> ClusterFacts:
         log = EventLog(run.path / "supervisor.jsonl", 0)
         failure: ShoalError | None = None
         try:
-            with open_cluster(on, RunFiles(stays=False), lambda text: None) as opened:
+            with open_cluster(on, RunFiles(keeps_files=False), lambda text: None) as opened:
                 run_module(RunConfig(on=on), "shoal.tools.doctor.gloo_worker", (), run, opened, log)
         except Interrupted:
             raise
@@ -124,12 +124,12 @@ _BURST_ROUNDS = 3
 _NEIGHBOURS = 2
 
 
-def try_pairs(talks: Mapping[str, RemoteProgram], cluster: ClusterFacts, port: int) -> list[Trial]:
+def try_pairs(programs: Mapping[str, RemoteProgram], cluster: ClusterFacts, port: int) -> list[Trial]:
     """Try every pair in both directions: connections, datagrams, a short burst. All nodes work in parallel.
 
     A node that stops answering is moved from the cluster's `facts` to `unreached`.
     """
-    nodes = ListeningNodes(dict(talks), cluster)
+    nodes = ListeningNodes(dict(programs), cluster)
     nodes.listen(port)
     trials = nodes.dial()
     trials += try_sizes(nodes, nodes.pairs(), cluster)
@@ -143,7 +143,7 @@ def try_pairs(talks: Mapping[str, RemoteProgram], cluster: ClusterFacts, port: i
 class ListeningNodes:
     """The nodes that still answer, and where they listen."""
 
-    talks: dict[str, RemoteProgram]
+    programs: dict[str, RemoteProgram]
     cluster: ClusterFacts
     listeners: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)  # (node, kind) → address and port
 
@@ -173,7 +173,7 @@ class ListeningNodes:
 
     def dial(self) -> list[Trial]:
         """Connect from every node to every listener of the others."""
-        ways = [(source, name, kind) for source in self.talks for name, kind in self.listeners if name != source]
+        ways = [(source, name, kind) for source in self.programs for name, kind in self.listeners if name != source]
         requests: dict[str, Answer] = {}
         for source, name, kind in ways:
             address, port = self.listeners[name, kind]
@@ -220,9 +220,9 @@ class ListeningNodes:
         return list(permutations([node for node in self.cluster.nodes if node.name in self.ports], 2))
 
     def ask(self, requests: Mapping[str, Answer], takes_s: float) -> dict[str, Answer]:
-        answers, errors = ask_each(self.talks, requests, takes_s + _SLACK_S)
+        answers, errors = ask_each(self.programs, requests, takes_s + _SLACK_S)
         for name, error in errors.items():
-            self.talks.pop(name)
+            self.programs.pop(name)
             self.listeners = {key: place for key, place in self.listeners.items() if key[0] != name}
             self.cluster.facts.pop(name, None)
             self.cluster.unreached[name] = error

@@ -74,8 +74,8 @@ class PlanRow:
             "base": self.base,
             "base_tokens_per_s": self.base_tokens_per_s,
             "efficiency": self.efficiency,
-            "micro_batch": prediction.deal.micro_batch,
-            "micro_batches": max(prediction.deal.micro_batches),
+            "micro_batch": prediction.batch_plan.micro_batch,
+            "micro_batches": max(prediction.batch_plan.micro_batches),
             "memory_bytes": prediction.memory.total,
             "fits": prediction.fits,
         }
@@ -84,7 +84,7 @@ class PlanRow:
 @dataclass(frozen=True)
 class Plan:
     workload: Workload
-    lever: SyncStrategy
+    strategy: SyncStrategy
     setting: ClusterModel
     rows: tuple[PlanRow, ...]
 
@@ -144,7 +144,7 @@ class _LaterRanks:
 class PlanOption:
     """A strategy on a number of nodes."""
 
-    lever: SyncStrategy
+    strategy: SyncStrategy
     row: PlanRow
     costs: str  # its price in accuracy or memory
 
@@ -154,7 +154,7 @@ class PlanOption:
 
     @property
     def is_possible(self) -> bool:
-        return self.lever.is_available and self.row.prediction.fits
+        return self.strategy.is_available and self.row.prediction.fits
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,12 @@ class Advice:
 def advise(plan: Plan) -> Advice:
     """Rank all strategies at the largest number of nodes; the recommendation may use fewer."""
     most = max(row.nodes for row in plan.rows)
-    strategies = list(candidates(plan.lever, plan.workload, plan.setting, most))
+    strategies = list(candidates(plan.strategy, plan.workload, plan.setting, most))
     options = [_option(plan, strategy, most) for strategy in strategies]
     ranked = tuple(sorted(options, key=lambda option: option.tokens_per_s, reverse=True))
-    same = [strategy for strategy in strategies if strategy.accumulation == plan.lever.accumulation]
-    larger = [strategy for strategy in strategies if strategy.accumulation > plan.lever.accumulation]
-    best = _best(plan, [strategy for strategy in same if strategy.keeps_training or strategy == plan.lever])
+    same = [strategy for strategy in strategies if strategy.accumulation == plan.strategy.accumulation]
+    larger = [strategy for strategy in strategies if strategy.accumulation > plan.strategy.accumulation]
+    best = _best(plan, [strategy for strategy in same if strategy.keeps_training or strategy == plan.strategy])
     other = _best(plan, [strategy for strategy in same if not strategy.keeps_training])
     least = LEAST_GAIN_OTHER_TRAINING * best.tokens_per_s if best is not None else 0.0
     return Advice(
@@ -266,7 +266,7 @@ def verdict(plan: Plan, advice: Advice) -> str:
     if best is None:
         return _unavailable(plan) + _stay_alone(plan, advice)
     return _unavailable(plan) + (
-        f"Distribute it: {best.row.nodes} nodes by {best.lever} train {best.row.speedup:.2f} times as fast as "
+        f"Distribute it: {best.row.nodes} nodes by {best.strategy} train {best.row.speedup:.2f} times as fast as "
         f"{_base(plan, 'one')}, {format_speed(best.tokens_per_s)} against {best.row.base_tokens_per_s:,.0f}."
     )
 
@@ -282,11 +282,11 @@ def _base_speed(plan: Plan) -> str:
 
 def _unavailable(plan: Plan) -> str:
     """Return what a strategy that shoal does not have would reach; it is no advice."""
-    if plan.lever.is_available or not plan.distributed_rows:
+    if plan.strategy.is_available or not plan.distributed_rows:
         return ""
     fastest = max(plan.distributed_rows, key=lambda row: row.speedup)
     return (
-        f"shoal cannot train by {plan.lever} yet; if it could, {fastest.nodes} nodes would reach "
+        f"shoal cannot train by {plan.strategy} yet; if it could, {fastest.nodes} nodes would reach "
         f"{fastest.speedup:.2f} times {_base_speed(plan)}. "
     )
 
@@ -294,10 +294,10 @@ def _unavailable(plan: Plan) -> str:
 def _stay_alone(plan: Plan, advice: Advice) -> str:
     if not plan.distributed_rows:
         return "One node: nothing is exchanged."
-    is_available = plan.lever.is_available
+    is_available = plan.strategy.is_available
     by, rows = "", plan.distributed_rows
     if not is_available:
-        by, rows = " by ddp", [option.row for option in advice.options if option.lever.is_available]
+        by, rows = " by ddp", [option.row for option in advice.options if option.strategy.is_available]
     possible = [row for row in rows if row.prediction.fits]
     if not possible:
         return f"Don't distribute this: several nodes{by} do not have the memory for it."
@@ -311,9 +311,9 @@ def _stay_alone(plan: Plan, advice: Advice) -> str:
         f"wait for {format_duration(step.exposed_s + step.wait_s)} while gradients are exchanged."
     )
     faster = [option for option in advice.options if option.row.speedup > 1 and option.row.prediction.fits]
-    later = [option for option in faster if not option.lever.is_available]
+    later = [option for option in faster if not option.strategy.is_available]
     if later and is_available:
-        text += f" What shoal cannot do yet would help: {later[0].lever}, {later[0].row.speedup:.2f} times."
+        text += f" What shoal cannot do yet would help: {later[0].strategy}, {later[0].row.speedup:.2f} times."
     return text
 
 
@@ -345,8 +345,8 @@ def _larger_batch(plan: Plan, advice: Advice) -> str:
     if larger is None or (best is not None and larger.tokens_per_s < LEAST_GAIN * best.tokens_per_s):
         return ""
     return (
-        f"A global batch of {larger.row.prediction.deal.global_batch} sequences would allow "
-        f"{larger.row.speedup:.2f} times {_base_speed(plan)} on {larger.row.nodes} nodes ({larger.lever}), if the "
+        f"A global batch of {larger.row.prediction.batch_plan.global_batch} sequences would allow "
+        f"{larger.row.speedup:.2f} times {_base_speed(plan)} on {larger.row.nodes} nodes ({larger.strategy}), if the "
         "training can do with fewer updates."
     )
 
@@ -356,7 +356,7 @@ def _other_training(plan: Plan, advice: Advice) -> str:
     if other is None:
         return ""
     return (
-        f"{other.row.nodes} nodes by {other.lever} would train {other.row.speedup:.2f} times as fast as "
+        f"{other.row.nodes} nodes by {other.strategy} would train {other.row.speedup:.2f} times as fast as "
         f"{_base(plan, 'one')}, at a price: {other.costs}. What that does to the loss, `shoal bench levers` measures."
     )
 
@@ -373,8 +373,10 @@ def _memory(plan: Plan, advice: Advice) -> str:
     )
     held = f"{format_si(memory.total, 'B')} of its {format_si(available, 'B')} ({parts})."
     room = _room(plan, row, available)
-    if plan.lever.sync != "sharded":
-        text = f"{SYNC_METHODS[plan.lever.sync].title} does not add up the machines' memory: every rank holds the whole"
+    if plan.strategy.sync != "sharded":
+        text = (
+            f"{SYNC_METHODS[plan.strategy.sync].title} does not add up the machines' memory: every rank holds the whole"
+        )
         return " ".join([f"{text} training, {held}", *room, *_compare_with_sharding(plan, advice.options, row)])
     if world_size == 1:
         return " ".join([f"With one rank there is nothing to shard: it holds {held}", *room])
@@ -385,8 +387,8 @@ def _memory(plan: Plan, advice: Advice) -> str:
 def _room(plan: Plan, row: PlanRow, available: float) -> list[str]:
     if row.prediction.fits:
         return []
-    world_size, batch = row.prediction.world_size, row.prediction.deal.global_batch
-    most = largest_micro_batch(plan.workload, plan.lever, world_size, available)
+    world_size, batch = row.prediction.world_size, row.prediction.batch_plan.global_batch
+    most = largest_micro_batch(plan.workload, plan.strategy, world_size, available)
     sizes = [size for size in range(1, most + 1) if batch % size == 0 and batch // size >= world_size]
     if sizes:
         return [f"That does not fit; with --micro-batch {max(sizes)} it would."]
@@ -394,11 +396,11 @@ def _room(plan: Plan, row: PlanRow, available: float) -> list[str]:
 
 
 def _compare_with_sharding(plan: Plan, options: tuple[PlanOption, ...], row: PlanRow) -> list[str]:
-    sharded = next((option for option in options if option.lever.sync == "sharded"), None)
+    sharded = next((option for option in options if option.strategy.sync == "sharded"), None)
     if sharded is None or row.nodes == 1:
         return []
     other = sharded.row.prediction
-    memory = needed(plan.workload, sharded.lever, row.prediction.deal.micro_batch, other.world_size)
+    memory = needed(plan.workload, sharded.strategy, row.prediction.batch_plan.micro_batch, other.world_size)
     return [
         f"Sharding it over {other.world_size} ranks (not in shoal yet) would take {format_si(memory.total, 'B')} each, "
         f"send {format_si(other.wire_bytes, 'B')} instead of {format_si(row.prediction.wire_bytes, 'B')} a step, "
@@ -410,7 +412,7 @@ def _compare_with_sharding(plan: Plan, options: tuple[PlanOption, ...], row: Pla
 def _compare_with_ddp(plan: Plan, row: PlanRow) -> list[str]:
     if row.nodes == 1:
         return []
-    other = make_row(plan.workload, plan.lever.with_(sync="ddp"), plan.setting, row.nodes).prediction
+    other = make_row(plan.workload, plan.strategy.with_(sync="ddp"), plan.setting, row.nodes).prediction
     return [
         f"By DDP each rank would hold {format_si(other.memory.total, 'B')} and send {format_si(other.wire_bytes, 'B')} "
         f"instead of {format_si(row.prediction.wire_bytes, 'B')} a step, and the step would take "
@@ -420,7 +422,7 @@ def _compare_with_ddp(plan: Plan, row: PlanRow) -> list[str]:
 
 def learning_rate(plan: Plan) -> str:
     """Return a paragraph about the learning rate for the batch of the largest number of nodes."""
-    workload = plan.workload.accumulated(plan.lever.accumulation)
+    workload = plan.workload.accumulated(plan.strategy.accumulation)
     world_size = plan.rows[-1].prediction.world_size
     batch, train = workload.sequences(world_size), workload.train
     if train.scaling == "strong":

@@ -214,7 +214,7 @@ def config_as_run(config: Config, summary: RunSummary) -> Config:
     choice = choice_of_event(summary.start) if config.sync.mode == "auto" else None
     if choice is None:
         return config
-    return config.model_copy(update={"sync": config.sync.settled(choice)})
+    return config.model_copy(update={"sync": config.sync.with_choice(choice)})
 
 
 def calibrate(runs: Sequence[ComparedRun]) -> Calibration:

@@ -70,7 +70,7 @@ def draw_plan(plan: Plan) -> Figure:
         split, gain = figure.subplots(1, 2, width_ratios=(1.15, 1))
         _draw_split(split, plan.rows)
         _draw_gain(gain, plan.rows)
-        figure.suptitle(f"{plan.workload.name}, predicted ({plan.lever})", x=0.01, ha="left", fontsize=11)
+        figure.suptitle(f"{plan.workload.name}, predicted ({plan.strategy})", x=0.01, ha="left", fontsize=11)
     return figure
 
 

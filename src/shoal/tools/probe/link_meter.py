@@ -13,21 +13,19 @@ for the rate. Bytes are sent in the background, so that several flows, in both d
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
-import traceback
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from shoal.cluster.node_program import answer_requests
 from shoal.control.channel import is_equal_secret
 from shoal.control.connection_guard import ConnectionGuard, GuardLimits, PendingConnection
 from shoal.host.facts import boot_id
@@ -295,17 +293,5 @@ ANSWERS = {
 }
 
 
-def main() -> None:
-    for line in sys.stdin:
-        try:
-            request = json.loads(line)
-            answer = ANSWERS[request["do"]](request)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(ANSWERS)

@@ -82,19 +82,19 @@ _ROUND_TRIPS_S = 0.4
 class LinkMeters:
     """The meters of all nodes, each listening at its own port for the others."""
 
-    def __init__(self, programs: NodePrograms) -> None:
-        self._talks = programs.talks
-        self._addresses = {node.name: node.address for node in programs.nodes}
+    def __init__(self, started: NodePrograms) -> None:
+        self._programs = started.programs
+        self._addresses = {node.name: node.address for node in started.nodes}
         self._token = secrets.token_hex(16)
         self._sessions = itertools.count()
         self._ports = {
             name: int(program.ask(_ANSWER_S, do="listen", address=self._addresses[name], token=self._token)["port"])
-            for name, program in self._talks.items()
+            for name, program in self._programs.items()
         }
 
     def round_trip_s(self, source: str, target: str) -> float:
         request = {"count": _ROUND_TRIPS, "seconds": _ROUND_TRIPS_S, **self._place(target)}
-        return float(self._talks[source].ask(_ANSWER_S, do="round_trip", **request)["median_s"])
+        return float(self._programs[source].ask(_ANSWER_S, do="round_trip", **request)["median_s"])
 
     def flows_gbps(self, pairs: Sequence[Pair], streams: int, seconds: float) -> list[float]:
         """Run all flows at the same time; return the rate of each pair, counted by its receiver."""
@@ -103,7 +103,7 @@ class LinkMeters:
             for _, target in pairs
         ]
         for (_, target), request in zip(pairs, requests, strict=True):
-            self._talks[target].ask(_ANSWER_S, do="expect", **request)
+            self._programs[target].ask(_ANSWER_S, do="expect", **request)
         sources, targets = zip(*pairs, strict=True)
         self._ask_all(sources, requests, "send")
         self._ask_all(sources, requests, "sent")
@@ -112,17 +112,17 @@ class LinkMeters:
     def _ask_all(self, names: Sequence[str], requests: list[dict[str, Any]], step: str) -> list[dict[str, Any]]:
         """Send all requests, then wait for the answers in turn."""
         for name, request in zip(names, requests, strict=True):
-            self._talks[name].send(do=step, **request)
-        return [self._talks[name].receive_answer(requests[0]["seconds"] + _FLOW_SLACK_S, step) for name in names]
+            self._programs[name].send(do=step, **request)
+        return [self._programs[name].receive_answer(requests[0]["seconds"] + _FLOW_SLACK_S, step) for name in names]
 
     def _place(self, target: str) -> dict[str, Any]:
         return {"address": self._addresses[target], "port": self._ports[target], "token": self._token}
 
 
-def measure_links(programs: NodePrograms, plan: FlowPlan, report: Report) -> list[LinkProfile]:
+def measure_links(started: NodePrograms, plan: FlowPlan, report: Report) -> list[LinkProfile]:
     if not plan.pairs:
         return []
-    meters = LinkMeters(programs)
+    meters = LinkMeters(started)
     round_trips_s: dict[Pair, float] = {}
     for source, target in plan.pairs:
         report(f"round trip {source} ↔ {target}")

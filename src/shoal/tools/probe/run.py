@@ -60,14 +60,14 @@ def probe(on: str, budget_s: float, report: Report, models: Mapping[str, ModelCo
     which the times of others can be estimated.
     """
     began = time.monotonic()
-    with start_on_nodes(on, LINK_METER) as programs:
-        for error in programs.unreached.values():
+    with start_on_nodes(on, LINK_METER) as started:
+        for error in started.unreached.values():
             raise error
         report("asking every machine for its facts")
-        facts = {name: program.ask(_ANSWER_S, do="facts") for name, program in programs.talks.items()}
-        plan = plan_flows(programs.nodes, _LINKS_SHARE * budget_s)
+        facts = {name: program.ask(_ANSWER_S, do="facts") for name, program in started.programs.items()}
+        plan = plan_flows(started.nodes, _LINKS_SHARE * budget_s)
         try:
-            links = measure_links(programs, plan, report)
+            links = measure_links(started, plan, report)
         except ControlError as error:
             raise ControlError(
                 error.seen,
@@ -76,8 +76,8 @@ def probe(on: str, budget_s: float, report: Report, models: Mapping[str, ModelCo
             ) from error
         report("starting ranks")
         left_s = budget_s - _ENDING_S - (time.monotonic() - began)
-        events = _run_ranks(programs.on, left_s, {**SMALL, **models} if models else STANDARD, report)
-    data = ProbeData(on, programs.nodes, facts, links, events, plan.notes)
+        events = _run_ranks(started.on, left_s, {**SMALL, **models} if models else STANDARD, report)
+    data = ProbeData(on, started.nodes, facts, links, events, plan.notes)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return assemble(data, now, budget_s, time.monotonic() - began)
 
@@ -88,7 +88,7 @@ def _run_ranks(on: str, left_s: float, models: Mapping[str, ModelConfig], report
         with contextlib.closing(EventLog(run.path / "supervisor.jsonl", 0)) as log, _reporting(run, report):
             shapes = {name: model.model_dump(mode="json") for name, model in models.items()}
             options = ("--budget-s", f"{max(0.0, left_s):.1f}", "--models", json.dumps(shapes))
-            with open_cluster(on, RunFiles(stays=False), lambda text: None) as cluster:
+            with open_cluster(on, RunFiles(keeps_files=False), lambda text: None) as cluster:
                 run_module(RunConfig(on=on), RANKS, options, run, cluster, log)
         return list(run.read_all_events())
 
@@ -255,9 +255,9 @@ def _node(node: Node, data: ProbeData) -> NodeProfile:
         machine=facts["machine"],
         versions=rank_facts["versions"],
         compute=_compute(compute),
-        paces=tuple(_paces(node.name, data)),
+        timings=tuple(_timings(node.name, data)),
         fp16_s_per_parameter=max(
-            (event["fp16_s_per_parameter"] for event in data.of_kind("halving") if event["node"] == node.name),
+            (event["fp16_s_per_parameter"] for event in data.of_kind("fp16-conversion") if event["node"] == node.name),
             default=None,
         ),
         other_programs_cores=busy_cores_of_others(
@@ -266,9 +266,9 @@ def _node(node: Node, data: ProbeData) -> NodeProfile:
     )
 
 
-def _paces(node: str, data: ProbeData) -> Iterator[ModelTiming]:
+def _timings(node: str, data: ProbeData) -> Iterator[ModelTiming]:
     """Take the times of the node's slowest rank: the others wait for it."""
-    events = [event for event in data.of_kind("pace") if event["node"] == node]
+    events = [event for event in data.of_kind("model-time") if event["node"] == node]
     for key in dict.fromkeys((event["name"], event["micro_batch"]) for event in events):
         ranks = [event for event in events if (event["name"], event["micro_batch"]) == key]
         slowest = max(ranks, key=lambda event: float(event["forward_s"] + event["backward_s"]))
@@ -294,7 +294,7 @@ def _compute(event: Event) -> ComputeProfile:
 
 def _notes(data: ProbeData, nodes: Sequence[NodeProfile]) -> list[str]:
     notes = []
-    if cuts := data.of_kind("cut"):
+    if cuts := data.of_kind("size-skipped"):
         left_out = ", ".join(map(_describe_cut, cuts))
         notes.append(f"left out for lack of time, a larger --budget has room for them: {left_out}")
     if len({node.machine for node in nodes}) < len(nodes):

@@ -1,6 +1,6 @@
 """`python -m shoal.tools.probe.worker`: one rank of `shoal probe`. Time models, gloo's collectives, then each machine.
 
-The figures are events: `pace` of each model, those of `Collectives`, and a `compute` event for each machine.
+The figures are events: `model-time` of each model, those of `Collectives`, and a `compute` event for each machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shoal.train.build import describe_hardware, describe_versions
 from shoal.train.compute_speed import ComputePeaks, ModelTimer, measure_fp16_conversion_s
 from shoal.train.loop import LoadMeter
 
-_PACES_SHARE = 0.25
+_MODELS_SHARE = 0.25
 _FP16_CONVERSION_SHARE = 0.02
 _COLLECTIVES_SHARE = 0.65
 # Measure at least this long, however long starting took.
@@ -56,7 +56,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m shoal.tools.probe.worker")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--budget-s", type=float, required=True, help="from the start of this process on")
-    parser.add_argument("--models", type=json.loads, default={}, help="JSON: name to model, whose pace is wanted")
+    parser.add_argument(
+        "--models", type=json.loads, default={}, help="JSON: name to model, whose step times are wanted"
+    )
     options = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM):
         # There is nothing to save, and Python's own handler does not run while a rank waits in gloo.
@@ -87,12 +89,14 @@ def measure(placement: Placement, log: EventLog, budget_s: float, models: Mappin
     began = time.monotonic()
     for name, model in models.items():
         log.write("doing", text=f"how fast {name} trains on all of them together")
-        _time_model(world, log, name, model, _PACES_SHARE * left_s / len(models))
+        _time_model(world, log, name, model, _MODELS_SHARE * left_s / len(models))
     log.write(
-        "halving", node=world.node, fp16_s_per_parameter=measure_fp16_conversion_s(_FP16_CONVERSION_SHARE * left_s)
+        "fp16-conversion",
+        node=world.node,
+        fp16_s_per_parameter=measure_fp16_conversion_s(_FP16_CONVERSION_SHARE * left_s),
     )
-    [paced_s] = agree(world, [time.monotonic() - began])
-    left_s = max(_LEAST_S, left_s - paced_s)
+    [models_s] = agree(world, [time.monotonic() - began])
+    left_s = max(_LEAST_S, left_s - models_s)
     if world.size > 1:
         log.write("doing", text="collectives over gloo")
         collectives = Collectives(world, log, _COLLECTIVES_SHARE * left_s)
@@ -109,11 +113,11 @@ def measure(placement: Placement, log: EventLog, budget_s: float, models: Mappin
 
 def _time_model(world: World, log: EventLog, name: str, model: ModelConfig, budget_s: float) -> None:
     timer = ModelTimer(model)
-    _wait_for_all(world, f"pace/{name}")
+    _wait_for_all(world, f"model-time/{name}")
     for times in timer.measure(budget_s):
         shape = model.model_dump(mode="json")
-        log.write("pace", node=world.node, name=name, model=shape, threads=torch.get_num_threads(), **times)
-    _wait_for_all(world, f"paced/{name}")
+        log.write("model-time", node=world.node, name=name, model=shape, threads=torch.get_num_threads(), **times)
+    _wait_for_all(world, f"model-time-end/{name}")
 
 
 def _turns(world: World) -> tuple[int, int]:
@@ -273,7 +277,7 @@ class Collectives:
     def _cut(self, op: Op, dtype: torch.dtype, size: int, tries: list[Sample]) -> None:
         if self.world.is_main:
             once_s = expected_s(size, tries)
-            self.log.write("cut", op=op, element_bytes=dtype.itemsize, bytes=size, once_s=once_s)
+            self.log.write("size-skipped", op=op, element_bytes=dtype.itemsize, bytes=size, once_s=once_s)
 
 
 def agree(world: World, values: list[float]) -> list[float]:

@@ -83,7 +83,7 @@ def compose_manifest(
         wire=_text(start, "wire") or config.sync.wire,
         measure=config.sync.measure,
         inside=_text(start, "inside") or "gloo",
-        levers=_sync_record(config, start, chosen),
+        strategy=_sync_record(config, start, chosen),
         final_loss=summary.final_loss,
         val_loss=summary.final_val_loss,
         step_s_measured=summary.step_s.median if summary.step_s else None,

@@ -251,7 +251,7 @@ def test_a_run_without_a_number_of_steps_is_stopped() -> None:
 
 
 def test_a_command_is_judged_by_its_answer() -> None:
-    asked = {"command_code": 1, "command_says": "blocked", "command_within_s": 2}
+    asked = {"command_code": 1, "command_prints": "blocked", "command_within_s": 2}
     words = {
         **SCENARIO,
         "trains": False,

@@ -47,7 +47,7 @@ def test_every_row_of_the_table_is_played_or_tested_somewhere() -> None:
 
 def test_the_list_says_what_is_done_and_what_must_hold() -> None:
     document = list_document(all_scenarios())
-    lid = next(each for each in document["scenarios"] if each["name"] == "lid")
+    lid = next(each for each in document["scenarios"] if each["name"] == "freeze-long")
     assert (lid["row"], lid["does"], lid["on"], lid["target_s"]) == (6, "freeze node1 for 30 s", ["lab:3"], 4.0)
     assert lid["expect"]["stale_commits"] == 0
     assert 25 in document["by_tests_alone"]
@@ -64,7 +64,7 @@ def test_an_own_scenario_becomes_a_configuration(tmp_path: Path) -> None:
     assert (config.train.steps, config.members.min_nodes, config.train.seed, config.run.on) == (70, 2, 7, "local:2")
     assert scenario.ends_by_itself
     assert scenario.needs_lab
-    assert not find_scenario("lid").ends_by_itself
+    assert not find_scenario("freeze-long").ends_by_itself
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def _refusal(name: str) -> str:
 def test_all_is_whatever_the_cluster_can_bear() -> None:
     names = {scenario.name for scenario in choose_scenarios(["all"], "local:2")}
     assert {"interrupt", "checkpoint-flip", "terminal-closed"} <= names
-    assert not names & {"kill-node", "kill-rank", "lid"}
+    assert not names & {"kill-node", "kill-rank", "freeze-long"}
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_an_action_in_a_few_words(action: Freeze, words: str) -> None:
 
 
 def test_every_kind_is_known_by_its_word() -> None:
-    assert {"kill-rank", "freeze", "cut", "heal", "power-on", "garbage", "shoal"} <= set(action_names())
+    assert {"kill-rank", "freeze", "cut", "heal", "power-on", "unknown-connections", "shoal"} <= set(action_names())

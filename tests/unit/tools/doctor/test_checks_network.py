@@ -144,7 +144,7 @@ def test_two_nodes_with_one_address_and_who_answers_for_it() -> None:
     scene = with_interfaces("node3", eth0=twin)
     scene = tried(scene, Trial("node1", "node2", "tcp", "refused", "refused", mac=twin["mac"]))
     (finding,) = judge(scene)
-    assert (finding.id, finding.node) == ("reach.twins", "node3")
+    assert (finding.id, finding.node) == ("reach.duplicate-address", "node3")
     assert "to node1 it is node3 that answers" in finding.evidence
     assert finding.fix == "sudo ip addr del 10.0.0.2/24 dev eth0 && sudo ip addr replace 10.0.0.3/24 dev eth0"
 
@@ -153,7 +153,7 @@ def test_somebody_else_answers() -> None:
     (finding,) = reach.check_duplicates(
         tried(healthy(), Trial("node2", "node1", "tcp", "other-machine", "was answered by fridge"))
     )
-    assert (finding.id, finding.node) == ("reach.twins", "node1")
+    assert (finding.id, finding.node) == ("reach.duplicate-address", "node1")
     assert "answered by fridge" in finding.evidence
 
 
@@ -180,7 +180,7 @@ def test_an_address_inside_the_machine() -> None:
         scene.facts[name]["network"]["interfaces"] = {"eth0": interface(f"10.0.0.{name[-1]}/24"), "docker0": docker}
     scene = replace(scene, nodes=[scene.nodes[0], replace(scene.nodes[1], interface=None)])
     (finding,) = judge(tried(scene, *lost("node2", "node1", "tcp", "udp"), *lost("node1", "node2", "tcp", "udp")))
-    assert (finding.id, finding.severity, finding.node) == ("interface.decoy", Severity.ERROR, "node2")
+    assert (finding.id, finding.severity, finding.node) == ("interface.internal", Severity.ERROR, "node2")
     assert 'write address = "10.0.0.2" for it' in finding.meaning
 
 
@@ -189,7 +189,7 @@ def test_a_name_that_means_a_network_inside_the_machine() -> None:
     assert judge(scene) == [], "that it exists is no fault"
     scene.facts["node2"]["network"]["hosts_file"] = ["172.17.0.1"]
     (finding,) = judge(scene)
-    assert (finding.id, finding.severity, finding.node) == ("interface.decoy", Severity.WARNING, "node2")
+    assert (finding.id, finding.severity, finding.node) == ("interface.internal", Severity.WARNING, "node2")
     assert r"s/^172\.17\.0\.1[[:space:]]/10.0.0.2 /" in finding.fix
 
 

@@ -54,7 +54,7 @@ def test_a_smaller_size_than_any_is_in_proportion() -> None:
     assert interpolate(((4, 0.8), (8, 1.6)), 1) == pytest.approx(0.2)
 
 
-def pace(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelTiming]:
+def timings_of(name: str, model: ModelConfig, flops_per_s: float) -> list[ModelTiming]:
     """At a constant speed, whatever the micro-batch."""
     seconds = flops_per_token(model) * model.seq_len / flops_per_s
     times = {"forward_s": seconds / 3, "backward_s": 2 * seconds / 3, "optimizer_s": 0.01, "spread": 0.0}
@@ -67,9 +67,9 @@ WIDE = ModelConfig(layers=1, heads=12, width=768, seq_len=128, vocab_size=4096)
 
 
 def test_another_model_is_reckoned_between_those_that_were_measured() -> None:
-    paces = [*pace("small", SMALL_GPT, 20e9), *pace("wide", WIDE, 40e9)]
+    timings = [*timings_of("small", SMALL_GPT, 20e9), *timings_of("wide", WIDE, 40e9)]
     halfway = ModelConfig(layers=6, heads=6, width=384, seq_len=64, vocab_size=1632)
-    found = model_speed_of(paces, halfway)
+    found = model_speed_of(timings, halfway)
     assert not found.is_measured
     whole_s = interpolate(found.forward, 4) + interpolate(found.backward, 4)
     speed = 4 * 64 * flops_per_token(halfway) / whole_s
@@ -77,10 +77,10 @@ def test_another_model_is_reckoned_between_those_that_were_measured() -> None:
 
 
 def test_another_vocabulary_is_the_same_model_with_another_head() -> None:
-    paces = pace("small", SMALL_GPT, 20e9)
-    found = model_speed_of(paces, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
+    timings = timings_of("small", SMALL_GPT, 20e9)
+    found = model_speed_of(timings, SMALL_GPT.model_copy(update={"vocab_size": 1632, "dropout": 0.1}))
     assert found.is_measured
-    assert interpolate(found.forward, 4) < paces[1].forward_s
+    assert interpolate(found.forward, 4) < timings[1].forward_s
 
 
 def with_nodes(profile: Profile, **changes: object) -> Profile:
@@ -118,7 +118,7 @@ def test_a_profile_of_one_rank_says_nothing_of_exchanges(profile: Profile) -> No
 def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
     workload = workload_of(build_config("grammar", None, {"train": {"micro_batch": 4}}, []))
     found = predict(workload, SyncStrategy(bucket_mb=25), cluster_model_of(profile), 2)
-    assert found.deal.micro_batches == (2, 2)
+    assert found.batch_plan.micro_batches == (2, 2)
     network = measured_network(profile)
     whole_s = network.all_reduce(2, 4 * workload.parameters, 4).seconds
     assert found.step.comm_s == pytest.approx(whole_s, rel=0.05)
@@ -130,7 +130,7 @@ def test_a_prediction_is_made_of_what_was_measured(profile: Profile) -> None:
 
 def test_an_older_profile_is_told_apart(profile: Profile) -> None:
     with pytest.raises(ConfigError, match="does not contain how fast a model trains"):
-        cluster_model_of(with_nodes(profile, paces=()))
+        cluster_model_of(with_nodes(profile, timings=()))
 
 
 @pytest.mark.parametrize("on", ["local:2", "lab:3", "lab:2,link=100mbit"])

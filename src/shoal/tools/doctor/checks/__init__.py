@@ -127,7 +127,7 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
     ),
     (
         network.check_internal,
-        {"interface.decoy": "a machine does not publish an address of docker, a bridge or a VPN"},
+        {"interface.internal": "a machine does not publish an address of docker, a bridge or a VPN"},
     ),
     (
         network.check_detours,
@@ -135,7 +135,7 @@ CHECKS: tuple[tuple[Check, dict[str, str]], ...] = (
     ),
     (network.check_cards, {"interface.slow": "a network card runs at its full speed and duplex"}),
     (network.check_power_save, {"wifi.powersave": "Wi-Fi does not sleep between packets"}),
-    (reach.check_duplicates, {"reach.twins": "no two machines have the same address"}),
+    (reach.check_duplicates, {"reach.duplicate-address": "no two machines have the same address"}),
     (reach.check_family, {"reach.family": "all machines are known by IPv4, or all by IPv6"}),
     (
         reach.check_pairs,

@@ -103,7 +103,7 @@ def check_internal(cluster: ClusterFacts) -> Iterator[Finding]:
         interface = cluster.interface_with(node, node.address)
         if interface.get("kind") in _INTERNAL and len(cluster.nodes) > 1:
             yield Finding(
-                "interface.decoy",
+                "interface.internal",
                 Severity.ERROR,
                 node.name,
                 f"{node.address} of {node.name} is on {interface['name']}, {_KIND_NAMES[interface['kind']]}",
@@ -114,7 +114,7 @@ def check_internal(cluster: ClusterFacts) -> Iterator[Finding]:
             interface = cluster.interface_with(node, address)
             if interface.get("kind") in _INTERNAL and address != node.address:
                 yield Finding(
-                    "interface.decoy",
+                    "interface.internal",
                     Severity.WARNING,
                     node.name,
                     f"/etc/hosts of {node.name} maps {host_name} to {address}, which is on {interface['name']}, "

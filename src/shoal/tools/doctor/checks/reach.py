@@ -231,7 +231,7 @@ def check_duplicates(cluster: ClusterFacts) -> Iterator[Finding]:
         own = f"{other.address}/{interface['as_set'].split('/')[1]}"
         device = interface["name"]
         yield Finding(
-            "reach.twins",
+            "reach.duplicate-address",
             Severity.ERROR,
             other.name,
             f"{owner.name} and {other.name} both have {owner.address}{answering}",
@@ -243,7 +243,7 @@ def check_duplicates(cluster: ClusterFacts) -> Iterator[Finding]:
     for trial in cluster.trials:
         if (trial.kind, trial.outcome) == ("tcp", "other-machine") and trial.target not in involved:
             yield Finding(
-                "reach.twins",
+                "reach.duplicate-address",
                 Severity.ERROR,
                 trial.target,
                 f"from {trial.source} {trial.detail}, not by {trial.target}",

@@ -7,12 +7,10 @@ A topic that cannot be read is left out; the reason is under "failed".
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import traceback
 from typing import Any
 
+from shoal.cluster.node_program import answer_requests
 from shoal.tools.doctor.collect import machine, network, trials
 
 TOPICS = {
@@ -50,17 +48,5 @@ ANSWERS = {
 }
 
 
-def main() -> None:
-    for line in sys.stdin:
-        try:
-            request = json.loads(line)
-            answer = ANSWERS[request["do"]](request)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(ANSWERS)
