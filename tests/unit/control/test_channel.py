@@ -27,7 +27,7 @@ class Listener:
         self.met: asyncio.Queue[Channel | BaseException] = asyncio.Queue()
         self.port = 0
 
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             self.met.put_nowait(await accept(reader, writer, TOKEN))
         except (ShoalError, OSError, EOFError) as error:
@@ -65,7 +65,7 @@ async def serving(handle: Callable[..., Awaitable[None]]) -> AsyncIterator[int]:
 @contextlib.asynccontextmanager
 async def listening() -> AsyncIterator[Listener]:
     listener = Listener()
-    async with serving(listener.accept) as listener.port:
+    async with serving(listener.handle) as listener.port:
         yield listener
 
 
