@@ -134,7 +134,7 @@ def watch_all(content: bytes, folder: Path) -> None:
 
 
 class LiveLink(AgentLink):
-    """An agent that is there and does nothing."""
+    """The link to an agent that is reachable and does nothing."""
 
     def send(self, line: bytes) -> None: ...
     def ended(self) -> str | None:

@@ -187,17 +187,17 @@ def test_a_member_that_reconnects_is_not_lost() -> None:
 
 
 def test_a_new_member_is_announced_by_the_member_it_dialled() -> None:
-    """The new member has the address of one of the two; the other has not heard of it."""
+    """The new member has the address of one of the two; the other does not have its address."""
 
     async def scenario() -> list[Peer]:
         peers = [Peer(0), Peer(1)]
         await meet_and_keep_connected(peers)
-        guest = Peer(5)
-        await guest.listen()
-        guest.mesh.keep_connected({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
-        await wait_until(lambda: {0, 1} <= set(guest.met) and 5 in peers[0].met and 5 in peers[1].met)
+        joining = Peer(5)
+        await joining.listen()
+        joining.mesh.keep_connected({0: peers[0].mesh.places[0]}, joining.met.append, dial_all=True)
+        await wait_until(lambda: {0, 1} <= set(joining.met) and 5 in peers[0].met and 5 in peers[1].met)
         assert peers[1].mesh.places.name(5) == "node6"
-        return [*peers, guest]
+        return [*peers, joining]
 
     run_scenario(scenario)
 
@@ -206,14 +206,14 @@ def test_a_member_with_another_config_is_refused_and_the_others_stay_connected()
     async def scenario() -> list[Peer]:
         peers = [Peer(0), Peer(1)]
         await meet_and_keep_connected(peers)
-        guest = Peer(5, config="another")
-        await guest.listen()
-        guest.mesh.keep_connected({0: peers[0].mesh.places[0]}, guest.met.append, dial_all=True)
+        joining = Peer(5, config="another")
+        await joining.listen()
+        joining.mesh.keep_connected({0: peers[0].mesh.places[0]}, joining.met.append, dial_all=True)
         await wait_until(lambda: peers[0].notes)
         assert peers[0].notes[0].startswith("refused a member: node1 and node6 cannot train together: configuration")
-        assert (guest.met, peers[0].lost) == ([], [])
+        assert (joining.met, peers[0].lost) == ([], [])
         await send_and_wait(peers[1], 0, peers[0])
-        return [*peers, guest]
+        return [*peers, joining]
 
     run_scenario(scenario)
 

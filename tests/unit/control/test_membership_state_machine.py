@@ -38,7 +38,7 @@ class Membership(RuleBasedStateMachine):
         rules = MembershipSettings(on_silent_tie=tie, min_nodes=min(size, min_nodes))
         self.cluster = Cluster(size, rules, seed, delay_s)
         self.launch_size = size
-        self.guests = 0
+        self.joined = 0
 
     def member(self, pick: int) -> int:
         members = sorted(self.cluster.machines)
@@ -101,8 +101,8 @@ class Membership(RuleBasedStateMachine):
     @precondition(lambda self: len(self.cluster.machines) < 6)
     @rule()
     def join(self) -> None:
-        self.cluster.join(next_member(self.launch_size, 0, self.guests))
-        self.guests += 1
+        self.cluster.join(next_member(self.launch_size, 0, self.joined))
+        self.joined += 1
 
     @rule(seed=st.integers(0, 2**16), faults=st.integers(2, 8))
     def storm(self, seed: int, faults: int) -> None:

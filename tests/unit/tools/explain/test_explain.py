@@ -1,4 +1,4 @@
-"""`shoal explain`: every stored log of a real failure is explained by its own cause, and nothing else is."""
+"""`shoal explain`: every stored log of a real failure is explained by its own cause only."""
 
 from __future__ import annotations
 
